@@ -1,0 +1,67 @@
+# `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup lint format typecheck contracts unit bench docs-test testbed-packages clean
+
+BIN := .venv/bin
+INSTALLED := .venv/.orc-installed
+ROOMS := runtime launchers orchestrator templates
+LINKS := $(ROOMS:%=.types/orc/%)
+DEMO_STATE := .orc-demo
+SLURM_TESTBED := tests/testbed/slurm
+HOSTS_TESTBED := tests/testbed/hosts
+# For example: make test PYTEST_FLAGS="-k bundle -x"
+PYTEST_FLAGS ?=
+# For example: make bench BENCH="data collectives"
+BENCH ?=
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
+
+demo: $(INSTALLED)  ## Train on two local processes with `orc submit --follow`
+	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
+
+test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests with coverage
+
+setup: $(INSTALLED)  ## Make .venv with everything in it
+
+# Stamped by the files that decide what is installed, so that a second run starts at once.
+$(INSTALLED): pyproject.toml .ci/constraints.txt .ci/setup.sh
+	.ci/setup.sh
+
+lint: $(INSTALLED)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)  ## ruff: repair what can be repaired
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Import names differ from folder names (orc.runtime is runtime/), so mypy and editors get a tree of links.
+$(LINKS): .types/orc/%:
+	@mkdir -p .types/orc
+	@ln -sfn ../../$* $@
+
+typecheck: $(INSTALLED) $(LINKS)  ## mypy --strict on the torch-free rooms
+	MYPYPATH=.types $(BIN)/mypy -p orc.launchers -p orc.orchestrator
+
+contracts: $(INSTALLED)  ## import-linter: which room may import which
+	$(BIN)/lint-imports --no-logo
+
+# Slurm, MariaDB, PostgreSQL, Open MPI, sshd … come from apt; without root the tests that need them are skipped and say so.
+testbed-packages:
+	@if [ "$$(id -u)" = 0 ]; then $(SLURM_TESTBED)/up.sh --install-only && $(HOSTS_TESTBED)/up.sh --install-only && \
+	  tests/testbed/postgres/install.sh; fi
+
+unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone, with coverage
+	tests/run.sh $(PYTEST_FLAGS)
+
+bench: $(INSTALLED)  ## Benchmarks: one table against peers and budgets (minutes; on a quiet machine)
+	$(BIN)/python tests/benchmarks/harness.py $(BENCH)
+
+docs-test: $(INSTALLED)  ## Links and examples of the documentation
+	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_FLAGS)
+
+clean:  ## Remove everything that make made
+	rm -rf .venv .types build dist *.egg-info $(DEMO_STATE) .coverage .coverage.* htmlcov \
+	  .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

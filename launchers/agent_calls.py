@@ -1,0 +1,314 @@
+"""Calls: how a launcher starts something on another node of its attempt without SSH between the hosts.
+
+Shipped as ``orc_agent_calls.py`` beside the agent: standard library only, Python >= 3.9. `rsh` is what the launcher
+runs in place of ``ssh``: it leaves a call in the attempt directory and waits for its end. `Calls` is the other
+side: the agent of the node that is named runs it. Format: docs/explanation/attempt-directory.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from orc.launchers import agent
+else:
+    try:
+        import orc_agent as agent
+    except ImportError:  # not on a node
+        from orc.launchers import agent
+
+EXIT_NO_CONNECTION = 255  # what ssh exits with when it could not do it
+HURRY_FOR_S = 30.0
+OUTPUT_BYTES = 8192  # of what a call has printed, for those who ask a host something
+NAMES = ("ssh", "rsh")
+# Options of ssh and rsh that take an argument; the others stand alone. None of them means anything here.
+_WITH_ARGUMENT = "BbcDEeFIiJLlmOoPpQRSWw"
+
+
+# --- who is asked ----------------------------------------------------------------------------------------------------
+
+
+def node_called(host: str, config: Mapping[str, Any], attempt_dir: str) -> int | None:
+    """The node that a launcher means by *host*: by any name it may know it by."""
+    nnodes = int(config["nnodes"])
+    leases = [agent.read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
+    machines = [str(lease.get("host") or "") for lease in leases]
+    known: dict[str, int] = {}
+    for node in range(nnodes):
+        known[f"node-{node}"] = node
+    if len(set(machines)) == nnodes:
+        known.update({name: node for node, name in enumerate(machines)})
+    for node, entry in enumerate(config.get("hosts") or ()):
+        for key in ("address", "name"):
+            if entry.get(key):
+                known[str(entry[key])] = node
+    return known.get(host, known.get(host.partition(".")[0]))
+
+
+# --- the side that asks ----------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, str]:
+    """``(host, shell text)`` of a command line for ssh or rsh. Raises `agent.LaunchFailure`."""
+    host = ""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            continue
+        if word.startswith("-") and len(word) > 1:
+            for at, letter in enumerate(word[1:], 2):
+                if letter in _WITH_ARGUMENT:
+                    if at == len(word) and rest:
+                        rest.pop(0)
+                    break
+        elif not host:
+            host = word.rpartition("@")[2]
+        else:
+            rest.insert(0, word)
+            break
+    if not host or not rest:
+        raise agent.LaunchFailure(
+            "usage: rsh [options] [user@]host command ...: what it runs, it runs without a terminal"
+        )
+    return host, " ".join(rest)
+
+
+def rsh(arguments: Sequence[str]) -> int:
+    """Have a command run on another node of this attempt; returns its exit status, 255 when it could not be done."""
+    attempt_dir = os.environ.get("ORC_ATTEMPT_DIR")
+    if attempt_dir is None:
+        raise agent.LaunchFailure("rsh runs below a launcher of an orc agent: ORC_ATTEMPT_DIR must be set")
+    host, text = parse(arguments)
+    config = agent.load_config(os.path.join(attempt_dir, "agent.json"))
+    node = node_called(host, config, attempt_dir)
+    if node is None:
+        names = ", ".join(str(entry["name"]) for entry in config.get("hosts") or ()) or "node-0, node-1 and so on"
+        agent.complain(f"{host} is no host of this attempt; they are {names}")
+        return EXIT_NO_CONNECTION
+    own = agent.beside("shim").node_of(attempt_dir)
+    me = agent.identity()
+    call = {
+        "id": f"{own[0] if own else 0}-{me['pid']}-{time.time_ns()}",
+        "node": node,
+        "from": own[0] if own else int(os.environ.get("ORC_NODE_RANK") or 0),
+        "restart": int(os.environ.get("ORC_RESTART") or 0),
+        "command": text,
+        "caller": {name: me[name] for name in ("pid", "pid_start", "boot_id")},
+        "at": me["at"],
+    }
+    agent.private()
+    os.makedirs(os.path.join(attempt_dir, "calls"), mode=0o700, exist_ok=True)
+    base = os.path.join(attempt_dir, "calls", str(call["id"]))
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: told.append(number))
+    agent.write_json(f"{base}.json", call, durable=False)
+    return _wait(base, attempt_dir, call, told)
+
+
+def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], told: Sequence[int]) -> int:
+    ended = os.path.join(attempt_dir, f"node-{call['node']}", "exit.json")
+    patience = None
+    pause = 0.005
+    while True:
+        done = agent.read_json(f"{base}.done.json")
+        if done is not None:
+            sys.stdout.write(str(done.get("output") or ""))
+            sys.stdout.flush()
+            return int(done["status"])
+        now = time.monotonic()
+        if told and patience is None:
+            agent.write_json(f"{base}.end.json", {"id": call["id"], "node": call["node"]}, durable=False)
+            patience = now + agent.FAILURE_GRACE_S + 2.0
+        over = agent.read_json(ended)
+        if over is not None and int(over.get("restart", 0)) == call["restart"] and patience is None:
+            patience = now + 1.0  # its last word may be on the way
+        if patience is not None and now > patience:
+            return EXIT_NO_CONNECTION
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.1)
+
+
+# --- the side that is asked ------------------------------------------------------------------------------------------
+
+
+def install(directory: str) -> str:
+    """Put the look-alikes of ``ssh`` and ``rsh`` into *directory*, which goes first on a launcher's PATH."""
+    import shlex
+
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    words = " ".join(shlex.quote(word) for word in (*agent.own_argv(), "rsh"))
+    for name in NAMES:
+        path = os.path.join(directory, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f'#!/bin/sh\nexec {words} "$@"\n')
+        os.chmod(path, 0o700)
+    return directory
+
+
+class Calls:
+    """What other nodes ask of this one, for as long as its agent runs."""
+
+    def __init__(self, node: agent.Node, env: Mapping[str, str]) -> None:
+        self.node = node
+        self.env = dict(env)
+        self.directory = os.path.join(node.attempt_dir, "calls")
+        self.asked: dict[str, dict[str, Any]] = {}  # what this node has asked others, while its caller lives
+        self.begun: dict[str, tuple[dict[str, Any], int]] = {}  # what was started, and where its output begins
+        self.next_callers = 0.0
+        self.running: dict[str, int] = {}  # id -> pid
+        self.kill_at: dict[str, float] = {}  # calls that are being ended -> when they are killed (monotonic)
+        self.settled: set[str] = set()  # ids that need no further look
+        self.failed: dict[str, Any] | None = None  # the last one that failed while no rank had been started
+        self.since = time.monotonic()
+
+    def pace(self) -> float:
+        """Seconds until the next look: launchers call at their start, one node after the other."""
+        return agent.HURRY_S if time.monotonic() - self.since < HURRY_FOR_S else agent.LOOK_S
+
+    def look(self) -> None:
+        """Start what is new, end what is to end, tell what has ended."""
+        for call, pid in list(self.running.items()):
+            if pid in self.node.ended:
+                del self.running[call]
+                self.done(call, self.node.ended[pid])
+        try:
+            names = set(os.listdir(self.directory))
+        except FileNotFoundError:
+            return
+        for name in sorted(names):
+            call = name[: -len(".json")]
+            if not name.endswith(".json") or "." in call or call in self.settled:
+                continue
+            if f"{call}.done.json" in names:
+                self.settled.add(call)
+                self.asked.pop(call, None)
+                continue
+            if call not in self.begun and call not in self.asked:
+                self.consider(call)
+            if f"{call}.end.json" in names and call in self.running:
+                self.end(call)
+        now = time.monotonic()
+        if now >= self.next_callers:
+            self.next_callers = now + agent.LOOK_S
+            self.look_at_callers()
+
+    def consider(self, call: str) -> None:
+        """A new call: is it for this node, or from it?"""
+        record = agent.read_json(os.path.join(self.directory, f"{call}.json"))
+        if record is None:
+            return
+        if int(record.get("restart", 0)) != self.node.restart:
+            self.settled.add(call)
+            return
+        if record["from"] == self.node.node:
+            self.asked[call] = record
+        if record["node"] == self.node.node:
+            if self.node.stop is None:
+                self.start(call, record)
+        elif record["from"] != self.node.node:
+            self.settled.add(call)  # between two others
+
+    def look_at_callers(self) -> None:
+        """A call whose caller is gone is ended."""
+        for call, record in list(self.asked.items()):
+            caller = record.get("caller") or {}
+            who = (int(caller.get("pid", 0)), str(caller.get("pid_start")), str(caller.get("boot_id")))
+            if not agent.is_running(*who):
+                del self.asked[call]
+                path = os.path.join(self.directory, f"{call}.end.json")
+                try:
+                    agent.write_json(path, {"id": call, "node": record["node"]}, durable=False)
+                except OSError as error:
+                    self.node.log(f"cannot write {path}: {error}")
+
+    def start(self, call: str, record: dict[str, Any]) -> None:
+        """Run it as a session of its own, with the job's environment and directory."""
+        node = self.node
+        node.log(f"node {record['from']} calls: {node.masked(str(record['command']))}"[:2000])
+        self.begun[call] = (record, os.fstat(node.log_fd).st_size)
+        argv = ["/bin/sh", "-c", str(record["command"])]
+        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            pid = agent.spawn(argv, self.env, cwd=node.work, stdin=null, output=node.log_fd, umask=agent.users_umask)
+        except agent.LaunchFailure as error:
+            node.log(str(error))
+            self.done(call, 127 << 8)
+            return
+        finally:
+            os.close(null)
+        node.sessions[pid] = agent.process_start(pid) or ""
+        node.note_pids()
+        self.running[call] = pid
+
+    def end(self, call: str) -> None:
+        """Its caller is gone, or has been told to end."""
+        now = time.monotonic()
+        pid = self.running[call]
+        if call not in self.kill_at:
+            self.kill_at[call] = now + agent.FAILURE_GRACE_S
+            agent.signal_group(pid, signal.SIGTERM)
+        elif now > self.kill_at[call]:
+            agent.signal_group(pid, signal.SIGKILL)
+
+    def done(self, call: str, status: int) -> None:
+        """Tell the caller how it ended."""
+        record, start = self.begun[call]
+        code = agent.shell_status(*agent.exit_of(status))
+        answer = {
+            "id": call,
+            "node": record["node"],
+            "from": record["from"],
+            "status": code,
+            "output": self.output(start),
+            "at": time.time(),
+        }
+        path = os.path.join(self.directory, f"{call}.done.json")
+        try:
+            agent.write_json(path, answer, durable=False)
+        except OSError as error:
+            self.node.log(f"cannot write {path}: {error}")
+        if code and not self.node.shim_records(running=True):
+            self.failed = {**answer, "since": time.monotonic()}
+
+    def failure(self, patience_s: float) -> dict[str, Any] | None:
+        """A failure record, when what should have started this node's ranks has failed *patience_s* ago.
+
+        Launchers may wait for ever for what did not start on another node; they have had their time to notice.
+        """
+        call = self.failed
+        if call is None or self.running or time.monotonic() - call["since"] < patience_s:
+            return None
+        if self.node.shim_records(running=True):
+            return None
+        return {
+            "rank": None,
+            "local_rank": None,
+            "node": self.node.node,
+            "host": self.node.me["host"],
+            "exit_code": call["status"],
+            "signal": None,
+            "at": call["at"],
+            "log_tail": call["output"],
+            "stall": "",
+        }
+
+    def output(self, start: int) -> str:
+        """What this node's log has got since byte *start*, without the agent's own lines: the first 8 KiB."""
+        path = os.path.join(self.node.logs, f"node-{self.node.node}.log")
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read(OUTPUT_BYTES)
+        except OSError:
+            return ""
+        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+        return self.node.masked("".join(line for line in lines if not line.startswith("[orc ")))

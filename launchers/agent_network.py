@@ -1,0 +1,153 @@
+"""Ports, addresses and interfaces of this host.
+
+Shipped as ``orc_agent_network.py`` beside the agent: standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from orc.launchers import agent
+else:
+    try:
+        import orc_agent as agent
+    except ImportError:  # not on a node
+        from orc.launchers import agent
+
+
+class Port:
+    """A free TCP port below the ephemeral range, held against other orc jobs of this user until it is closed.
+
+    The lock file keeps two jobs from choosing the same port between the test and the start of rank 0; a port from
+    outside the ephemeral range is not taken by the next outgoing connection either.
+    """
+
+    def __init__(self, first: int = 20000, last: int = 32767) -> None:
+        import fcntl
+        import random
+        import socket
+
+        low = _ephemeral_start()
+        if low is not None and low > first + 100:
+            last = min(last, low - 1)
+        directory = f"/tmp/orc-ports-{os.getuid()}"
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            status = os.lstat(directory)
+            if status.st_uid != os.getuid() or not os.path.isdir(directory) or os.path.islink(directory):
+                raise agent.LaunchFailure(f"{directory} does not belong to this user; remove it") from None
+        count = last - first + 1
+        begin = random.randrange(count)  # noqa: S311 - only to make collisions rare
+        for step in range(count):
+            port = first + (begin + step) % count
+            fd = os.open(os.path.join(directory, str(port)), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                    probe.bind(("", port))
+            except OSError:
+                os.close(fd)
+                continue
+            self.number = port
+            self._fd = fd
+            return
+        raise agent.LaunchFailure(f"no free TCP port between {first} and {last}")
+
+    def close(self) -> None:
+        """Let others use it."""
+        os.close(self._fd)
+
+
+def _ephemeral_start() -> int | None:
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            return int(file.read().split()[0])
+    except (OSError, ValueError):
+        return None
+
+
+def own_address(peers: Iterable[str]) -> str:
+    """An address of this machine that its peers can reach: found by asking the routing table, not by guessing.
+
+    A host whose own name resolves to 127.0.1.1 (Debian's default) still gets its real address.
+    """
+    import socket
+
+    def usable(address: str) -> bool:
+        return not address.startswith(("127.", "::1", "fe80:", "0.0.0.0"))  # noqa: S104
+
+    # 192.0.2.1 is TEST-NET: connecting a UDP socket sends nothing and shows the interface of the default route.
+    for peer in (*peers, "192.0.2.1"):
+        try:
+            found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, where in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(where)
+                    address = str(probe.getsockname()[0])
+            except OSError:
+                continue
+            if usable(address):
+                return address
+    return os.uname().nodename
+
+
+def plain(address: str) -> str:
+    """An IPv4 address as such, also when it was taken by an IPv6 socket; an IPv6 address without its scope."""
+    address = address.partition("%")[0]
+    return address[len("::ffff:") :] if address.startswith("::ffff:") and "." in address else address
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """``(interface, address)`` of this host, IPv4 before IPv6, from the kernel."""
+    import ctypes
+
+    class Address(ctypes.Structure):
+        _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+    class Entry(ctypes.Structure):
+        pass
+
+    Entry._fields_ = (
+        ("next", ctypes.POINTER(Entry)),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.POINTER(Address)),
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = ctypes.POINTER(Entry)()
+    if libc.getifaddrs(ctypes.byref(head)):
+        return []
+    found = []
+    try:
+        entry = head
+        while entry:
+            item = entry.contents
+            if item.flags & 1 and item.address:  # IFF_UP
+                family, data = item.address.contents.family, bytes(item.address.contents.data)
+                if family in (socket.AF_INET, socket.AF_INET6):
+                    raw = data[2:6] if family == socket.AF_INET else data[6:22]
+                    found.append((family, item.name.decode(), socket.inet_ntop(family, raw)))
+            entry = item.next
+    finally:
+        libc.freeifaddrs(head)
+    return [(name, address) for _, name, address in sorted(found, key=lambda one: one[0])]
+
+
+def reachable_addresses() -> list[str]:
+    """Where other hosts may reach this one: all of its addresses that are not its own alone."""
+    found = [a for _, a in own_addresses() if not a.startswith(("127.", "fe80:", "169.254.")) and a != "::1"]
+    return found or ["127.0.0.1"]
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has *address*."""
+    return next((name for name, known in own_addresses() if known == address), None)

@@ -1,0 +1,270 @@
+"""Stacks of all ranks of an attempt that hangs: asked for by a file, answered by every agent for its own ranks.
+
+Shipped as ``orc_agent_stacks.py`` beside the agent: standard library only, Python >= 3.9. A rank's Python writes its
+stacks itself when it gets `number` (launchers/startup.py: `faulthandler`, in C, so it works whatever the rank is stuck
+in); ``py-spy`` is used where it is installed. Format: docs/explanation/attempt-directory.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from orc.launchers import agent
+else:
+    try:
+        import orc_agent as agent
+    except ImportError:  # not on a node
+        from orc.launchers import agent
+
+ANSWER_S = 2.0  # for one rank to write
+SETTLED_S = 0.05  # nothing more was written for so long: that was all
+SPY_S = 15.0
+TIMEOUT_S = 10.0
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+
+
+def number() -> int:
+    """The signal that makes a rank's Python write its stacks: one that no program uses, and nothing else sends."""
+    return int(signal.SIGRTMIN) + 13
+
+
+# --- the agent's side ------------------------------------------------------------------------------------------------
+
+
+class Requests:
+    """What this node has been asked for."""
+
+    def __init__(self, node: agent.Node) -> None:
+        self.node = node
+        self.directory = os.path.join(node.attempt_dir, "stacks")
+        self.answered: set[str] = set()
+
+    def look(self) -> None:
+        """Answer what is new."""
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:  # the attempt's directory was removed
+            return
+        for name in names:
+            request = name[: -len(".json")]
+            if name.endswith(".json") and "." not in request and request not in self.answered:
+                self.answered.add(request)
+                if os.path.exists(os.path.join(self.directory, f"{request}.node-{self.node.node}.json")):
+                    continue  # before this restart
+                pid = agent.background(lambda request=request: self.answer(request), self.node.log_fd)  # type: ignore[misc]
+                if request.startswith("stall-"):
+                    self.wait_for(pid)
+
+    def wait_for(self, pid: int) -> None:
+        """The ranks of a stalled job are about to be ended: they are asked before."""
+        node = self.node
+        node.sessions[pid] = agent.process_start(pid) or ""
+        deadline = time.monotonic() + 2 * ANSWER_S
+        while pid not in node.ended and time.monotonic() < deadline:
+            time.sleep(agent.HURRY_S)
+            node.reap()
+
+    def answer(self, request: str) -> None:
+        """Write this node's answer."""
+        node = self.node
+        answer = {
+            "id": request,
+            "node": node.node,
+            "host": node.me["host"],
+            "restart": node.restart,
+            "at": time.time(),
+            "state": node.state,
+            "ranks": stacks_of(node.dir, running_ranks(node), node.masked),
+        }
+        agent.write_json(os.path.join(self.directory, f"{request}.node-{node.node}.json"), answer, durable=False)
+
+
+def ask(attempt_dir: str, request: str) -> bool:
+    """Ask all nodes; False when somebody has done so under the same name."""
+    directory = os.path.join(attempt_dir, "stacks")
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    return agent.create_json(os.path.join(directory, f"{request}.json"), {"id": request, "at": time.time()})
+
+
+def running_ranks(node: agent.Node) -> list[tuple[int, int, int]]:
+    """``(rank, local rank, pid)`` of the ranks of this node that run."""
+    if node.shims:
+        ended = node.shim_records()
+        found = []
+        for rank, record in node.shim_records(running=True).items():
+            program = record.get("program") or {}
+            over = rank in ended and ended[rank]["pid"] == record["pid"]
+            if not over and agent.process_start(int(program.get("pid", 0))) == program.get("start"):
+                found.append((rank, int(record["local_rank"]), int(program["pid"])))
+        return found
+    return [(r.rank, r.local_rank or 0, r.pid) for r in node.ranks if r.rank is not None and r.status is None]
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any = str) -> list[dict[str, Any]]:
+    """The stacks of these ranks, whose files are in *directory*."""
+    spy = find_spy()
+    # All are asked before the first is waited for: the stacks of one moment.
+    asked = {} if spy else {rank: request_from(directory, rank, pid) for rank, _, pid in ranks}
+    found = []
+    for rank, local_rank, pid in ranks:
+        source, error = "py-spy", ""
+        threads: list[dict[str, Any]] = []
+        if spy is not None:
+            threads, error = spy_on(spy, pid)
+        if not threads:  # py-spy may not be allowed to look
+            own, why = collect(*(asked.get(rank) or request_from(directory, rank, pid)))
+            if own or spy is None:
+                source, threads, error = "faulthandler", own, why
+        for frame in (frame for thread in threads for frame in thread["frames"]):
+            frame["file"], frame["function"] = masked(frame["file"]), masked(frame["function"])
+        told = {"rank": rank, "local_rank": local_rank, "pid": pid, "source": source}
+        found.append({**told, "error": error or None, "threads": threads})
+    return found
+
+
+def request_from(directory: str, rank: int, pid: int) -> tuple[int, str, int]:
+    """Ask one rank; returns its process (0 when none could answer), its file, and where the answer begins."""
+    path = os.path.join(directory, f"stacks-{rank}.txt")
+    target = next((p for p in (pid, *agent.descendants(pid)) if catches(p)), 0)
+    if not target or not os.path.exists(path):
+        return 0, path, 0
+    start = os.path.getsize(path)
+    agent.signal_process(target, number())
+    return target, path, start
+
+
+def catches(pid: int) -> bool:
+    """Whether the process has a handler for `number`: to any other, it would be the end."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number() - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def collect(pid: int, path: str, start: int) -> tuple[list[dict[str, Any]], str]:
+    """What *pid* writes behind byte *start* of the file, until it writes no more; or why there is nothing."""
+    if not pid:
+        return [], "its program is no Python that was started with orc's start-up hook"
+    deadline = time.monotonic() + ANSWER_S
+    size, since = start, time.monotonic()
+    while time.monotonic() < deadline:
+        now = os.path.getsize(path)
+        if now != size:
+            size, since = now, time.monotonic()
+        elif size > start and time.monotonic() - since > SETTLED_S:
+            break
+        elif not agent.process_start(pid):
+            return [], "it ended while it was asked"
+        time.sleep(0.005)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        file.seek(start)
+        threads = parse(file.read())
+    os.truncate(path, 0)  # what is in it has been told; it is opened to append
+    return threads, "" if threads else f"it did not answer within {ANSWER_S:g} s"
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """What `faulthandler` has written: its newest thread first, the main thread last."""
+    threads: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            threads.append({"name": (thread["name"] or "").strip(), "main": False, "frames": []})
+        elif frame and threads:
+            place = int(frame["line"]) if frame["line"].isdigit() else None
+            threads[-1]["frames"].append({"file": frame["file"], "line": place, "function": frame["function"]})
+    if threads:
+        threads[-1]["main"] = True
+    return threads
+
+
+def find_spy() -> str | None:
+    """The program py-spy, where it is installed."""
+    for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        path = os.path.join(directory, "py-spy")
+        if os.access(path, os.X_OK):
+            return path
+    return None
+
+
+def spy_on(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
+    """The threads of a process as py-spy sees them."""
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            [spy, "dump", "--json", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False
+        )
+        told = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return [], f"py-spy: {error}"
+    if not told:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return [], f"py-spy: {said[-1] if said else f'exit status {done.returncode}'}"
+    threads = []
+    for thread in told:
+        frames = [
+            {"file": str(f.get("filename")), "line": f.get("line") or None, "function": str(f.get("name"))}
+            for f in thread.get("frames") or ()
+        ]
+        name = str(thread.get("thread_name") or "")
+        threads.append({"name": name, "main": name == "MainThread", "frames": frames})
+    return threads, ""
+
+
+# --- the side that asks ----------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ask, wait, print one JSON object: ``{"id", "answers", "missing"}``."""
+    directory, *rest = arguments
+    options = dict(zip(rest[::2], rest[1::2]))  # noqa: B905 - Python 3.9
+    config = agent.load_config(os.path.join(directory, "agent.json"))
+    agent.private()
+    request = f"{time.time_ns()}-{os.getpid()}"
+    ask(directory, request)
+    nodes = expected(config, directory)
+    deadline = time.monotonic() + float(options.get("--timeout", TIMEOUT_S))
+    answers: dict[int, dict[str, Any]] = {}
+    while len(answers) < len(nodes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for node in nodes:
+            found = agent.read_json(os.path.join(directory, "stacks", f"{request}.node-{node}.json"))
+            if found is not None:
+                answers[node] = found
+    missing = [node for node in nodes if node not in answers]
+    print(json.dumps({"id": request, "answers": [answers[n] for n in sorted(answers)], "missing": missing}))
+    sys.stdout.flush()
+    return 0
+
+
+def expected(config: dict[str, Any], directory: str) -> list[int]:
+    """The nodes whose answers get here and that have not ended: on node 0 and on shared files those of all."""
+    nodes = list(range(int(config["nnodes"])))
+    if config.get("link"):
+        own = [node for node in nodes if os.path.exists(os.path.join(directory, f"node-{node}", "pids.json"))]
+        nodes = nodes if 0 in own else own
+    over = [
+        node
+        for node in nodes
+        if any(os.path.exists(os.path.join(directory, f"node-{node}", name)) for name in ("exit.json", "lost.json"))
+    ]
+    return [node for node in nodes if node not in over]

@@ -1,0 +1,7 @@
+"""Amazon SageMaker: an attempt is a training job. What is sent is rendered without the SDK and without a network."""
+
+from orc.launchers.backends.sagemaker.backend import SagemakerBackend
+
+BACKEND = SagemakerBackend
+
+__all__ = ["BACKEND", "SagemakerBackend"]

@@ -1,0 +1,338 @@
+"""`Service` at AWS: boto3 for everything but the creation of a training job, which goes through SageMaker's own SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orc.launchers.backends.sagemaker.failures import (
+    ambiguous,
+    aws_errors,
+    code_of,
+    doubt,
+    explain,
+    message_of,
+)
+from orc.launchers.backends.sagemaker.images import Image
+from orc.launchers.backends.sagemaker.names import split_uri
+from orc.launchers.backends.sagemaker.sdk import create_training_job, missing, stock_image
+from orc.launchers.backends.sagemaker.service import NameTaken
+from orc.launchers.backends.sagemaker.settings import Place
+from orc.launchers.errors import BackendError
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_ATTEMPTS = 8  # botocore backs off between them, under throttling too
+_SIDE_BY_SIDE = 16
+_GONE = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
+_REFUSED = ("ValidationException", "ValidationError", "ResourceNotFound")
+_T = TypeVar("_T")
+
+
+class AwsService:
+    """The account and region of *place*. Nothing is contacted before it is needed; botocore finds credentials."""
+
+    def __init__(self, place: Place, region: str, where: str) -> None:
+        self._place = place
+        self._region = region
+        self._where = where
+
+    # -- sessions
+
+    @cached_property
+    def _session(self) -> Any:
+        return self._ask("", self._make_session)
+
+    def _make_session(self) -> Any:
+        try:
+            import boto3
+        except ModuleNotFoundError as error:
+            raise missing(error) from None
+        session = boto3.Session(profile_name=self._place.profile, region_name=self._region)
+        if session.get_credentials() is None:
+            from botocore.exceptions import NoCredentialsError
+
+            raise NoCredentialsError
+        return session
+
+    def _client(self, name: str) -> Any:
+        clients = self.__dict__.setdefault("_clients", {})
+        if name not in clients:
+            from botocore.config import Config
+
+            config = Config(
+                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+                connect_timeout=10,
+                read_timeout=60,
+                max_pool_connections=_SIDE_BY_SIDE,
+                user_agent_extra="orc-launch",
+            )
+            session = self._session
+            clients[name] = self._ask(
+                "", lambda: session.client(name, config=config, endpoint_url=self._place.endpoint_url)
+            )
+        return clients[name]
+
+    def _ask(self, asked: str, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except aws_errors() as error:
+            raise explain(error, self._where, asked=asked, regions=self._regions()) from None
+
+    def _regions(self) -> tuple[str, ...]:
+        """Where botocore knows SageMaker to be, if our region is not among them."""
+        session = self.__dict__.get("_session")
+        if session is None or self._place.endpoint_url:
+            return ()
+        names = ("aws", "aws-cn", "aws-us-gov")
+        known = [region for name in names for region in session.get_available_regions("sagemaker", name)]
+        return () if self._region in known else tuple(known)
+
+    def close(self) -> None:
+        """Close the pools of connections."""
+        for client in self.__dict__.pop("_clients", {}).values():
+            client.close()
+
+    # -- who we are
+
+    def account(self) -> str:
+        """The configured one is believed here; `identity` checks it."""
+        return self._place.account or self.identity()
+
+    def identity(self) -> str:
+        """Asks the security token service, once."""
+        if "_account" not in self.__dict__:
+            found = self._ask("sts:GetCallerIdentity", lambda: self._client("sts").get_caller_identity())
+            self.__dict__["_account"] = str(found["Account"])
+        return str(self.__dict__["_account"])
+
+    def role_problem(self, arn: str) -> str:
+        """Looks at the role and its trust policy, where we may."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        name = arn.rpartition("/")[2]
+        try:
+            role = self._client("iam").get_role(RoleName=name)["Role"]
+        except ClientError as error:
+            return f"there is no role {name} in this account" if code_of(error) == "NoSuchEntity" else ""
+        except BotoCoreError:
+            return ""
+        trust = role.get("AssumeRolePolicyDocument")
+        if trust and "sagemaker.amazonaws.com" not in str(trust):
+            return f"the trust policy of the role {name} does not allow sagemaker.amazonaws.com to assume it"
+        return ""
+
+    def image(self, image: Image) -> str:
+        """From the tables of the SDK that is installed."""
+        return stock_image(image, self._where)
+
+    # -- objects
+
+    def has_bucket(self, bucket: str) -> bool:
+        """The bucket must belong to the account: its name could be anybody's."""
+        owner = self.account()
+        try:
+            self._client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=owner)
+        except aws_errors() as error:
+            if code_of(error) in _GONE:
+                return False
+            if code_of(error) in ("301", "PermanentRedirect"):
+                raise BackendError(
+                    f"the bucket {bucket} is not in {self._region}",
+                    where=self._where,
+                    hint="Choose a `bucket` in the region of the jobs.",
+                ) from None
+            if code_of(error) == "403":
+                raise BackendError(
+                    f"the bucket {bucket} is not this account's, or we may not look into it",
+                    where=self._where,
+                    hint="Choose another `bucket`, or add s3:ListBucket, s3:GetObject and s3:PutObject for it.",
+                ) from None
+            raise explain(error, self._where, asked="s3:HeadBucket") from None
+        return True
+
+    def create_bucket(self, bucket: str) -> None:
+        """Only us-east-1 is not named when buckets are made."""
+        place = {} if self._region == "us-east-1" else {"LocationConstraint": self._region}
+        extra = {"CreateBucketConfiguration": place} if place else {}
+        self._ask("s3:CreateBucket", lambda: self._client("s3").create_bucket(Bucket=bucket, **extra))
+
+    def put(self, uri: str, data: bytes | Path, *, kms_key: str | None = None) -> None:
+        """With KMS when there is a key, else with S3's own."""
+        bucket, key = split_uri(uri)
+        encryption = {"ServerSideEncryption": "AES256"}
+        if kms_key:
+            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key}
+        s3 = self._client("s3")
+
+        def send() -> None:
+            if isinstance(data, Path):
+                s3.upload_file(str(data), bucket, key, ExtraArgs=encryption)
+            else:
+                s3.put_object(Bucket=bucket, Key=key, Body=data, **encryption)
+
+        try:
+            self._ask("s3:PutObject", send)
+        except aws_errors() as error:
+            if type(error).__name__ == "S3UploadFailedError":  # boto3's own, without the code
+                raise explain(error.__context__ or error, self._where, asked="s3:PutObject") from None  # type: ignore[arg-type]
+            raise
+
+    def get(self, uri: str, offset: int = 0) -> bytes | None:
+        """One object."""
+        bucket, key = split_uri(uri)
+        extra = {"Range": f"bytes={offset}-"} if offset else {}
+        try:
+            return bytes(self._client("s3").get_object(Bucket=bucket, Key=key, **extra)["Body"].read())
+        except aws_errors() as error:
+            code = code_of(error)
+            if code in _GONE:
+                return None
+            if code in ("InvalidRange", "416"):
+                return b""
+            raise explain(error, self._where, asked="s3:GetObject") from None
+
+    def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
+        """Side by side: each costs a round trip."""
+        if not uris:
+            return {}
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._client("s3")  # made once, not in every thread
+        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(uris))) as pool:
+            found = list(pool.map(self.get, uris))
+        return {uri: data for uri, data in zip(uris, found, strict=True) if data is not None}
+
+    def exists(self, uri: str) -> bool:
+        """Asks for its head."""
+        bucket, key = split_uri(uri)
+        try:
+            self._client("s3").head_object(Bucket=bucket, Key=key)
+        except aws_errors() as error:
+            if code_of(error) in _GONE:
+                return False
+            raise explain(error, self._where, asked="s3:GetObject") from None
+        return True
+
+    def delete(self, uri: str) -> None:
+        """S3 does not mind when there is none."""
+        bucket, key = split_uri(uri)
+        self._ask("s3:DeleteObject", lambda: self._client("s3").delete_object(Bucket=bucket, Key=key))
+
+    # -- training jobs
+
+    def create(self, request: Mapping[str, Any]) -> None:
+        """Exactly *request*, through the SDK's resource."""
+        name = str(request["TrainingJobName"])
+        client = self._client("sagemaker")
+        try:
+            create_training_job(client, self._region, request)
+        except aws_errors() as error:
+            if code_of(error) == "ResourceInUse":
+                raise NameTaken(message_of(error), where=name) from None
+            if ambiguous(error, name):
+                raise doubt(error, name) from None
+            kind = str(request["ResourceConfig"].get("InstanceType", ""))
+            raise explain(error, self._where, asked="sagemaker:CreateTrainingJob", instance_type=kind) from None
+
+    def describe(self, name: str) -> dict[str, Any] | None:
+        """One round trip."""
+        try:
+            return dict(self._client("sagemaker").describe_training_job(TrainingJobName=name))
+        except aws_errors() as error:
+            said = message_of(error).lower()
+            if code_of(error) in _REFUSED and ("not found" in said or "could not find" in said):
+                return None
+            raise explain(error, self._where, asked="sagemaker:DescribeTrainingJob") from None
+
+    def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
+        """Pages of a hundred."""
+        query: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending", "MaxResults": 100}
+        if since is not None:
+            query["CreationTimeAfter"] = datetime.fromtimestamp(since, UTC)
+        if name_contains:
+            query["NameContains"] = name_contains
+        client = self._client("sagemaker")
+        while True:
+            page = self._ask("sagemaker:ListTrainingJobs", lambda: client.list_training_jobs(**query))
+            yield from page["TrainingJobSummaries"]
+            if not page.get("NextToken"):
+                return
+            query["NextToken"] = page["NextToken"]
+
+    def tags(self, arn: str) -> dict[str, str]:
+        """All of them: there are fifty at most."""
+        found = self._ask("sagemaker:ListTags", lambda: self._client("sagemaker").list_tags(ResourceArn=arn))
+        return {tag["Key"]: tag["Value"] for tag in found["Tags"]}
+
+    def stop(self, name: str) -> None:
+        """SageMaker refuses to stop what has ended; that is as good."""
+        try:
+            self._client("sagemaker").stop_training_job(TrainingJobName=name)
+        except aws_errors() as error:
+            if code_of(error) in _REFUSED:
+                return
+            raise explain(error, self._where, asked="sagemaker:StopTrainingJob") from None
+
+    # -- logs
+
+    def streams(self, name: str) -> list[str]:
+        """Those that begin with the job's name."""
+        client = self._client("logs")
+        query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
+        found: list[tuple[int, str]] = []
+        while True:
+            try:
+                page = client.describe_log_streams(**query)
+            except aws_errors() as error:
+                if code_of(error) == "ResourceNotFoundException":
+                    return []
+                raise explain(error, self._where, asked="logs:DescribeLogStreams") from None
+            found += [(int(s.get("creationTime") or 0), str(s["logStreamName"])) for s in page["logStreams"]]
+            if not page.get("nextToken"):
+                return [stream for _, stream in sorted(found)]
+            query["nextToken"] = page["nextToken"]
+
+    def events(self, stream: str, token: str | None) -> tuple[list[str], str | None]:
+        """One page."""
+        query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
+        if token:
+            query["nextToken"] = token
+        try:
+            page = self._client("logs").get_log_events(**query)
+        except aws_errors() as error:
+            if code_of(error) == "ResourceNotFoundException":
+                return [], token
+            raise explain(error, self._where, asked="logs:GetLogEvents") from None
+        return [str(event["message"]) for event in page["events"]], page.get("nextForwardToken") or token
+
+    # -- secrets
+
+    def put_secret(self, name: str, text: str, *, kms_key: str | None = None, tags: Mapping[str, str]) -> None:
+        """In Secrets Manager."""
+        from botocore.exceptions import ClientError
+
+        client = self._client("secretsmanager")
+        key = {"KmsKeyId": kms_key} if kms_key else {}
+        pairs = [{"Key": each, "Value": value} for each, value in tags.items()]
+        try:
+            client.create_secret(Name=name, SecretString=text, Tags=pairs, **key)
+        except ClientError as error:
+            if code_of(error) != "ResourceExistsException":
+                raise explain(error, self._where, asked="secretsmanager:CreateSecret") from None
+            self._ask(
+                "secretsmanager:PutSecretValue", lambda: client.put_secret_value(SecretId=name, SecretString=text)
+            )
+        except aws_errors() as error:
+            raise explain(error, self._where, asked="secretsmanager:CreateSecret") from None
+
+    def delete_secret(self, name: str) -> None:
+        """Without the days of waiting."""
+        try:
+            self._client("secretsmanager").delete_secret(SecretId=name, ForceDeleteWithoutRecovery=True)
+        except aws_errors() as error:
+            if code_of(error) == "ResourceNotFoundException":
+                return
+            raise explain(error, self._where, asked="secretsmanager:DeleteSecret") from None

@@ -1,0 +1,171 @@
+"""The backend of kind sagemaker: rendering is pure (`rendering`), what runs where is a `Site`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import (
+    Capabilities,
+    Finding,
+    Handle,
+    LogChunk,
+    LogSelector,
+    Observation,
+    Placement,
+    Snapshot,
+)
+from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
+from orc.launchers.backends.sagemaker.settings import read_place, read_settings
+from orc.launchers.errors import BackendUnreachable, LaunchError, PartlyUnreachable, SpecError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.backends.sagemaker.site import Site
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.plan import Plan
+    from orc.launchers.spec import JobSpec
+
+AWS = ""
+LOCAL = ("contract", "docker")
+
+
+class SagemakerBackend:
+    """Attempts as training jobs of one account and region, which *service* (AWS unless given) speaks to.
+
+    Attempts under the local contract, or in SageMaker's local mode, run on this machine; their handles say so.
+    """
+
+    kind = "sagemaker"
+    capabilities = Capabilities(requeue=True, visibility_s=30.0)
+
+    def __init__(self, cluster: Cluster, *, state_dir: Path | None = None, service: Service | None = None) -> None:
+        self.cluster = cluster
+        self.place = read_place(cluster)
+        if cluster.root is not None:
+            raise SpecError(
+                f"the cluster {cluster.name} has a root, but orc's files are in S3",
+                where=f"cluster {cluster.name}",
+                hint="Write `bucket` and `prefix` under `options:` instead.",
+            )
+        if self.place.region is None:
+            from orc.launchers.clusters import options_document
+
+            raise SpecError(
+                f"the cluster {cluster.name} has no region",
+                where=options_document(cluster).where,
+                hint="Write it under `options:`, as in  region: us-east-1.",
+            )
+        self.region = self.place.region
+        self._given_state_dir = state_dir
+        self._service = service
+        self._sites: dict[str, Site] = {}
+
+    @property
+    def _state_dir(self) -> Path:
+        from orc.launchers.directories import state_dir
+
+        return self._given_state_dir or state_dir()
+
+    def _site(self, mode: str) -> Site:
+        """AWS, or this machine in one of its modes; spoken to when it is first asked."""
+        from orc.launchers.backends.sagemaker.site import Site
+
+        if mode not in self._sites:
+            if mode == AWS:
+                from orc.launchers.backends.sagemaker.aws import AwsService
+
+                service = self._service or AwsService(self.place, self.region, f"cluster {self.cluster.name}")
+            else:
+                from orc.launchers.backends.sagemaker.local import open_local_service
+
+                service = open_local_service("docker" if mode == "docker" else "contract", self._state_dir)
+            native = f"local:{mode}:" if mode else ""
+            self._sites[mode] = Site(service, self.place, self.region, self.cluster.name, native)
+        return self._sites[mode]
+
+    def _site_of(self, handle: Handle) -> Site:
+        where, _, rest = handle.native_id.partition(":")
+        return self._site(rest.partition(":")[0] if where == "local" else AWS)
+
+    def close(self) -> None:
+        """Let go of connections; they are made anew when they are needed again."""
+        for site in self._sites.values():
+            site.service.close()
+
+    # -- before the start
+
+    def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
+        """``agent.json``, and the CreateTrainingJob request that is sent."""
+        return render_plan(job, snapshot, attempt, self.cluster, read_settings(self.cluster, job), self.region)
+
+    def preflight(self, plan: Plan) -> list[Finding]:
+        """Do the credentials work, is the bucket there, can the role be used, does the image suit?"""
+        return self._site(local_mode(plan)).preflight(plan)
+
+    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
+        """Upload the snapshot's trees as one archive, unless they are there."""
+        self._site(local_mode(plan) if plan else AWS).stage(snapshot, self._state_dir, plan)
+
+    # -- the start
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
+        """Upload what the attempt is told, then send the request. A job that is there already is adopted."""
+        return self._site(local_mode(plan)).submit(plan, secrets)
+
+    def find(self, marker: str) -> Handle | None:
+        """On this machine if it was submitted here, else at AWS."""
+        here = LOCAL if (self._state_dir / "sagemaker").is_dir() else ()
+        for mode in here:
+            if self._site(mode).knows(marker):
+                return self._site(mode).find(marker)
+        mode = read_settings(self.cluster).local_mode  # then nothing is ever sent to AWS
+        return self._site(mode).find(marker)
+
+    # -- afterwards
+
+    def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
+        """Few jobs are described, many are looked up in lists; the agents' records say how those that ended did so."""
+        found: dict[Handle, Observation] = {}
+        for site, own in self._by_site(handles):
+            found.update(site.poll(own))
+        return found
+
+    def _by_site(self, handles: Sequence[Handle]) -> list[tuple[Site, list[Handle]]]:
+        grouped: dict[str, tuple[Site, list[Handle]]] = {}
+        for handle in handles:
+            site = self._site_of(handle)
+            grouped.setdefault(site.native, (site, []))[1].append(handle)
+        return list(grouped.values())
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Those of the hosts that have said something so far."""
+        return self._site_of(handle).log_selectors(handle)
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """From CloudWatch; nothing while it has nothing."""
+        return self._site_of(handle).read_log(handle, selector, offset)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+        """From the job's directory, as SageMaker has brought it to S3 last."""
+        return self._site_of(handle).read_file(handle, name, offset)
+
+    def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
+        """StopTrainingJob: SIGTERM, and SIGKILL after 120 seconds; the agents keep to the job's own grace in between.
+
+        Raises `PartlyUnreachable` for those that could not be told.
+        """
+        untold: dict[str, LaunchError] = {}
+        for handle in handles:
+            site = self._site_of(handle)
+            try:
+                site.service.stop(site.name_of(handle))
+            except BackendUnreachable as error:
+                untold[handle.marker] = error
+        if untold:
+            first = next(iter(untold.values()))
+            raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(untold))

@@ -1,0 +1,204 @@
+"""From an estimator of the SageMaker SDK, or its arguments, to a job. Pure, but for the tables that it may name."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.sagemaker.arguments import ALIASES, REFUSED
+from orc.launchers.backends.sagemaker.settings import job_fields, place_fields
+from orc.launchers.errors import SpecError
+
+if TYPE_CHECKING:
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec import LoadedJob
+
+WHERE = "estimator"
+_PLACE = ("profile", "region")  # must be the cluster's
+_FILES = {"sagemaker_inputs_file": "inputs", "sagemaker_metrics_file": "metric_definitions"}
+# Attributes that estimators have without anybody having asked for them, and methods of the same name.
+_OF_OBJECTS = (
+    *("sagemaker_session", "model_channel_name", "container_log_level", "dependencies", "debugger_hook_config"),
+    *("rules", "wait", "logs", "latest_training_job", "jobs"),
+)
+_PRIVATE = {"hyperparameters": "_hyperparameters", "base_job_name": "base_job_name"}
+
+
+def arguments_of(estimator: object) -> dict[str, Any]:
+    """The arguments that an estimator was made with: of a mapping itself, else of an object's attributes.
+
+    What an object has as its class's default of `None`, or only for the SDK's own use, is left out.
+    """
+    if isinstance(estimator, Mapping):
+        return {str(name): value for name, value in estimator.items()}
+    names: Iterable[str] = (*job_fields(), *_PLACE, *ALIASES, *_FILES, "entry_point", "source_dir", "hyperparameters")
+    names = (*names, *(name for name in REFUSED if name not in _OF_OBJECTS), "additional_args")
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        value = getattr(estimator, _PRIVATE.get(name, name), None)
+        if value is None or value in ([], {}, ()):
+            value = getattr(estimator, name, None)
+        if callable(value) and name == "hyperparameters":
+            value = value()
+        if value is None or callable(value) or (isinstance(value, (list, dict, tuple)) and not value):
+            continue
+        found[name] = value
+    return found
+
+
+def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = None, inputs: object = None) -> LoadedJob:
+    """The job that *estimator* describes, for *cluster*. *inputs* are those that its ``fit`` would get.
+
+    Raises `SpecError` that names the argument.
+    """
+    from pydantic_core import ValidationError
+
+    from orc.launchers.spec import JobSpec, LoadedJob
+
+    if cluster.kind != "sagemaker":
+        raise SpecError(f"estimators run on clusters of kind sagemaker; {cluster.name} is of kind {cluster.kind}")
+    data, workdir = job_of(estimator, cluster=cluster.name, name=name, inputs=inputs, options=cluster.options)
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        from orc.launchers.spec.problems import SpecProblems, translate
+        from orc.launchers.spec.source import Document
+
+        raise SpecProblems(translate(error, Document(data, WHERE, {}, {}), lambda *_: "")) from None
+    return LoadedJob(spec, workdir / WHERE, workdir)
+
+
+def job_of(
+    estimator: object, *, cluster: str, name: str | None = None, inputs: object = None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Path]:
+    """A job for *cluster*, whose options are *options*, as a job file has it; and the directory it starts from.
+
+    Raises `SpecError` that names the argument.
+    """
+    given = arguments_of(estimator)
+    more = given.pop("additional_args", None) or {}
+    if not isinstance(more, Mapping):
+        raise SpecError("additional_args: expected a mapping of estimator arguments", where=WHERE)
+    for key, value in more.items():
+        if key in given:
+            raise SpecError(f"{key} is given twice, also in additional_args", where=WHERE)
+        given[str(key)] = value
+    given = {key: value for key, value in given.items() if value is not None}
+    _same_place(given, cluster, options)
+    script, workdir = _program(given)
+    args = _arguments(given.pop("hyperparameters", {}))
+    settings = {key: value for key, value in given.items() if key != "max_retries"}
+    for key, proper in _FILES.items():
+        if key in settings:
+            settings[proper] = _table(key, str(settings.pop(key)))
+    if inputs is not None:
+        settings["inputs"] = _inputs(inputs)
+    job = {
+        "name": name or settings.get("base_job_name") or Path(script).stem,
+        "script": script,
+        "cluster": cluster,
+        "args": args,
+        "resources": {"options": {"sagemaker": settings}},
+    }
+    return job, workdir
+
+
+def _same_place(given: dict[str, Any], cluster: str, options: Mapping[str, Any]) -> None:
+    for key in _PLACE:
+        value = given.pop(key, None)
+        if value is not None and value != options.get(key):
+            raise SpecError(
+                f"{key} = {value}, but that of the cluster {cluster} is {options.get(key)}",
+                where=WHERE,
+                hint="Define a cluster for it in clusters.yaml, and name that.",
+            )
+    for key in place_fields():
+        if key in given and key not in _FILES:
+            raise SpecError(f"{key} describes the cluster", where=WHERE, hint="Set it in clusters.yaml.")
+
+
+def _program(given: dict[str, Any]) -> tuple[str, Path]:
+    """The script, relative to the directory that travels; and that directory."""
+    entry, source = given.pop("entry_point", None), given.pop("source_dir", None)
+    if not entry:
+        raise SpecError("there is no entry_point", where=WHERE, hint="Give the script that is to be run.")
+    if str(source or "").startswith(("s3://", "git@", "https://")):
+        raise SpecError(f"source_dir: {source} is not on this machine", where=WHERE, hint="Give a local directory.")
+    script = Path(str(entry))
+    if source:
+        workdir = Path(str(source)).expanduser().absolute()
+        if script.is_absolute():
+            if not script.is_relative_to(workdir):
+                raise SpecError(f"entry_point: {script} is not in source_dir", where=WHERE)
+            script = script.relative_to(workdir)
+    else:
+        script = script.expanduser().absolute()
+        workdir, script = script.parent, Path(script.name)
+    if not (workdir / script).is_file():
+        raise SpecError(f"entry_point: there is no file {workdir / script}", where=WHERE)
+    return posixpath.join(*script.parts), workdir
+
+
+def _arguments(given: object) -> list[str]:
+    """``{"epochs": 3, "fp16": True}`` as ``--epochs 3 --fp16 True``: what the SDK's containers make of it."""
+    if not isinstance(given, Mapping):
+        raise SpecError("hyperparameters: expected a mapping", where=WHERE)
+    words: list[str] = []
+    for key, value in given.items():
+        if value is None:
+            continue
+        text = value if isinstance(value, str) else str(value) if isinstance(value, (bool, int, float)) else None
+        if text is None:
+            try:
+                text = json.dumps(value)
+            except TypeError:
+                raise SpecError(f"hyperparameters: {key}: {value!r} cannot be written as JSON", where=WHERE) from None
+        words.append(f"--{key}={text}" if text.startswith("-") else f"--{key}")
+        if not text.startswith("-"):
+            words.append(text)
+    return words
+
+
+def _table(key: str, path: str) -> Any:
+    from orc.launchers.backends.sagemaker.tables import read_inputs, read_metrics
+
+    if key == "sagemaker_inputs_file":
+        return {name: entry["s3_data"] for name, entry in read_inputs(path, WHERE).items()}
+    return [dict(entry) for entry in read_metrics(path, WHERE)]
+
+
+def _inputs(given: object) -> Any:
+    """S3 URIs, mappings of them, and the SDK's inputs, which keep a piece of the request in ``config``."""
+    if isinstance(given, Mapping):
+        return {name: _input(entry) for name, entry in given.items()}
+    return {"training": _input(given)}
+
+
+def _input(given: object) -> Any:
+    config = getattr(given, "config", None)
+    if not isinstance(config, Mapping):
+        return given
+    data = config["DataSource"]
+    if source := data.get("FileSystemDataSource"):
+        return {
+            "file_system_id": source["FileSystemId"],
+            "file_system_type": source["FileSystemType"],
+            "directory_path": source["DirectoryPath"],
+            "file_system_access_mode": source["FileSystemAccessMode"],
+        }
+    source = data["S3DataSource"]
+    found = {
+        "s3_data": source["S3Uri"],
+        "s3_data_type": source.get("S3DataType"),
+        "distribution": source.get("S3DataDistributionType"),
+        "attribute_names": source.get("AttributeNames"),
+        "compression": config.get("CompressionType"),
+        "content_type": config.get("ContentType"),
+        "record_wrapping": config.get("RecordWrapperType"),
+        "input_mode": config.get("InputMode"),
+        "shuffle_seed": (config.get("ShuffleConfig") or {}).get("Seed"),
+    }
+    return {key: value for key, value in found.items() if value is not None}

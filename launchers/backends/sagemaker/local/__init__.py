@@ -1,0 +1,17 @@
+"""Training jobs on this machine under SageMaker's container contract: nothing of AWS is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.sagemaker.local.service import Mode
+    from orc.launchers.backends.sagemaker.service import Service
+
+
+def open_local_service(mode: Mode, state_dir: Path) -> Service:
+    """What stands in for AWS: ``contract`` runs containers made of namespaces, ``docker`` those of docker."""
+    from orc.launchers.backends.sagemaker.local.service import LocalService
+
+    return LocalService(state_dir / "sagemaker", mode)

@@ -1,0 +1,65 @@
+"""Looking before leaping: who we are at AWS, the bucket, the role, the image's Python. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.backends.sagemaker.images import OLDEST_PYTHON, is_pending, pending, python_of
+from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
+from orc.launchers.backends.sagemaker.rendering import request_of
+from orc.launchers.errors import BackendUnreachable, LaunchError
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.plan import Plan
+
+
+def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
+    """What stands in the way of *plan*, and what may surprise."""
+    findings: list[Finding] = []
+    request = request_of(plan)
+    try:
+        account, identity = service.account(), service.identity()
+    except LaunchError as error:
+        return [_finding(error, cluster)]
+    if account != identity:
+        what = f"the credentials are of the account {identity}, the cluster's account is {account}"
+        return [Finding("error", what, cluster, "Choose another profile, or correct `account`.")]
+    bucket = split_uri(plan.files[0].path)[0]
+    try:
+        if not service.has_bucket(bucket.replace(ACCOUNT, account)):
+            findings.append(_no_bucket(bucket.replace(ACCOUNT, account), cluster, default=is_default_bucket(bucket)))
+    except LaunchError as error:
+        findings.append(_finding(error, cluster))
+    if problem := service.role_problem(str(request["RoleArn"]).replace(ACCOUNT, account)):
+        findings.append(Finding("error", problem, cluster, "Correct `role`, the execution role of training jobs."))
+    image = str(request["AlgorithmSpecification"]["TrainingImage"])
+    if is_pending(image):
+        try:
+            image = service.image(pending(image))
+            findings.append(Finding("info", f"the SDK knows the image: {image}", cluster))
+        except LaunchError as error:
+            findings.append(_finding(error, cluster))
+    python = python_of(image)
+    if python is not None and python < OLDEST_PYTHON:
+        findings.append(
+            Finding(
+                "warning",
+                f"the image has Python {python[0]}.{python[1]}; orc's agents need 3.9 or later to start",
+                cluster,
+                "Ask for a later pytorch_version or transformers_version, or give an image_uri.",
+            )
+        )
+    return findings
+
+
+def _no_bucket(bucket: str, cluster: str, *, default: bool) -> Finding:
+    if default:
+        return Finding("info", f"the bucket {bucket} will be made", cluster)
+    return Finding("error", f"there is no bucket {bucket}", cluster, "Create it, or correct `bucket`.")
+
+
+def _finding(error: LaunchError, cluster: str) -> Finding:
+    away = isinstance(error, BackendUnreachable)
+    return Finding("error", error.what, cluster, error.hint, unreachable=away)

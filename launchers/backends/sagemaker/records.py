@@ -1,0 +1,63 @@
+"""The agents' records in S3, read as if they lay in a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from orc.launchers.attempt_reader import AttemptRecords, read_attempts
+from orc.launchers.backends.sagemaker.rendering import AGENT, RECORDS
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.transport import Transport
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What an attempt was told: its request, and its agents' orders."""
+
+    request: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def nnodes(self) -> int:
+        """Number of instances."""
+        return int(self.config.get("nnodes", 1))
+
+    @property
+    def nproc(self) -> int:
+        """Processes on each."""
+        return int(self.config.get("nproc", 1))
+
+    @property
+    def job_uri(self) -> str:
+        """The job's directory, as SageMaker brings it to S3."""
+        kept = str(self.request["CheckpointConfig"]["S3Uri"])
+        return f"{kept}/{RECORDS}/{self.config['job']}"
+
+    @property
+    def records_uri(self) -> str:
+        """The attempt's directory there."""
+        return f"{self.job_uri}/a{self.config['attempt']}"
+
+
+class _Objects:
+    """As much of a `Transport` as reading records takes; ``agent.json`` is where the submission has put it."""
+
+    def __init__(self, service: Service, orders: Iterable[Orders]) -> None:
+        self._service = service
+        self._agents = {f"{each.records_uri}/{AGENT}": each.config for each in orders}
+
+    def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
+        wanted = list(paths)
+        own = {path: json.dumps(self._agents[path]).encode() for path in wanted if path in self._agents}
+        return {**self._service.get_many([path for path in wanted if path not in own]), **own}
+
+
+def read_records(service: Service, orders: Sequence[Orders]) -> dict[str, AttemptRecords]:
+    """The records of many attempts, by `Orders.records_uri`."""
+    directories = [each.records_uri for each in orders]
+    return read_attempts(cast("Transport", _Objects(service, orders)), directories)

@@ -1,0 +1,201 @@
+"""The plan of one attempt: ``agent.json`` for its agents, and the request that starts the training job. Pure."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.agent_config import agent_config, agent_file
+from orc.launchers.backends.sagemaker.adapting import adapt, instance_of
+from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
+from orc.launchers.backends.sagemaker.names import snapshot_digest
+from orc.launchers.backends.sagemaker.request import (
+    checkpoint_uri,
+    home_of,
+    local_path,
+    request_text,
+    training_request,
+)
+from orc.launchers.backends.sagemaker.settings import Settings, read_settings
+from orc.launchers.environments.rendering import environment_of
+from orc.launchers.errors import RenderError
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan, PlanCommand, PlanFile
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.environment import Environment
+
+ROOT = "/opt/ml/orc"
+DEFAULT_PYTHON = "python3"
+HUB_PORT = 29411  # containers have a network of their own: nothing else listens there
+RECORDS = ".orc"  # below the checkpoints, which SageMaker brings to S3
+_CREATE = "CreateTrainingJob"
+AGENT, REQUEST, LINK, SECRETS = "agent.json", "request.json", "link.json", "secrets.json"
+
+
+@dataclass(frozen=True)
+class ContainerLayout(Layout):
+    """Where things live in the container: what must outlive it lies below the checkpoints' directory."""
+
+    checkpoints_path: str = "/opt/ml/checkpoints"
+    trees: tuple[tuple[str, str], ...] = ()  # digest, name of its tree
+
+    def tree(self, digest: str) -> PurePosixPath:
+        """A tree of the source archive."""
+        return self.root / dict(reversed(self.trees))[digest]
+
+    def job(self, job: str) -> PurePosixPath:
+        """Beside the checkpoints of other jobs that may share the place."""
+        return PurePosixPath(self.checkpoints_path) / RECORDS / job
+
+    def work(self, job: str) -> PurePosixPath:
+        """Where SageMaker's own containers have the code; nothing of it goes to S3."""
+        return PurePosixPath("/opt/ml/code")
+
+    def checkpoints(self, job: str) -> PurePosixPath:
+        """The directory that SageMaker keeps in S3."""
+        return PurePosixPath(self.checkpoints_path)
+
+
+def source_digest(snapshot: Snapshot) -> str:
+    """What the archive of the snapshot's trees is called."""
+    return snapshot_digest(*(snapshot.digests[name] for name in sorted(snapshot.digests)))
+
+
+def render_plan(
+    job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
+) -> Plan:
+    """Two files and one command. Raises `RenderError` for a job that SageMaker cannot carry."""
+    job = adapt(job, settings)
+    instance = instance_of(job, settings)
+    home = home_of(settings, region)
+    config = _config(job, snapshot, attempt, cluster, settings, region)
+    plain = settings.arguments == "plain"
+    request = training_request(
+        job,
+        attempt,
+        settings,
+        instance,
+        region=region,
+        snapshot=source_digest(snapshot),
+        python=cluster.python or DEFAULT_PYTHON,
+        hyperparameters={} if plain else hyperparameters(job.argv, f"{job.name}: args"),
+    )
+    place = home.attempt(attempt)
+    agents = PlanFile(place + AGENT, agent_file(config).content, 0o600)
+    order = PlanFile(place + REQUEST, request_text(request), 0o600)
+    return Plan(
+        attempt=attempt,
+        cluster=cluster.name,
+        backend="sagemaker",
+        files=(agents, order),
+        commands=(_command(settings, order.path, region),),
+        env=config["env"],
+        trees=snapshot.digests,
+        secrets=tuple(job.secrets),
+    )
+
+
+def _command(settings: Settings, path: str, region: str) -> PlanCommand:
+    if mode := settings.local_mode:
+        purpose = "start it on this machine"
+        return PlanCommand((f"local:{mode}:{_CREATE}", path), purpose=purpose)
+    return PlanCommand((f"sagemaker:{_CREATE}", path), purpose=f"start it in {region}")
+
+
+def local_mode(plan: Plan) -> str:
+    """How the plan's attempt runs on this machine; empty when it runs at AWS."""
+    where, _, rest = plan.commands[0].argv[0].partition(":")
+    return rest.partition(":")[0] if where == "local" else ""
+
+
+def request_of(plan: Plan) -> dict[str, Any]:
+    """The request in a plan."""
+    request: dict[str, Any] = json.loads(plan.files[1].content)
+    return request
+
+
+def _config(
+    job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
+) -> dict[str, Any]:
+    named = zip(("code", "runtime", "environment"), snapshot.bundles, strict=False)
+    layout = ContainerLayout(
+        PurePosixPath(ROOT), local_path(settings), tuple((bundle.digest, name) for name, bundle in named)
+    )
+    nodes = job.resources.max_nodes
+    environment = environment_of(job, cluster)
+    if environment.container is not None:
+        raise RenderError(
+            "environment.container: a training job runs in one container already",
+            where=job.name,
+            hint="Set resources.options.sagemaker.image_uri to the image, which must be in ECR.",
+        )
+    setup = [*cluster.setup, *job.setup]
+    python = cluster.python or DEFAULT_PYTHON
+    if settings.install_requirements and (line := _requirements(job, environment, snapshot, python)):
+        setup = [line, *setup]
+    config = agent_config(job, snapshot, attempt, cluster, layout, deadline_s=job.resources.time_s, setup=setup)
+    _check_checkpoints(job, config, settings)
+    config["work_dir"] = str(layout.work(attempt.job))
+    config["logs_dir"] = f"{ROOT}/logs"
+    config["private_dir"] = f"{ROOT}/private"
+    config["hosts"] = [{"name": name, "address": name} for name in (f"algo-{n + 1}" for n in range(nodes))]
+    if nodes > 1:
+        config["link"] = True
+        config["min_nodes"] = nodes
+        config["hub"] = {"port": HUB_PORT, "addresses": ["algo-1"]}
+    own: dict[str, Any] = {"prefix_logs": True}
+    if job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode:
+        own["secrets"] = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
+    elif job.secrets:
+        own["secrets"] = {"from": "channel"}
+    config["sagemaker"] = own
+    return config
+
+
+def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster) -> str:
+    """Where a job's checkpoints are kept, for people."""
+    from orc.launchers.ids import AttemptId
+
+    settings = read_settings(cluster, job)
+    home = home_of(settings, settings.place.region or "<region>")
+    kept = checkpoint_uri(settings, home, AttemptId(job_id, 1))
+    return f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
+
+
+def secret_name(attempt: AttemptId) -> str:
+    """What an attempt's secrets are called in Secrets Manager."""
+    return f"orc/{attempt.marker}"
+
+
+def _requirements(job: JobSpec, environment: Environment, snapshot: Snapshot, python: str) -> str | None:
+    """The documented installation of the requirements.txt beside the script, in the Python of the container."""
+    if any(getattr(environment, kind) is not None for kind in ("venv", "conda", "copy")):
+        return None  # it says itself what is installed
+    beside = posixpath.join(posixpath.dirname(job.script or ""), "requirements.txt")
+    path = next((name for name in (beside, "requirements.txt") if name in snapshot.code), None)
+    if path is None:
+        return None
+    import shlex
+
+    return shlex.join([python, "-m", "pip", "install", "--disable-pip-version-check", "-r", path])
+
+
+def _check_checkpoints(job: JobSpec, config: dict[str, Any], settings: Settings) -> None:
+    """A directory outside of what SageMaker keeps is gone with the instances."""
+    given = config["env"].get("ORC_CHECKPOINT_DIR", "")
+    kept = f"{local_path(settings)}/"
+    if "://" in given or f"{given}/".startswith(kept) or given.startswith("/opt/ml/input/data/"):
+        return
+    raise RenderError(
+        f"checkpoint.dir = {given} is lost when the training job ends, because only {kept} is kept in S3",
+        where=job.name,
+        hint="Leave checkpoint.dir out, give a path below that directory, or an s3:// URL.",
+    )

@@ -1,0 +1,305 @@
+"""One place that runs training jobs (AWS, or this machine in its stead): submitting to it, and looking at its jobs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Finding, Handle, LogChunk, LogSelector, Observation, Phase, Snapshot
+from orc.launchers.backends.sagemaker.names import ACCOUNT, Home, default_bucket, training_job_name
+from orc.launchers.backends.sagemaker.rendering import AGENT, LINK, REQUEST, SECRETS, secret_name
+from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError
+from orc.launchers.ids import AttemptId
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orc.launchers.attempt_reader import AttemptRecords
+    from orc.launchers.backends.sagemaker.logs import Logs
+    from orc.launchers.backends.sagemaker.records import Orders
+    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.backends.sagemaker.settings import Place
+    from orc.launchers.backends.sagemaker.verdict import Job
+    from orc.launchers.plan import Plan
+
+_log = logging.getLogger(__name__)
+# So many attempts are described one by one; more of them are looked up in lists of a hundred.
+FEW = 10
+# Of so many running attempts the records are read as well, for what the runtime tells of its progress.
+WATCHED = 25
+STAGED = "staged"
+_LISTED_BEFORE_S = 300.0  # clocks differ
+
+
+class Site:
+    """The training jobs of one service. *native* is what their names have in front of them in handles."""
+
+    def __init__(self, service: Service, place: Place, region: str, cluster: str, native: str = "") -> None:
+        self.service = service
+        # Secrets Manager is AWS's; what stays on this machine needs none.
+        self.place = replace(place, secrets="s3") if native else place
+        self.region = region
+        self.cluster = cluster
+        self.native = native
+        self._orders: dict[str, Orders] = {}
+
+    @cached_property
+    def logs(self) -> Logs:
+        """Its logs, read on where they were left."""
+        from orc.launchers.backends.sagemaker.logs import Logs
+
+        return Logs(self.service)
+
+    @cached_property
+    def home(self) -> Home:
+        """Where orc's objects are."""
+        bucket = self.place.bucket or default_bucket(self.region, self.service.account())
+        return Home(bucket, self.place.prefix.strip("/"))
+
+    def name_of(self, handle: Handle) -> str:
+        """The training job of an attempt."""
+        return handle.native_id.removeprefix(self.native)
+
+    # -- before the start
+
+    def preflight(self, plan: Plan) -> list[Finding]:
+        """Who are we, is the bucket there, can the role be used, does the image suit?"""
+        from orc.launchers.backends.sagemaker.preflight import check
+
+        return check(self.service, plan, self.cluster)
+
+    def stage(self, snapshot: Snapshot, state_dir: Path, plan: Plan | None = None) -> None:
+        """Upload the snapshot's trees as one archive, unless they are there. The archive comes last."""
+        import tempfile
+        from pathlib import Path
+
+        from orc.launchers.backends.sagemaker.names import ENTRY, SOURCE, is_default_bucket
+        from orc.launchers.backends.sagemaker.packing import entry_program, pack
+        from orc.launchers.backends.sagemaker.rendering import source_digest
+        from orc.launchers.store import ContentStore
+
+        place, store = self.home.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
+        if is_default_bucket(self.home.bucket) and not self.service.has_bucket(self.home.bucket):
+            self.service.create_bucket(self.home.bucket)
+        if self.native and plan is not None:  # where a submission that is cut off is to be looked for
+            self.service.put(self.home.attempt(plan.attempt) + STAGED, b"")
+        if self.service.exists(place + SOURCE):
+            return
+        key = self.place.s3_kms_key
+        try:
+            with tempfile.TemporaryDirectory(prefix="sagemaker-", dir=state_dir) as directory:
+                archive = Path(directory) / SOURCE
+                pack(snapshot, store, archive)
+                self.service.put(place + ENTRY, entry_program(snapshot, store, ENTRY), kms_key=key)
+                self.service.put(place + SOURCE, archive, kms_key=key)
+        except OSError as error:
+            raise BackendError(
+                f"cannot pack the snapshot: {error.strerror or error}", where=str(error.filename or state_dir)
+            ) from None
+
+    # -- the start
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
+        """The files, what the agents must know in private, then the request; a job that is there is adopted."""
+        from orc.launchers.backends.sagemaker.service import NameTaken
+
+        missing = [name for name in plan.secrets if name not in secrets]
+        if missing:
+            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        try:
+            _log.info("Configuring Amazon SageMaker environment in %s", self.region)
+            request = self._upload(plan, secrets)
+            _log.info("Converting Arguments to Hyperparameters: %d", len(request.get("HyperParameters", {})))
+            _log.info("Creating training job %s", request["TrainingJobName"])
+            name, at = str(request["TrainingJobName"]), time.time()
+            self.service.create(request)
+        except NameTaken:
+            found = self._adopt(name, plan.marker)
+            if found is None:
+                self._forget(plan)
+                raise BackendError(
+                    f"there is a training job named {name} already, and it is not this attempt's",
+                    where=f"cluster {self.cluster}",
+                    hint="Submit again, or under another base_job_name.",
+                ) from None
+            return found
+        except AmbiguousSubmit:
+            raise
+        except BackendError:  # nothing will ever read them
+            self._forget(plan)
+            raise
+        return self._handle(plan.marker, name, at)
+
+    def _upload(self, plan: Plan, secrets: Mapping[str, str]) -> dict[str, Any]:
+        """Everything the attempt reads; the request as it is to be sent."""
+        import secrets as random
+
+        key, place = self.place.s3_kms_key, self.home.attempt(plan.attempt)
+        request: dict[str, Any] = {}
+        for file in plan.files:
+            content = file.content
+            if file.path.endswith(f"/{REQUEST}"):
+                request = self._completed(content)
+                content = json.dumps(request, indent=2, ensure_ascii=False) + "\n"
+            self.service.put(self._with_account(file.path), content.encode(), kms_key=key)
+        # What an earlier try has left may be read by its job at this moment.
+        if json.loads(plan.files[0].content).get("link") and not self.service.exists(place + LINK):
+            token = json.dumps({"token": random.token_hex(32)}) + "\n"
+            self.service.put(place + LINK, token.encode(), kms_key=key)
+        if plan.secrets:
+            text = json.dumps({name: secrets[name] for name in plan.secrets}) + "\n"
+            if self.place.secrets == "secretsmanager":
+                name = secret_name(plan.attempt)
+                self.service.put_secret(name, text, kms_key=key, tags={"orc:marker": plan.marker})
+            else:
+                self.service.put(place + SECRETS, text.encode(), kms_key=key)
+        return request
+
+    def _completed(self, content: str) -> dict[str, Any]:
+        """The request with what only AWS and the SDK know."""
+        from orc.launchers.backends.sagemaker.images import is_pending, pending
+
+        request: dict[str, Any] = json.loads(self._with_account(content))
+        algorithm = request["AlgorithmSpecification"]
+        if is_pending(algorithm["TrainingImage"]):
+            algorithm["TrainingImage"] = self.service.image(pending(algorithm["TrainingImage"]))
+        return request
+
+    def _with_account(self, text: str) -> str:
+        return text.replace(ACCOUNT, self.service.account()) if ACCOUNT in text else text
+
+    def _forget(self, plan: Plan) -> None:
+        if plan.secrets:
+            self._remove_secrets(plan.attempt)
+
+    def _remove_secrets(self, attempt: AttemptId) -> None:
+        if self.place.secrets == "secretsmanager":
+            self.service.delete_secret(secret_name(attempt))
+        else:
+            self.service.delete(self.home.attempt(attempt) + SECRETS)
+
+    def knows(self, marker: str) -> bool:
+        """Whether a submission of the attempt has come here; asked of this machine only."""
+        return self.service.exists(self.home.attempt(AttemptId.from_marker(marker)) + STAGED)
+
+    def find(self, marker: str) -> Handle | None:
+        """Ask for the training job that the attempt's request names; objects are there before the job is."""
+        orders = self._orders_of([marker]).get(marker)
+        name = str(orders.request["TrainingJobName"]) if orders else training_job_name(AttemptId.from_marker(marker))
+        return self._adopt(name, marker)
+
+    def _adopt(self, name: str, marker: str) -> Handle | None:
+        """The training job *name*, if it is that attempt's."""
+        from orc.launchers.backends.sagemaker.request import MARKER_VARIABLE
+
+        data = self.service.describe(name)
+        if data is None:
+            return None
+        found = (data.get("Environment") or {}).get(MARKER_VARIABLE)
+        if found is None:
+            found = self.service.tags(str(data["TrainingJobArn"])).get("orc:marker")
+        return self._handle(marker, name, data["CreationTime"].timestamp()) if found == marker else None
+
+    def _handle(self, marker: str, name: str, at: float) -> Handle:
+        return Handle(self.cluster, "sagemaker", marker, self.native + name, at)
+
+    # -- afterwards
+
+    def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
+        """Few one by one, many by lists; a description only of what has ended; the records of what has ended."""
+        now = time.time()
+        rows = self._look(handles)
+        jobs = {handle: rows.get(self.name_of(handle)) for handle in handles}
+        ended = [handle for handle, job in jobs.items() if job is not None and job.ended]
+        running = [handle for handle, job in jobs.items() if job is not None and not job.ended]
+        records = self._records([*ended, *(running if len(running) <= WATCHED else ())])
+        return {handle: self._judge(handle, job, records.get(handle.marker), now) for handle, job in jobs.items()}
+
+    def _judge(self, handle: Handle, job: Job | None, records: AttemptRecords | None, now: float) -> Observation:
+        from orc.launchers.backends.sagemaker.cost import cost_text
+        from orc.launchers.backends.sagemaker.verdict import judge
+
+        orders = self._orders.get(handle.marker)
+        cost = cost_text(job.billable_s if job else None, orders.request if orders else {}, self.place.prices)
+        seen = judge(job, records, age_s=now - handle.submitted_at, cost=cost)
+        if seen.phase.ended and seen.phase is not Phase.LOST and orders:
+            try:
+                self._remove_private(AttemptId.from_marker(handle.marker), orders)
+            except LaunchError as error:
+                left = f"its secrets may still be at AWS, and could not be removed: {error.what}"
+                seen = replace(seen, reason=f"{seen.reason}; {left}" if seen.reason else left)
+        return seen
+
+    def _remove_private(self, attempt: AttemptId, orders: Orders) -> None:
+        """What nobody needs to know any more: the secrets, and what the agents knew each other by."""
+        if orders.config.get("secrets"):
+            self._remove_secrets(attempt)
+        if orders.config.get("link"):
+            self.service.delete(self.home.attempt(attempt) + LINK)
+
+    def _look(self, handles: Sequence[Handle]) -> dict[str, Job]:
+        """The training jobs by name; those that have ended with all about them."""
+        from orc.launchers.backends.sagemaker.verdict import Job
+
+        names = [self.name_of(handle) for handle in handles]
+        found: dict[str, Job] = {}
+        if len(names) > FEW:
+            since = min(handle.submitted_at for handle in handles) - _LISTED_BEFORE_S
+            missing = set(names)
+            for row in self.service.summaries(since=max(since, 0.0) or None):
+                if (name := str(row["TrainingJobName"])) in missing:
+                    missing.discard(name)
+                    found[name] = Job.of(row)
+                if not missing:
+                    break
+            names = [name for name in names if name not in found or found[name].ended]
+        for name in names:
+            data = self.service.describe(name)
+            if data is not None:
+                found[name] = Job.of(data)
+        return found
+
+    def _records(self, handles: Sequence[Handle]) -> dict[str, AttemptRecords]:
+        """What the agents have written, as far as it has reached S3, by marker."""
+        from orc.launchers.backends.sagemaker.records import read_records
+
+        orders = self._orders_of([handle.marker for handle in handles])
+        read = read_records(self.service, list(orders.values()))
+        return {marker: read[each.records_uri] for marker, each in orders.items()}
+
+    def _orders_of(self, markers: Iterable[str]) -> dict[str, Orders]:
+        """What attempts were told, from the objects of their submission; those that are not there are left out."""
+        from orc.launchers.backends.sagemaker.records import Orders
+
+        markers = list(markers)
+        unknown = [marker for marker in markers if marker not in self._orders]
+        places = {marker: self.home.attempt(AttemptId.from_marker(marker)) for marker in unknown}
+        found = self.service.get_many([place + name for place in places.values() for name in (AGENT, REQUEST)])
+        for marker, place in places.items():
+            if place + AGENT in found and place + REQUEST in found:
+                request, config = (json.loads(found[place + name]) for name in (REQUEST, AGENT))
+                self._orders[marker] = Orders(request, config)
+        return {marker: self._orders[marker] for marker in markers if marker in self._orders}
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Those of the hosts that CloudWatch has a stream of."""
+        orders = self._orders_of([handle.marker]).get(handle.marker)
+        return self.logs.selectors(self.name_of(handle), orders.nnodes, orders.nproc) if orders else []
+
+    def read_log(self, handle: Handle, selector: LogSelector, offset: int) -> Iterator[LogChunk]:
+        """From CloudWatch; nothing while it has nothing."""
+        orders = self._orders_of([handle.marker]).get(handle.marker)
+        nproc = orders.nproc if orders else 1
+        for data in self.logs.read(self.name_of(handle), selector, offset, nproc=nproc):
+            yield LogChunk(selector, offset, data)
+            offset += len(data)
+
+    def read_file(self, handle: Handle, name: str, offset: int) -> bytes:
+        """From the job's directory, as SageMaker has brought it to S3 last."""
+        orders = self._orders_of([handle.marker]).get(handle.marker)
+        return (self.service.get(f"{orders.job_uri}/{name}", offset) or b"") if orders else b""

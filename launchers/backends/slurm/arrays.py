@@ -1,0 +1,113 @@
+"""Many attempts as the elements of one Slurm array. Pure.
+
+An array has one script, one name and one set of options, and attempts have their own. So the array is a directory
+``<root>/arrays/<name>`` with a link to the attempt directory of each element, and its script runs the script of the
+element that Slurm starts. Which element it is in which array, an attempt's directory tells in ``array.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import BackendError
+
+if TYPE_CHECKING:
+    from orc.launchers.layout import Layout
+    from orc.launchers.plan import Plan
+
+RECORD_NAME = "array.json"
+SCRIPT_NAME = "array.sbatch"
+# Options of sbatch that every attempt has for itself.
+_OWN = ("job-name", "comment", "chdir", "output")
+
+
+@dataclass(frozen=True)
+class Element:
+    """One place in one array."""
+
+    array: str  # its name in Slurm
+    index: int
+
+
+def array_name(markers: Iterable[str]) -> str:
+    """The same attempts make the same name, whoever submits them, and however often."""
+    digest = hashlib.sha256("\n".join(markers).encode()).hexdigest()
+    return f"orc-array-{digest[:16]}"
+
+
+def array_dir(layout: Layout, name: str) -> PurePosixPath:
+    """The array's directory; may begin with ``~``."""
+    return layout.root / "arrays" / name
+
+
+def elements_of(record: bytes) -> list[Element]:
+    """What an ``array.json`` says, oldest first."""
+    try:
+        return [Element(str(one["array"]), int(one["index"])) for one in json.loads(record)["elements"]]
+    except (ValueError, KeyError, TypeError):  # a file that a crashed machine has lost the content of
+        return []
+
+
+def record_of(elements: Sequence[Element]) -> bytes:
+    """The inverse of `elements_of`."""
+    return json.dumps({"elements": [{"array": one.array, "index": one.index} for one in elements]}).encode() + b"\n"
+
+
+def check_alike(plans: Sequence[Plan]) -> None:
+    """Raises `BackendError` for plans that one array cannot hold."""
+    first = directives(script_of(plans[0]))
+    if "hetjob" in first:
+        raise BackendError(
+            "Slurm makes no arrays of heterogeneous jobs",
+            where=plans[0].marker,
+            hint="Submit them one by one, or without `heterogeneous`.",
+        )
+    for plan in plans[1:]:
+        other = directives(script_of(plan))
+        for one, two in zip([*first, "nothing"], [*other, "nothing"], strict=False):
+            if one != two:
+                raise BackendError(
+                    f"the elements of an array ask Slurm for the same, and {plan.marker} asks for {two}, "
+                    f"not for {one} like {plans[0].marker}",
+                    where=plan.marker,
+                    hint="Submit it by itself.",
+                )
+
+
+def script_of(plan: Plan) -> str:
+    """The batch script of one attempt."""
+    return next(file.content for file in plan.files if file.path.endswith(".sbatch"))
+
+
+def directives(script: str) -> list[str]:
+    """What a script asks of Slurm beside its own names: its first line, and the options."""
+    lines = script.splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    own = re.compile(rf"--(?:{'|'.join(_OWN)})(?:=.*)?")
+    return [lines[0], *(option for option in options if not own.fullmatch(option))]
+
+
+def array_script(plan: Plan, directory: str) -> str:
+    """The script of the array in *directory* (absolute), whose elements ask for what *plan* does."""
+    from orc.templates.render import render
+
+    shebang, *options = directives(script_of(plan))
+    return render("slurm/array.sbatch.j2", shebang=shebang, directives=options, directory=directory)
+
+
+def array_options(name: str, count: int, at_once: int | None, directory: str) -> list[str]:
+    """What the command line of sbatch says about the array itself."""
+    limit = f"%{at_once}" if at_once is not None else ""
+    return [
+        f"--array=0-{count - 1}{limit}",
+        f"--job-name={name}",
+        f"--comment={name}",
+        f"--chdir={directory}",
+        f"--output={directory.replace('%', '%%')}/%a/logs/slurm.log",
+    ]

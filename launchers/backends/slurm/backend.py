@@ -1,0 +1,350 @@
+"""The Slurm backend: a thin shell around pure rendering (`script`) and pure judgement (`verdict`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import (
+    Capabilities,
+    Dependency,
+    Finding,
+    Handle,
+    LogChunk,
+    LogSelector,
+    NodeEntry,
+    Observation,
+    Placement,
+    QueueReport,
+    Snapshot,
+)
+from orc.launchers.backends.slurm.finding import Finder, of_handles
+from orc.launchers.backends.slurm.login import (
+    DEFAULT_PYTHON,
+    entry_python,
+    in_home,
+    open_transport,
+    root_of,
+)
+from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, read_options, read_settings
+from orc.launchers.ids import AttemptId
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan, PlanCommand, PlanFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orc.launchers.attempt_reader import AttemptRecords
+    from orc.launchers.backends.slurm.client import SlurmClient
+    from orc.launchers.backends.slurm.rows import JobRow
+    from orc.launchers.backends.slurm.submitting import Submitter
+    from orc.launchers.backends.slurm.verdict import Witness
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.transport import Transport
+
+
+class SlurmBackend:
+    """Jobs on one Slurm cluster, entered through *transport*: this machine, or SSH to its login node, unless given."""
+
+    kind = "slurm"
+    capabilities = Capabilities(
+        requeue=True, elastic=True, avoids=True, dependencies=True, arrays=True, visibility_s=20.0
+    )
+
+    def __init__(self, cluster: Cluster, transport: Transport | None = None, *, state_dir: Path | None = None) -> None:
+        self.cluster = cluster
+        self._state_dir = state_dir
+        self._settings = read_settings(cluster.options, where=self._options_where)
+        self._transport = transport or open_transport(cluster, self._settings)
+        # Behind SSH the home directory is known over there alone; rendering asks nobody.
+        root = root_of(cluster, self._settings)
+        self.layout = Layout.at(root if self._settings.login else self._transport.expand(root))
+
+    def close(self) -> None:
+        """Let go of the connection; it is made anew when it is needed again."""
+        self._transport.close()
+
+    def _options_where(self, name: str) -> str:
+        from orc.launchers.clusters import option_place
+
+        return option_place(self.cluster, (name,), key=True)
+
+    @cached_property
+    def _client(self) -> SlurmClient:
+        from orc.launchers.backends.slurm.client import SlurmClient
+
+        return SlurmClient(self._transport, self._settings, where=f"cluster {self.cluster.name}")
+
+    def _options(self, job: JobSpec) -> SlurmOptions:
+        from orc.launchers.spec.source import document_of
+
+        document = document_of(job.resources.options.get(self.kind, {}), f"{job.name}: resources.options.slurm")
+        given = self.cluster.options
+        if job.resources.memory:  # it replaces the cluster's in whichever form that is
+            given = {key: value for key, value in given.items() if key.replace("-", "_") not in MEMORY}
+        return read_options(
+            given,
+            document.data,
+            cluster_where=self._options_where,
+            job_where=lambda name: document.origin((name,), key=True).where,
+        )
+
+    @property
+    def _finder(self) -> Finder:
+        return Finder(self._client, self._transport, self.layout, self.cluster.name)
+
+    # -- before the start
+
+    def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
+        """Two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
+        from orc.launchers.agent_config import agent_config, agent_file
+        from orc.launchers.backends.slurm.contradictions import refuse_nesting
+        from orc.launchers.backends.slurm.script import SCRIPT_NAME, render_script, shape
+        from orc.launchers.environments.rendering import environment_of
+
+        options = self._options(job)
+        refuse_nesting(job, options, environment_of(job, self.cluster), str(self.layout.root))
+        made = shape(job, options)
+        config = agent_config(job, snapshot, attempt, self.cluster, self.layout, deadline_s=made.deadline_s)
+        counted: dict[str, Any] = {"nnodes_from": "SLURM_JOB_NUM_NODES"} if made.ranges else {}
+        if made.components:
+            counted["components"] = [nodes for nodes, _ in made.components]
+        agents = agent_file({**config, "notice_s": made.lead_s, **counted})
+        python = self.cluster.python or DEFAULT_PYTHON
+        # -I -S: nothing of the user's Python environment can get into the agent.
+        agent = (python, "-I", "-S", f"{config['runtime_tree']}/orc_agent.py", "node", agents.path)
+        script = PlanFile(
+            f"{config['attempt_dir']}/{SCRIPT_NAME}",
+            render_script(
+                job,
+                options,
+                self._settings,
+                attempt,
+                self.layout,
+                agent=agent,
+                avoid=placement.avoid if placement else (),
+            ),
+            0o600,
+        )
+        return Plan(
+            attempt=attempt,
+            cluster=self.cluster.name,
+            backend=self.kind,
+            files=(agents, script),
+            commands=(PlanCommand(self._submission(attempt, script.path), purpose="submit"),),
+            env=config["env"],
+            trees=snapshot.digests,
+            secrets=tuple(job.secrets),
+        )
+
+    def _submission(self, attempt: AttemptId, script: str) -> tuple[str, ...]:
+        """``sbatch`` does not know what ``~`` means in a batch script; `submit` fills it in on the command line."""
+        places = in_home(attempt, self.layout)
+        return (self._settings.program("sbatch"), "--parsable", *(f"--{k}={v}" for k, v in places), script)
+
+    def preflight(self, plan: Plan) -> list[Finding]:
+        """Is Slurm there and awake, does it know the partition, can the root be written?"""
+        from orc.launchers.backends.slurm.preflight import check
+
+        return check(self._client, self._transport, plan, str(self.layout.root), self.cluster.name)
+
+    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
+        """Bring the trees from the state directory's store to the cluster's, where that is another one."""
+        from orc.launchers.directories import state_dir
+        from orc.launchers.store import ContentStore
+
+        here = ContentStore((self._state_dir or state_dir()) / "store")
+        if self._settings.login is not None:
+            from orc.launchers.sync import raise_first, sync
+
+            name, root = self._settings.login.name, str(self.layout.root)
+            python = {name: self._transport.expand(entry_python(self.cluster, self._settings))}
+            reports = sync(snapshot.bundles, here, {name: (self._transport, root)}, fan_out=False, pythons=python)
+            raise_first(reports)
+            return
+        there = ContentStore(str(self.layout.store))
+        for bundle in snapshot.bundles:
+            if not there.use(bundle.digest):
+                here.copy_to(there, bundle.digest)
+
+    def recall(self, digest: str, handle: Handle) -> None:
+        """From the store of the cluster."""
+        from orc.launchers.directories import state_dir
+        from orc.launchers.store import ContentStore
+        from orc.launchers.sync.recall import recall
+
+        store = ContentStore((self._state_dir or state_dir()) / "store")
+        recall(digest, self._transport, str(self.layout.root), store)
+
+    # -- the start
+
+    @property
+    def _submitter(self) -> Submitter:
+        from orc.launchers.backends.slurm.submitting import Submitter
+
+        return Submitter(self._client, self._transport, self.layout, self._settings, self._finder, self.poll)
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
+        """Write the files, run ``sbatch`` once; an attempt that is there already is left as it is."""
+        return self._submitter.submit(plan, secrets, ())
+
+    def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
+        """The same, with ``--dependency``; see `Sequencing`."""
+        return self._submitter.submit(plan, secrets, after)
+
+    def submit_array(
+        self,
+        plans: Sequence[Plan],
+        secrets: Mapping[str, str],
+        *,
+        at_once: int | None = None,
+        after: Sequence[Dependency] = (),
+    ) -> list[Handle]:
+        """One ``sbatch --array`` for all that are not there yet; see `Arraying`."""
+        return self._submitter.submit_array(plans, secrets, at_once, after)
+
+    def find(self, marker: str) -> Handle | None:
+        """Ask the queue, accounting and the attempt directory for the marker."""
+        return self._finder.anywhere(marker)
+
+    # -- afterwards
+
+    def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
+        """One squeue for all, one sacct at most for those that the controller has forgotten, the agents' records."""
+        from orc.launchers.attempt_reader import read_attempts
+        from orc.launchers.backends.slurm.script import EARLY_S
+        from orc.launchers.backends.slurm.verdict import judge
+
+        if not handles:
+            return {}
+        client = self._client
+        rows = of_handles(client.queue(handle.native_id for handle in handles), handles)
+        forgotten = [handle for handle in handles if handle not in rows]
+        asked_everyone = True
+        if forgotten:
+            accounted = client.accounted(handle.native_id for handle in forgotten)
+            asked_everyone = accounted is not None or not self._settings.accounting
+            # Accounting may go on calling a job RUNNING that the controller has lost: only an end counts.
+            ended = [row for row in accounted or () if row.ended]
+            rows.update(of_handles(ended, forgotten))
+        # After Slurm was asked: what had ended by then has left its records.
+        directories = {handle: self._finder.directory(handle.marker) for handle in handles}
+        records = read_attempts(self._transport, list(directories.values()))
+        rows.update(self._of_lease_holders(directories, records, rows))
+        now = time.time()
+        seen = {}
+        for handle, directory in directories.items():
+            own = records[directory]
+            seen[handle] = judge(
+                rows.get(handle),
+                _witness(own),
+                submitted_at=handle.submitted_at,
+                now=now,
+                lead_s=float((own.config or {}).get("notice_s", 0)) + EARLY_S,
+                asked_everyone=asked_everyone,
+                where=directory,
+            )
+        return seen
+
+    def _of_lease_holders(
+        self, directories: Mapping[Handle, str], records: Mapping[str, AttemptRecords], rows: Mapping[Handle, JobRow]
+    ) -> dict[Handle, JobRow]:
+        """Rows of the jobs that really run attempts whose own job came second and gave way."""
+        others = {}
+        for handle, directory in directories.items():
+            row = rows.get(handle)
+            owner = str(records[directory].leases.get(0, {}).get("owner", f"{self.kind}:{handle.native_id}"))
+            if (row is None or row.ended) and owner != f"{self.kind}:{handle.native_id}":
+                others[handle] = replace(handle, native_id=owner.removeprefix(f"{self.kind}:"))
+        if not others:
+            return {}
+        found = of_handles(self._client.queue(other.native_id for other in others.values()), list(others.values()))
+        return {handle: found[other] for handle, other in others.items() if other in found}
+
+    def queue(self, handles: Sequence[Handle]) -> QueueReport:
+        """One sinfo, and one ``squeue --start`` where there are attempts."""
+        partitions = self._client.inventory()
+        jobs = self._client.expected(handle.native_id for handle in handles) if handles else []
+        ours = {(handle.native_id, handle.group or handle.marker): handle.marker for handle in handles}
+        own = [(ours.get((job.native_id, job.marker)), job) for job in jobs]
+        return QueueReport(tuple(partitions), tuple(replace(job, marker=marker) for marker, job in own if marker))
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """The files below ``logs/``."""
+        from orc.launchers.attempt_reader import log_selectors
+
+        return log_selectors(self._transport, self._finder.directory(handle.marker))
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """Straight from the attempt directory."""
+        from orc.launchers.attempt_reader import read_log
+
+        return read_log(self._transport, self._finder.directory(handle.marker), selector, offset)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+        """Straight from the job's directory."""
+        from orc.launchers.attempt_reader import read_job_file
+
+        return read_job_file(self._transport, self._finder.directory(handle.marker), name, offset)
+
+    def entries(self, handle: Handle) -> list[NodeEntry]:
+        """One more step of the job on each node, beside the agents; through the login node where that is elsewhere."""
+        from orc.launchers.backends.slurm.entering import entries
+
+        directory = self._finder.directory(handle.marker)
+        config = json.loads(
+            self._transport.read_many([f"{directory}/agent.json"]).get(f"{directory}/agent.json", b"{}")
+        )
+        python = self._transport.expand(self.cluster.python or DEFAULT_PYTHON)
+        parts = config.get("components", [int(config.get("nnodes", 1))])
+        return entries(self._settings, handle.native_id, directory, parts, python)
+
+    def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
+        """Leave word for the agents and wake them; what has not started is taken out of the queue.
+
+        ``scancel`` alone would give the ranks the cluster's KillWait, whatever the user's grace is. So running jobs
+        are not ended by Slurm: the agents do that, and the batch script calls Slurm if they have not done it in time.
+        """
+        if not handles:
+            return
+        client = self._client
+        rows = of_handles(client.queue(handle.native_id for handle in handles), handles)
+        living = {handle: row for handle, row in rows.items() if not row.ended}
+        request = _json({"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"})
+        for handle in living:
+            self._transport.write(f"{self._finder.directory(handle.marker)}/cancel.json", request, mode=0o600)
+        running = [row.job_id for row in living.values() if row.state == "RUNNING"]
+        others = [row.job_id for row in living.values() if row.state != "RUNNING"]
+        if others:
+            client.set_apart(row.job_id for row in living.values() if row.waiting and "_" in row.job_id)
+            client.cancel(others)
+        if running:
+            client.cancel(running, "--signal=URG")  # the steps: wakes the agents, does nothing to the ranks
+            client.cancel(running, "--batch", "--signal=URG")  # the batch script
+
+
+def _witness(records: AttemptRecords) -> Witness:
+    from orc.launchers.backends.slurm.verdict import Witness
+
+    current = [node for node, lease in records.leases.items() if int(lease.get("restart", 0)) == records.restart]
+    return Witness(
+        exit=records.verdict(),
+        restarts=records.restart,
+        hosts=records.hosts,
+        started_at=records.started_at,
+        progress=records.progress,
+        seen=bool(current),
+        silent=tuple(str(records.leases[node].get("host")) for node in current if node not in records.exits),
+        last_sign=records.last_sign,
+        cancelled=records.cancel is not None,
+    )
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data).encode() + b"\n"

@@ -1,0 +1,141 @@
+"""A first entry for clusters.yaml, from what a Slurm cluster says about itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import PartitionReport
+from orc.launchers.backends.slurm.options import read_settings
+from orc.launchers.errors import BackendError, LaunchError
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.slurm.client import SlurmClient
+    from orc.launchers.transport import Transport
+
+# Who we are there, and the first Python that can run agents.
+_PROBE = """\
+id -un
+for python in python3 python3.13 python3.12 python3.11 python3.10 python3.9; do
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null && command -v "$python" && exit
+done
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found out."""
+
+    cluster: str
+    version: str
+    accounting: bool
+    partitions: tuple[PartitionReport, ...]
+    account: str = ""  # the default one
+    accounts: tuple[str, ...] = ()
+    python: str = ""  # the first one, 3.9 or newer, where the cluster is entered
+
+
+def discover(options: Mapping[str, Any]) -> Facts:
+    """Ask the cluster that *options* (those of clusters.yaml) lead to. Raises `LaunchError`."""
+    from orc.launchers.backends.slurm.client import SlurmClient
+    from orc.launchers.backends.slurm.login import open_transport
+    from orc.launchers.clusters import Cluster
+
+    settings = read_settings(options, where="options")
+    transport = open_transport(Cluster(name="new", kind="slurm"), settings)
+    try:
+        return _ask(SlurmClient(transport, settings), transport)
+    finally:
+        transport.close()
+
+
+def _ask(client: SlurmClient, transport: Transport) -> Facts:
+    version = client.version()
+    config = client.config()
+    user, _, python = transport.run(("/bin/sh", "-c", _PROBE), timeout_s=30).stdout.strip().partition("\n")
+    accounting = config.get("AccountingStorageType", "").rpartition("/")[2] not in ("", "none", "(null)")
+    account, accounts = client.accounts(user) if accounting else ("", ())
+    return Facts(
+        cluster=config.get("ClusterName", ""),
+        version=version,
+        accounting=accounting,
+        partitions=tuple(client.inventory()),
+        account=account,
+        accounts=accounts,
+        python=python,
+    )
+
+
+def entry_name(facts: Facts) -> str:
+    """The cluster's own name, if it can be one in clusters.yaml, else ``slurm``."""
+    return facts.cluster if _NAME.fullmatch(facts.cluster) and facts.cluster != "local" else "slurm"
+
+
+def entry(name: str, facts: Facts, options: Mapping[str, Any]) -> str:
+    """The text of an entry called *name*. *options* are those that led there. Pure. Raises `LaunchError`."""
+    if not facts.partitions:
+        raise BackendError("sinfo shows no partition that you may use", where=facts.cluster)
+    lines = [
+        f"{_scalar(name)}:  # {facts.version}",
+        "  kind: slurm",
+        "  root: ~/orc  # must be on a file system that the login node and all nodes share",
+        f"  python: {_scalar(facts.python or 'python3')}  # on the nodes; must have torch",
+        "  options:",
+    ]
+    lines += [f"    {key}: {_scalar(value)}" for key, value in options.items()]
+    if facts.account:
+        others = f"  # yours: {', '.join(facts.accounts)}" if len(facts.accounts) > 1 else ""
+        lines.append(f"    account: {_scalar(facts.account)}{others}")
+    elif facts.accounts:
+        lines.append(f"    account: {_scalar(facts.accounts[0])}  # yours: {', '.join(facts.accounts)}")
+    up = [partition for partition in facts.partitions if partition.state == "up"] or list(facts.partitions)
+    default = next((partition for partition in up if partition.default), up[0])
+    lines.append(f"    partition: {_scalar(default.name)}  # or another of these:")
+    lines += [f"    #   {_described(partition)}" for partition in facts.partitions]
+    if not facts.accounting:
+        lines.append("    accounting: false  # there is no slurmdbd")
+    text = "\n".join(line if line.isprintable() else _printable(line) for line in lines) + "\n"
+    _verify(name, text)
+    return text
+
+
+def _described(partition: PartitionReport) -> str:
+    limit = _limit(partition.limit_s)
+    gres = f", {' or '.join(partition.gres)} per node" if partition.gres else ""
+    state = "" if partition.state == "up" else f", {partition.state}"
+    return f"{partition.name}: {partition.nodes} nodes, {partition.cpus} cores, {limit}{gres}{state}"
+
+
+def _limit(seconds: float | None) -> str:
+    if seconds is None:
+        return "no time limit"
+    days, rest = divmod(int(seconds), 86400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"at most {days} d {clock}" if days else f"at most {clock}"
+
+
+def _scalar(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+
+
+def _printable(line: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def _verify(name: str, text: str) -> None:
+    """What was made must be what a clusters file can hold: names come from elsewhere."""
+    import yaml
+
+    from orc.launchers.backends.slurm.options import read_options
+
+    try:
+        options = yaml.safe_load(text)[name]["options"]
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise LaunchError(f"the cluster's answers make no entry: {error}", where=name) from None
+    read_settings(options, where=name)
+    read_options(options, {}, cluster_where=name)

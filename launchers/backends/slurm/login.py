@@ -1,0 +1,70 @@
+"""A cluster whose login node is another machine: how it is reached, and where its home directory has to be filled in.
+
+The root may begin with ``~``, which only the login node can resolve. Plans keep it as it is, for rendering asks nobody:
+the batch script leaves it to the shell of the node, ``agent.json`` and the command line of sbatch get it at submission.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import SpecError
+from orc.launchers.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
+from orc.launchers.ssh.options import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.slurm.options import SlurmSettings
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.layout import Layout
+    from orc.launchers.transport import Transport
+
+LOG_NAME = "slurm.log"  # below the attempt's logs/: what the batch script, srun and Slurm itself say
+
+
+def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
+    """The way to where the cluster is entered. It connects when first used."""
+    if settings.login is None:
+        from orc.launchers.transport import LocalTransport
+
+        return LocalTransport()
+    from orc.launchers.ssh.pool import Links
+    from orc.launchers.ssh.transport import SshTransport
+
+    return SshTransport(settings.login.spec(entry_python(cluster, settings)), Links(settings.access))
+
+
+def entry_python(cluster: Cluster, settings: SlurmSettings) -> str:
+    """The interpreter for orc's own needs where the cluster is entered."""
+    own = settings.login.python if settings.login else None
+    return own or cluster.python or DEFAULT_PYTHON
+
+
+def root_of(cluster: Cluster, settings: SlurmSettings) -> str:
+    """The cluster's root; may begin with ``~/`` where it is behind a login node. Raises `SpecError`."""
+    root = (cluster.root or DEFAULT_ROOT).rstrip("/") or "/"
+    if settings.login is not None and not root.startswith(("/", "~/")):
+        raise SpecError(
+            f"root: {root!r} is neither absolute nor below the home directory on the login node",
+            where=f"cluster {cluster.name}",
+            hint="Write it like /shared/orc or ~/orc.",
+        )
+    return root
+
+
+def in_home(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
+    """The options of sbatch that hold paths below a home directory, where the root is in one."""
+    if not str(layout.root).startswith("~"):
+        return ()
+    log = str(layout.attempt(attempt) / "logs" / LOG_NAME)
+    return (("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%")))
+
+
+def at_home(agent: str, expand: Callable[[str], str]) -> str:
+    """The content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
+    from orc.launchers.backends.ssh.on_host import at_home
+
+    config: dict[str, Any] = at_home(json.loads(agent), expand)
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"

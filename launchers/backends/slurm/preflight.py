@@ -1,0 +1,95 @@
+"""Looking before leaping: what would make a submission fail, or a job wait for ever. Changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.backends.slurm.rows import duration
+from orc.launchers.errors import BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.slurm.client import SlurmClient
+    from orc.launchers.backends.slurm.rows import Partition
+    from orc.launchers.plan import Plan
+    from orc.launchers.transport import Transport
+
+# Prints what of the path exists already; fails when nothing can be made there.
+_WRITABLE = (
+    'd=$1; while [ ! -e "$d" ]; do d=$(dirname "$d"); done; printf %s "$d"; [ -d "$d" ] && [ -w "$d" ] && [ -x "$d" ]'
+)
+
+
+def check(client: SlurmClient, transport: Transport, plan: Plan, root: str, cluster: str) -> list[Finding]:
+    """Everything that can be said without submitting; errors first."""
+    found = [*_slurm(client, plan, cluster), *_root(transport, root, cluster)]
+    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
+
+
+def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
+    try:
+        version = client.version()
+        partitions = client.partitions()
+    except BackendError as error:
+        silent = isinstance(error, BackendUnreachable)
+        return [Finding("error", error.what, error.where or cluster, error.hint, unreachable=silent)]
+    found = [Finding("info", version, cluster)]
+    script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
+    for component in script.split("\n#SBATCH hetjob\n"):
+        found += _partitions(component, partitions, cluster)
+    return found
+
+
+def _partitions(script: str, partitions: Mapping[str, Partition], cluster: str) -> list[Finding]:
+    """What the partitions have to say about one component of the job, or about all of it."""
+    found: list[Finding] = []
+    names = (_directive(script, "partition") or "").split(",")
+    known = ", ".join(sorted(name for name in partitions if name))
+    for name in names:
+        if not name and "" not in partitions:
+            found.append(Finding("error", "the cluster has no default partition", cluster, f"Set partition: {known}."))
+        elif name not in partitions:
+            found.append(Finding("error", f"no partition {name!r}", cluster, f"The partitions are {known}."))
+        elif partitions[name].state != "up":
+            what = f"partition {name or '(default)'} is {partitions[name].state}"
+            found.append(Finding("warning", what, cluster, "Jobs in it wait until it is up again."))
+    asked = [(name, partitions[name]) for name in names if name in partitions]
+    return [*found, *_too_much(script, asked, cluster)]
+
+
+def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str) -> Iterator[Finding]:
+    """What no partition of the job can ever give: Slurm would take the job and let it wait for ever."""
+    nodes, limit = _directive(script, "nodes"), duration(_directive(script, "time") or "")
+    shown = ", ".join(name or "(default)" for name, _ in asked)
+    nodes = (nodes or "").partition("-")[0]  # of a range, what it cannot do without
+    if asked and nodes.isdigit() and int(nodes) > (most := max(p.nodes for _, p in asked)):
+        what = f"the job asks for {nodes} nodes, partition {shown} has {most}"
+        yield Finding("error", what, cluster, "Lower resources.nodes, or choose another partition.")
+    longest = [p.limit_s for _, p in asked]
+    if limit and longest and all(bound is not None and limit > bound for bound in longest):
+        what = f"the job asks for {_hours(limit)}, partition {shown} allows {_hours(max(filter(None, longest)))}"
+        # A QOS may lift the limit of its partition; only Slurm knows.
+        level: Literal["error", "warning"] = "warning" if _directive(script, "qos") else "error"
+        yield Finding(level, what, cluster, "Lower resources.time, or choose another partition.")
+
+
+def _directive(script: str, name: str) -> str | None:
+    match = re.search(rf'^#SBATCH --{name}="?([^"\n]*)', script, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _hours(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def _root(transport: Transport, root: str, cluster: str) -> list[Finding]:
+    try:
+        done = transport.run(("/bin/sh", "-c", _WRITABLE, "sh", transport.expand(root)), timeout_s=30)
+    except BackendUnreachable as error:
+        return [Finding("error", error.what, error.where or cluster, error.hint, unreachable=True)]
+    if done.status == 0:
+        return []
+    hint = "Set `root:` of the cluster to a directory on the file system that login node and nodes share."
+    return [Finding("error", f"{done.stdout or root} cannot be written", cluster, hint)]

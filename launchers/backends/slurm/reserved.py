@@ -1,0 +1,63 @@
+"""Options of sbatch and srun that orc sets by itself, and what to say instead. Pure."""
+
+from __future__ import annotations
+
+OURS = {
+    "array": "submit one job per array element",
+    "chdir": "ranks run in the job's working copy of `workdir`",
+    "clusters": "describe each Slurm cluster by itself, with its own `conf`",
+    "cpus-per-gpu": "use `resources.cpus_per_proc`",
+    "cpus-per-task": "use `resources.cpus_per_proc`",
+    "error": "every rank has a log of its own: `orc logs`",
+    "export": "use the key `export`",
+    "export-file": "use `env:` of the job or of the cluster",
+    "gpus": "use `resources.gpus_per_node`; Slurm may give one node more of a total than another",
+    "gpus-per-node": "use `resources.gpus_per_node`",
+    "gpus-per-socket": "use `resources.gpus_per_node`",
+    "gpus-per-task": "use `resources.gpus_per_node`, and `gpus_as` for how they are asked for",
+    "input": "ranks have no standard input",
+    "job-name": "the job name is how orc finds the job again",
+    "no-requeue": "use `requeue: false`",
+    "nodes": "use `resources.nodes`",
+    "ntasks": "use `resources.procs_per_node`",
+    "ntasks-per-core": "use `resources.procs_per_node`",
+    "ntasks-per-gpu": "use `resources.procs_per_node`",
+    "ntasks-per-node": "use `resources.procs_per_node`",
+    "ntasks-per-socket": "use `resources.procs_per_node`",
+    "open-mode": "orc always appends, so that a requeued job keeps its output",
+    "output": "every rank has a log of its own: `orc logs`",
+    "parsable": "orc reads the job id",
+    "signal": "use `signal_lead`",
+    "test-only": "use `orc render`",
+    "time-min": "orc must know when the time is up; use `resources.time`",
+    "time": "use `resources.time`",
+    "wait": "use `orc wait`",
+    "wrap": "use `command:` of the job",
+}
+
+# The same for the srun that starts the agents.
+OURS_IN_SRUN = {
+    "cpus-per-task": OURS["cpus-per-task"],
+    "error": OURS["error"],
+    "export": "use `env:` of the job or of the cluster, or the key `export`",
+    "input": OURS["input"],
+    "jobid": "the agents run in their own job",
+    "kill-on-bad-exit": "orc relies on it",
+    "label": OURS["output"],
+    "multi-prog": "use `command:` of the job",
+    "nodes": OURS["nodes"],
+    "ntasks": OURS["ntasks"],
+    "ntasks-per-node": OURS["ntasks-per-node"],
+    "output": OURS["output"],
+    "pty": "use `orc ssh` to look into a job",
+}
+SHORT_IN_SRUN = {
+    "c": "cpus-per-task",
+    "e": "error",
+    "i": "input",
+    "K": "kill-on-bad-exit",
+    "l": "label",
+    "n": "ntasks",
+    "N": "nodes",
+    "o": "output",
+}

@@ -1,0 +1,239 @@
+"""What squeue and sacct print, as values. Pure.
+
+The output is asked for field by field with ``|`` between them (JSON differs between Slurm versions), times as seconds
+since the epoch (``SLURM_TIME_FORMAT=%s``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+# i: job id (12, 12_3 of an array, 12+1 of a heterogeneous job), j: name, T: state, V: submitted, S: start, e: end,
+# l: time limit, N: nodes, r: reason (last: free text).
+SQUEUE_FORMAT = "%i|%j|%T|%V|%S|%e|%l|%N|%r"
+SACCT_FORMAT = "JobID,JobName,State,Submit,Start,End,Timelimit,NodeList,ExitCode"
+SACCT_FORMAT_NEWER = f"{SACCT_FORMAT},FailedNode"  # 22.05 and older have no such field, and say nothing at all then
+
+_JOB_ID = re.compile(r"\d+(?:_\d+|\+\d+)?")
+_WAITING_ELEMENTS = re.compile(r"(?P<job>\d+)_\[(?P<ranges>[0-9,-]+)(?:%\d+)?\]")
+
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    | {"LAUNCH_FAILED", "RECONFIG_FAIL", "POWER_UP_NODE", "EXPEDITING"}
+)
+ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "UPDATE_DB"})
+ENDED = frozenset(
+    {
+        "COMPLETED",
+        "FAILED",
+        "TIMEOUT",
+        "CANCELLED",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "REVOKED",
+    }
+)
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job, or element of an array, as Slurm sees it now (squeue) or saw it last (sacct)."""
+
+    job_id: str  # "12", or "12_3"; the components of a heterogeneous job are one row, by the number of the first
+    name: str
+    state: str  # the first word: "CANCELLED by 0" is "CANCELLED"
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None  # of a running job the time at which its limit ends
+    limit_s: float | None = None
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+    exit_code: int | None = None  # sacct only
+    signal: int | None = None
+    failed_node: str = ""
+    by: str = ""  # who cancelled, as a user id
+
+    @property
+    def waiting(self) -> bool:
+        """In the queue, not started (again) yet."""
+        return self.state in WAITING
+
+    @property
+    def active(self) -> bool:
+        """Has nodes, or is just giving them back."""
+        return self.state in ACTIVE
+
+    @property
+    def ended(self) -> bool:
+        """Slurm will do nothing more for it."""
+        return self.state in ENDED
+
+
+def parse_squeue(text: str) -> list[JobRow]:
+    """Rows of ``squeue --noheader --format=SQUEUE_FORMAT``; lines of another shape are left out."""
+    rows = []
+    for fields in _lines(text, 9):
+        job_id, name, state, submitted, start, end, limit, nodes, reason = fields
+        rows.append(
+            JobRow(
+                job_id,
+                name,
+                state,
+                _epoch(submitted),
+                _epoch(start) if state not in WAITING else None,  # of a waiting job this is a guess
+                _epoch(end),
+                duration(limit),
+                expand_nodes(nodes),
+                "" if reason == "None" else reason,
+            )
+        )
+    return _joined(rows)
+
+
+def parse_sacct(text: str) -> list[JobRow]:
+    """Rows of ``sacct --parsable2 --noheader --allocations --format=SACCT_FORMAT`` (or the newer one)."""
+    rows = []
+    for fields in _lines(text, 9):
+        job_id, name, state, submitted, start, end, limit, nodes, code = fields
+        code, _, failed = code.partition("|")
+        word, _, rest = state.partition(" ")
+        exit_code, _, number = code.partition(":")
+        rows.append(
+            JobRow(
+                job_id,
+                name,
+                word.rstrip("+"),
+                _epoch(submitted),
+                _epoch(start),
+                _epoch(end),
+                duration(limit),
+                () if nodes == "None assigned" else expand_nodes(nodes),
+                "",
+                int(exit_code) if exit_code.isdigit() else None,
+                int(number) if number.isdigit() and number != "0" else None,
+                "" if failed in ("None assigned", "Unknown") else failed,
+                rest.removeprefix("by "),
+            )
+        )
+    return _joined(rows)
+
+
+def job_number(job_id: str) -> tuple[int, int]:
+    """What job ids are sorted by: older ones come first."""
+    job, _, element = job_id.partition("_")
+    return int(job), int(element or 0)
+
+
+# How the components of a heterogeneous job may have ended, the one that explains the others' end first.
+_WORST = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "FAILED", "CANCELLED")
+
+
+def _joined(rows: list[JobRow]) -> list[JobRow]:
+    """The components of heterogeneous jobs (12+0, 12+1) as one row each, under the number of the first."""
+    components: dict[tuple[str, str, float | None], list[JobRow]] = {}
+    whole = []
+    for row in rows:
+        job, plus, _ = row.job_id.partition("+")
+        if plus:  # one number twice: the components of the run before a requeue, in accounting
+            components.setdefault((job, row.name, row.submitted_at), []).append(row)
+        else:
+            whole.append(row)
+    return whole + [_one(job, parts) for (job, _, _), parts in components.items()]
+
+
+def _one(job: str, parts: list[JobRow]) -> JobRow:
+    parts = sorted(parts, key=lambda row: int(row.job_id.partition("+")[2]))
+    leader = parts[0]
+    if all(row.ended for row in parts):
+        state = next((s for s in _WORST if any(row.state == s for row in parts)), leader.state)
+    else:
+        state = "COMPLETING" if leader.ended else leader.state
+    return replace(
+        leader,
+        job_id=job,
+        state=state,
+        nodes=tuple(node for row in parts for node in row.nodes),
+        failed_node=next((row.failed_node for row in parts if row.failed_node), ""),
+        by=next((row.by for row in parts if row.by), ""),
+    )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition as sinfo tells it."""
+
+    state: str  # "up", "down", "drain", "inact"
+    nodes: int  # all of its nodes, whatever their state
+    limit_s: float | None  # the longest time limit it takes; None for no bound
+
+
+def read_partitions(text: str) -> dict[str, Partition]:
+    """Partitions by name from ``sinfo --noheader --format=%P|%a|%D|%l``; the default one is under ``""`` too."""
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != 4:
+            continue
+        name, state, nodes, limit = fields
+        plain = name.removesuffix("*")
+        count = int(nodes) if nodes.isdigit() else 0
+        # sinfo prints a line for each group of nodes that differ in what was asked for.
+        count += found[plain].nodes if plain in found else 0
+        found[plain] = Partition(state, count, duration(limit))
+        if name.endswith("*"):
+            found[""] = found[plain]
+    return found
+
+
+def _lines(text: str, count: int) -> Iterator[list[str]]:
+    for line in text.splitlines():
+        fields = line.split("|", count - 1)
+        if len(fields) != count:
+            continue
+        fields = [field.strip() for field in fields]
+        if _JOB_ID.fullmatch(fields[0]):
+            yield fields
+        elif match := _WAITING_ELEMENTS.fullmatch(fields[0]):  # accounting keeps those that never started together
+            for element in expand_nodes(f"{match['job']}_[{match['ranges']}]"):
+                yield [element, *fields[1:]]
+
+
+def _epoch(text: str) -> float | None:
+    return float(text) if text.isdigit() and text != "0" else None
+
+
+_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+
+
+def duration(text: str) -> float | None:
+    """Seconds of ``[days-][hours:]minutes:seconds``; `None` for ``UNLIMITED``, ``Partition_Limit`` and the like."""
+    match = _LIMIT.fullmatch(text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+
+
+_RANGE = re.compile(r"(?P<before>[^\[]*)\[(?P<ranges>[0-9,-]+)\](?P<after>.*)")
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """``node[1-2,04],gpu7`` as ``("node1", "node2", "node04", "gpu7")``; text of another shape stays as it is."""
+    return tuple(name for part in re.split(r",(?![^\[]*\])", text) if part for name in _expand(part))
+
+
+def _expand(part: str) -> list[str]:
+    match = _RANGE.fullmatch(part)
+    if not match:
+        return [part]
+    names = []
+    for piece in match["ranges"].split(","):
+        first, _, last = piece.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            names += _expand(f"{match['before']}{number:0{len(first)}}{match['after']}")
+    return names

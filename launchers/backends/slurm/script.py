@@ -1,0 +1,212 @@
+"""The batch script of one attempt. Pure: the same job gives the same bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.slurm.contradictions import refuse_contradictions
+from orc.launchers.backends.slurm.heterogeneous import ONCE, components
+from orc.launchers.backends.slurm.login import LOG_NAME, in_home
+from orc.launchers.backends.slurm.options import SlurmOptions, SlurmSettings
+
+if TYPE_CHECKING:
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.layout import Layout
+    from orc.launchers.spec import JobSpec
+
+SCRIPT_NAME = "job.sbatch"
+EARLY_S = 60  # Slurm may send the signal that goes before its time limit up to this much early
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]&|*^~!?<>()-]+")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The parts of a job that both the script and the agents' configuration must agree on."""
+
+    nodes: int
+    min_nodes: int
+    cpus_per_node: int
+    lead_s: int  # how long before Slurm's time limit the agents are told
+    deadline_s: float | None  # when the agents end the attempt by themselves, seconds after their start
+    requeue: bool
+    self_requeues: int  # how often the script may put the job back in the queue
+    components: tuple[tuple[int, int], ...] = ()  # nodes and cores per node, of each of a heterogeneous job
+
+    @property
+    def ranges(self) -> bool:
+        """Whether Slurm decides how many nodes there are."""
+        return self.min_nodes < self.nodes
+
+
+def shape(job: JobSpec, options: SlurmOptions) -> Shape:
+    """What *job* asks of Slurm. Raises `RenderError` for what cannot be carried."""
+    resources = job.resources
+    parts = components(job, options)
+    for part in parts:
+        refuse_contradictions(*part)
+    wants_retry = bool({"preempted", "node_failure"} & set(job.retry.on)) and job.retry.max_attempts > 1
+    requeue = wants_retry if options.requeue is None else options.requeue
+    limit = resources.time_s
+    # With a limit the agents end the attempt themselves, so that its end is recorded as what it is and the ranks have
+    # their grace; Slurm's signal is only for preemption then. Without one, only Slurm knows when time runs out.
+    if options.signal_lead is not None:
+        lead = reserve = math.ceil(options.signal_lead)
+    else:
+        lead, reserve = (10, math.ceil(job.grace) + 10) if limit else (math.ceil(job.grace) + 30, 0)
+    return Shape(
+        nodes=resources.max_nodes,
+        min_nodes=resources.min_nodes,
+        cpus_per_node=_cpus(job),
+        components=tuple((part.resources.max_nodes, _cpus(part)) for part, _ in parts) if len(parts) > 1 else (),
+        lead_s=lead,
+        deadline_s=None if limit is None else float(max(limit - reserve, limit / 2)),
+        requeue=requeue,
+        self_requeues=options.max_requeues if requeue and "preempted" in job.retry.on else 0,
+    )
+
+
+def _cpus(job: JobSpec) -> int:
+    """Cores per node."""
+    return job.resources.nproc * (job.resources.cpus_per_proc or 1)
+
+
+def directives(
+    job: JobSpec, options: SlurmOptions, attempt: AttemptId, layout: Layout, avoid: Sequence[str] = ()
+) -> list[str]:
+    """The ``#SBATCH`` options, in a fixed order, quoted. The job keeps away from the nodes in *avoid*."""
+    lines: list[str] = []
+    for number, (part, own) in enumerate(components(job, options)):
+        pairs = option_pairs(part, own, attempt, layout, avoid)
+        if number:
+            lines.append("hetjob")
+            pairs = [(name, value) for name, value in pairs if name not in ONCE]
+        lines += [f"--{name}" if value is None else f"--{name}={quote(str(value))}" for name, value in pairs]
+    return lines
+
+
+def option_pairs(
+    job: JobSpec, options: SlurmOptions, attempt: AttemptId, layout: Layout, avoid: Sequence[str] = ()
+) -> list[tuple[str, str | int | None]]:
+    """Those of one component as names and values; `None` for an option without one."""
+    made = shape(job, options)
+    resources = job.resources
+    marker = attempt.marker
+    log = str(layout.attempt(attempt) / "logs" / LOG_NAME)
+    places = [("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%"))]
+    pairs: list[tuple[str, str | int | None]] = [
+        ("job-name", marker),
+        ("comment", f"{marker} {options.comment}" if options.comment else marker),
+        *([] if in_home(attempt, layout) else places),  # else they are on the command line
+        ("open-mode", "append"),
+        ("requeue" if made.requeue else "no-requeue", None),
+        ("export", options.export if isinstance(options.export, str) else ",".join(options.export)),
+        ("nodes", f"{made.min_nodes}-{made.nodes}" if made.ranges else made.nodes),
+        # With this, Slurm gives no more nodes than the fewest of a range; without it, a task on each just the same.
+        *([] if made.ranges else [("ntasks-per-node", 1)]),
+        ("cpus-per-task", made.cpus_per_node),
+    ]
+    if memory := resources.memory or options.mem:
+        pairs.append(("mem", memory))
+    for name in ("mem_per_cpu", "mem_per_gpu"):
+        if value := getattr(options, name):
+            pairs.append((name.replace("_", "-"), value))
+    pairs += _gpus(job, options)
+    if resources.time_s is not None:
+        pairs.append(("time", _clock(resources.time_s)))
+    # SIGURG: Slurm signals every process of a step, and by default the ranks must only hear from their agent.
+    pairs.append(("signal", f"URG@{made.lead_s}"))
+    for name in ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude"):
+        value = getattr(options, name)
+        if name == "exclude":
+            value = ",".join(filter(None, (value, *avoid)))
+        if value:
+            pairs.append((name, value))
+    if options.exclusive:
+        pairs.append(("exclusive", None if options.exclusive is True else options.exclusive))
+    if options.licenses:
+        pairs.append(("licenses", options.licenses))
+    if options.dependency:
+        pairs += [("dependency", options.dependency), ("kill-on-invalid-dep", "yes")]
+    for name in ("begin", "nice", "wckey", "mail_user", "mail_type"):
+        if (value := getattr(options, name)) is not None:
+            pairs.append((name.replace("_", "-"), value))
+    pairs += options.extra
+    return pairs
+
+
+def _gpus(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
+    """GPUs in the words of the site, and other generic resources."""
+    per_node, gres = job.resources.gpus_per_node, list(options.gres)
+    if not per_node:
+        return [("gres", ",".join(gres))] if gres else []
+    words = [word for word in (options.gpu_type, str(per_node)) if word]
+    if options.gpus_as == "gres":
+        return [("gres", ",".join([":".join(["gpu", *words]), *gres]))]
+    return [(options.gpus_as, ":".join(words)), *([("gres", ",".join(gres))] if gres else [])]
+
+
+def container_args(options: SlurmOptions, root: str) -> list[str]:
+    """The options of srun with which pyxis starts the agents in a container. *root* is mounted there as it is."""
+    if options.container_image is None:
+        return []
+    found = [f"--container-image={options.container_image}"]
+    found.append(f"--container-mounts={','.join([f'{root}:{root}', *options.container_mounts])}")
+    if options.container_name:
+        found.append(f"--container-name={options.container_name}")
+    for name in ("mount_home", "remap_root", "writable", "entrypoint"):
+        value = getattr(options, f"container_{name}")
+        if value is not None:
+            found.append(f"--{'' if value else 'no-'}container-{name.replace('_', '-')}")
+    return found
+
+
+def render_script(
+    job: JobSpec,
+    options: SlurmOptions,
+    settings: SlurmSettings,
+    attempt: AttemptId,
+    layout: Layout,
+    *,
+    agent: tuple[str, ...],
+    avoid: Sequence[str] = (),
+) -> str:
+    """The text of ``job.sbatch``. *agent* is the argv of one node's agent; node rank, restart and owner are added."""
+    from orc.templates.render import render
+
+    made = shape(job, options)
+
+    return render(
+        "slurm/job.sbatch.j2",
+        marker=attempt.marker,
+        directives=directives(job, options, attempt, layout, avoid),
+        modules=options.modules,
+        attempt_dir=str(layout.attempt(attempt)),
+        agent=agent,
+        shape=made,
+        count=made.nodes if not made.ranges else '"$SLURM_JOB_NUM_NODES"',
+        srun=settings.program("srun"),
+        squeue=settings.program("squeue"),
+        scontrol=settings.program("scontrol"),
+        scancel=settings.program("scancel"),
+        srun_args=[*container_args(options, str(layout.root)), *options.srun_args],
+        grace_s=math.ceil(job.grace),
+        time_warning_s=made.lead_s + EARLY_S,
+    )
+
+
+def quote(value: str) -> str:
+    """*value* as sbatch reads it from a ``#SBATCH`` line: double quotes and backslashes work as in a shell."""
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _clock(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"

@@ -1,0 +1,170 @@
+"""Starting attempts: one by one, after others, many at once. The order of things is what makes it exactly once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Dependency, Handle, Observation
+from orc.launchers.backends.slurm import arrays
+from orc.launchers.backends.slurm.dependencies import dependency_options
+from orc.launchers.backends.slurm.finding import KIND, Finder, of_handles
+from orc.launchers.backends.slurm.login import at_home
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.slurm.client import SlurmClient
+    from orc.launchers.backends.slurm.options import SlurmSettings
+    from orc.launchers.layout import Layout
+    from orc.launchers.plan import Plan
+    from orc.launchers.transport import Transport
+
+SECRETS_NAME = "secrets.json"
+# Reads one path a line; link after link leads there, by number.
+_LINKS = 'cd "$1"; n=0; while IFS= read -r path; do ln -sfn "$path" "$n"; n=$((n + 1)); done'
+_LINKS_S = 30.0
+
+
+class Submitter:
+    """Submits to one cluster. *poll* is the backend's, for what others wait for."""
+
+    def __init__(
+        self,
+        client: SlurmClient,
+        transport: Transport,
+        layout: Layout,
+        settings: SlurmSettings,
+        finder: Finder,
+        poll: Callable[[Sequence[Handle]], dict[Handle, Observation]],
+    ) -> None:
+        self._client = client
+        self._transport = transport
+        self._layout = layout
+        self._settings = settings
+        self._finder = finder
+        self._poll = poll
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
+        """See `Backend.submit` and `Sequencing.submit_after`."""
+        _need(secrets, [plan])
+        if found := self._finder.known([plan.marker]).get(plan.marker):
+            return found
+        held_back = self._held_back(plan, after)
+        self._write(plan, secrets)
+        at = time.time()
+        (command,) = plan.commands
+        *words, script = (self._at_home(word) for word in command.argv)
+        job_id = self._sbatch([*words, *held_back, script], [plan.marker])
+        handle = Handle(plan.cluster, KIND, plan.marker, job_id, at)
+        return self._settled([handle])[0]
+
+    def submit_array(
+        self,
+        plans: Sequence[Plan],
+        secrets: Mapping[str, str],
+        at_once: int | None,
+        after: Sequence[Dependency],
+    ) -> list[Handle]:
+        """See `Arraying.submit_array`."""
+        if at_once is not None and at_once < 1:
+            raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
+        _need(secrets, plans)
+        known = self._finder.known([plan.marker for plan in plans])
+        if new := [plan for plan in plans if plan.marker not in known]:
+            arrays.check_alike(new)
+            held_back = self._held_back(new[0], after)
+            name = arrays.array_name(plan.marker for plan in new)
+            directory = self._write_array(name, new, secrets)
+            at = time.time()
+            array = arrays.array_options(name, len(new), at_once, directory)
+            program = (self._settings.program("sbatch"), "--parsable")
+            job_id = self._sbatch(
+                [*program, *array, *held_back, f"{directory}/{arrays.SCRIPT_NAME}"], [plan.marker for plan in new]
+            )
+            made = [
+                Handle(plan.cluster, KIND, plan.marker, f"{job_id}_{index}", at, group=name)
+                for index, plan in enumerate(new)
+            ]
+            known.update((handle.marker, handle) for handle in self._settled(made))
+        return [known[plan.marker] for plan in plans]
+
+    def _held_back(self, plan: Plan, after: Sequence[Dependency]) -> list[str]:
+        if not after:
+            return []
+        handles = [one.handle for one in after if one.handle.cluster == plan.cluster]
+        known = of_handles(self._client.queue(handle.native_id for handle in handles), handles) if handles else {}
+        return dependency_options(plan, after, self._poll(handles), known.keys())
+
+    def _write(self, plan: Plan, secrets: Mapping[str, str]) -> None:
+        """The attempt's directory, as its agents need it."""
+        directory = self._finder.directory(plan.marker)
+        self._transport.mkdir(f"{directory}/logs")  # Slurm makes no directories for its output
+        if plan.secrets:
+            own = _json({name: secrets[name] for name in plan.secrets})
+            self._transport.write(f"{directory}/{SECRETS_NAME}", own, mode=0o600)
+        for file in plan.files:
+            content = file.content
+            if self._settings.login and file.path.endswith("/agent.json"):
+                content = at_home(content, self._transport.expand)
+            path = self._transport.expand(file.path)
+            counted = path.endswith("/agent.json") and "nnodes_from" in json.loads(content)
+            if counted and self._transport.read_many([path]):
+                continue  # by now the job may have put its real number of nodes into it
+            self._transport.write(path, content.encode(), mode=file.mode)
+
+    def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
+        """The directories of all attempts, and that of the array, which leads to them; the latter's path."""
+        directory = self._transport.expand(str(arrays.array_dir(self._layout, name)))
+        places = [self._finder.directory(plan.marker) for plan in plans]
+        paths = [f"{place}/{arrays.RECORD_NAME}" for place in places]
+        earlier = self._transport.read_many(paths)
+        for index, plan in enumerate(plans):
+            self._write(plan, secrets)
+            before = [one for one in arrays.elements_of(earlier.get(paths[index], b"")) if one.array != name]
+            record = arrays.record_of([*before, arrays.Element(name, index)])
+            self._transport.write(paths[index], record, mode=0o600)
+        self._transport.write(
+            f"{directory}/{arrays.SCRIPT_NAME}", arrays.array_script(plans[0], directory).encode(), mode=0o600
+        )
+        lines = "".join(f"{place}\n" for place in places)
+        links = ("/bin/sh", "-ec", _LINKS, "sh", directory)
+        done = self._transport.run(links, timeout_s=_LINKS_S + 0.1 * len(plans), stdin=lines.encode())
+        if done.status != 0:
+            raise BackendError(f"cannot make {directory}: {done.stderr.strip()}")
+        return directory
+
+    def _sbatch(self, argv: Sequence[str], markers: Sequence[str]) -> str:
+        try:
+            return self._client.submit(argv)
+        except AmbiguousSubmit:
+            raise
+        except BackendError:  # nothing will ever read them
+            for marker in markers:
+                self._transport.remove(f"{self._finder.directory(marker)}/{SECRETS_NAME}")
+            raise
+
+    def _settled(self, handles: Sequence[Handle]) -> list[Handle]:
+        """Somebody may have done the same at the same time; all of us settle on the oldest job."""
+        try:
+            first = self._finder.queued([handle.marker for handle in handles])
+        except BackendUnreachable:
+            return list(handles)
+        found = [(handle, first.get(handle.marker, handle)) for handle in handles]
+        return [own if own.native_id == other.native_id else other for own, other in found]
+
+    def _at_home(self, word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        return f"{option}{equals}{self._transport.expand(value)}" if value.startswith("~/") else word
+
+
+def _need(secrets: Mapping[str, str], plans: Sequence[Plan]) -> None:
+    for plan in plans:
+        missing = [name for name in plan.secrets if name not in secrets]
+        if missing:
+            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data).encode() + b"\n"

@@ -1,0 +1,250 @@
+"""What became of an attempt, judged from two witnesses: Slurm's view of the job and the agents' records. Pure.
+
+The agents know which rank failed first and why; Slurm knows what happens to nodes and queues. The records win for what
+the program did, Slurm wins for what Slurm did (node failure, preemption, time limit, cancellation), and nothing is
+called a failure while either of them may still change its mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orc.launchers.backends.base import Cause, Observation, Phase
+from orc.launchers.backends.slurm.rows import JobRow
+from orc.launchers.records import AttemptExit
+
+# A job without any trace is called lost only this long after its submission or its agents' last sign, in seconds:
+# accounting lags.
+LOST_AFTER_S = 120.0
+# Agents show every two seconds that they live; after this long without they do not.
+ALIVE_S = 60.0
+# How much the clocks of nodes and controller may differ, in seconds.
+CLOCK_SKEW_S = 2.0
+
+_SLURM_CAUSES = {
+    "TIMEOUT": Cause.TIMEOUT,
+    "DEADLINE": Cause.TIMEOUT,
+    "CANCELLED": Cause.CANCELLED,
+    "REVOKED": Cause.CANCELLED,
+    "NODE_FAIL": Cause.NODE_FAILURE,
+    "BOOT_FAIL": Cause.NODE_FAILURE,
+    "PREEMPTED": Cause.PREEMPTED,
+    "OUT_OF_MEMORY": Cause.CRASH,
+}
+_SLURM_WORDS = {
+    "TIMEOUT": "Slurm's time limit was reached",
+    "DEADLINE": "Slurm's deadline was reached",
+    "CANCELLED": "cancelled in Slurm",
+    "REVOKED": "revoked in Slurm",
+    "NODE_FAIL": "a node failed",
+    "BOOT_FAIL": "a node did not boot",
+    "PREEMPTED": "preempted by Slurm",
+    "OUT_OF_MEMORY": "out of memory",
+}
+# Reasons for waiting that do not go away by themselves.
+_HOPELESS = {
+    "PartitionNodeLimit": "the partition allows fewer nodes or less per node",
+    "PartitionTimeLimit": "the partition allows less time",
+    "PartitionConfig": "the partition can never run this",
+    "BadConstraints": "no node has what `constraint` asks for",
+    "DependencyNeverSatisfied": "the dependency can never be satisfied",
+    "AccountNotAllowed": "the partition does not allow this account",
+    "QOSNotAllowed": "the partition does not allow this QOS",
+    "JobHeldUser": "held; `scontrol release` lets it start",
+    "JobHeldAdmin": "held by an administrator",
+    "launch_failed_requeued_held": "held after failing to start; `scontrol release` lets it start",
+    "AssocMaxWallDurationPerJobLimit": "the account allows less time",
+    "QOSMaxWallDurationPerJobLimit": "the QOS allows less time",
+    "QOSMaxNodePerJobLimit": "the QOS allows fewer nodes",
+    "QOSMaxCpuPerJobLimit": "the QOS allows fewer cores",
+}
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What the attempt directory tells: the agents' side."""
+
+    exit: AttemptExit | None = None  # of the newest restart
+    restarts: int = 0
+    hosts: tuple[str, ...] = ()
+    started_at: float | None = None
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    seen: bool = False  # an agent has been there at all
+    silent: tuple[str, ...] = ()  # nodes that started and left no exit record
+    last_sign: float | None = None  # when an agent last showed that it lives
+    cancelled: bool = False  # somebody has asked orc to cancel it
+
+
+def judge(
+    row: JobRow | None,
+    witness: Witness,
+    *,
+    submitted_at: float,
+    now: float,
+    lead_s: float,
+    asked_everyone: bool,
+    where: str = "",
+) -> Observation:
+    """One look at one attempt.
+
+    Parameters
+    ----------
+    row:
+        The job in squeue, else its end in sacct, else `None`.
+    lead_s:
+        A preemption notice this close (in seconds) to the end of Slurm's time limit was about the limit.
+    asked_everyone:
+        False when accounting should have been asked and could not be: then "not there" proves nothing.
+    where:
+        The directory to look at, for messages.
+    """
+    if row is not None and row.waiting:
+        runs = witness.restarts + 1 if witness.seen else 0
+        return _observation(Phase.PENDING, replace(witness, restarts=runs), row, reason=waiting_reason(row))
+    if row is not None and not row.ended:
+        reason = "" if row.state in ("RUNNING", "COMPLETING") else row.state.lower().replace("_", " ")
+        return _observation(Phase.RUNNING, witness, row, reason=reason)
+    if row is None and witness.cancelled and not witness.seen:
+        # The batch script ends at once where it finds the request, so nothing will ever run.
+        return _observation(Phase.CANCELLED, witness, None, cause=Cause.CANCELLED, reason="cancelled")
+    if row is None and (witness.exit is None or not witness.exit.complete):
+        sign = witness.last_sign or 0.0
+        if witness.seen and now - sign < ALIVE_S:
+            return _observation(
+                Phase.RUNNING, witness, None, reason="Slurm does not know the job; its agents are alive"
+            )
+        if not asked_everyone or now - max(submitted_at, sign) < LOST_AFTER_S:
+            return _observation(Phase.UNKNOWN, witness, None, reason="Slurm does not know the job (yet)")
+        if witness.exit is None:
+            reason = f"Slurm has forgotten the job; no exit record in {where}"
+            return _observation(Phase.LOST, witness, None, cause=Cause.NODE_FAILURE, reason=reason)
+    return _ended(row, _current(row, witness), lead_s, where)
+
+
+def _current(row: JobRow | None, witness: Witness) -> Witness:
+    """The witness without records that an earlier run of the same, requeued job has left behind."""
+    record = witness.exit
+    if row is None or row.started_at is None or record is None or record.ended_at is None:
+        return witness
+    if record.ended_at > row.started_at - CLOCK_SKEW_S:
+        return witness
+    return replace(witness, exit=None, seen=False, silent=())
+
+
+def waiting_reason(row: JobRow) -> str:
+    """Slurm's word for why a job waits, and what it means when waiting will not help."""
+    name = row.reason.strip("()")
+    text = _HOPELESS.get(name)
+    if text is None and name.startswith(("ReqNodeNotAvail", "Nodes_required_for_job", "Nodes required for job")):
+        text = "nodes it asks for are down, drained or reserved"
+    state = "" if row.state == "PENDING" else row.state.lower().replace("_", " ")
+    if text:
+        return f"{name}: {text}; it may wait for ever" if name in _HOPELESS else f"{name}: {text}"
+    return name or state
+
+
+def _ended(row: JobRow | None, witness: Witness, lead_s: float, where: str) -> Observation:
+    record = witness.exit
+    # A node without a record was cut off, unless Slurm itself says that all went well.
+    whole = record is not None and (record.complete or (row is not None and row.state == "COMPLETED"))
+    if record is not None and record.succeeded and whole:
+        return _observation(Phase.SUCCEEDED, witness, row)
+    if witness.cancelled and not (record is not None and whole and record.cause in (Cause.CRASH, Cause.LAUNCH)):
+        reason = record.reason if record is not None and record.cause is Cause.CANCELLED else "cancelled"
+        return _observation(Phase.CANCELLED, witness, row, cause=Cause.CANCELLED, reason=reason)
+    if row is None:
+        return _by_record(record, witness, None, lead_s)
+    if row.state == "COMPLETED" and record is None:
+        return _observation(Phase.SUCCEEDED, witness, row, reason=f"no exit record in {where}")
+    if row.state in _SLURM_CAUSES:
+        program = record is not None and whole and record.cause in (Cause.CRASH, Cause.LAUNCH)
+        # What the program did before Slurm stepped in counts, except where its end was bound to follow from that.
+        if not (program and row.state in ("TIMEOUT", "DEADLINE", "CANCELLED")) and not (
+            record is not None and record.cause in (Cause.CANCELLED, Cause.TIMEOUT)
+        ):
+            return _by_slurm(row, witness)
+    if record is None:
+        return _without_record(row, witness, where)
+    return _by_record(record, witness, row, lead_s)
+
+
+def _by_slurm(row: JobRow, witness: Witness) -> Observation:
+    cause = _SLURM_CAUSES[row.state]
+    words = _SLURM_WORDS[row.state]
+    if row.state == "NODE_FAIL":
+        failed = row.failed_node or ", ".join(witness.silent)
+        words = f"NODE_FAIL: {failed} failed" if failed else f"NODE_FAIL: {words} (one of {', '.join(row.nodes)})"
+    elif row.state == "CANCELLED" and row.reason.strip("()") == "DependencyNeverSatisfied":
+        words = f"never started: {_HOPELESS['DependencyNeverSatisfied']}"
+    elif row.state == "CANCELLED" and row.by:
+        words += f" by user {row.by}"
+    phase = Phase.CANCELLED if cause is Cause.CANCELLED else Phase.FAILED
+    return _observation(phase, witness, row, cause=cause, reason=words)
+
+
+def _without_record(row: JobRow, witness: Witness, where: str) -> Observation:
+    """Slurm says FAILED and no agent has written how."""
+    code = f"exit code {row.exit_code}" if row.exit_code else "a failure"
+    if witness.seen:
+        who = ", ".join(witness.silent) or "a node"
+        reason = f"the agent on {who} was cut off; Slurm says {row.state} ({code})"
+        return _observation(Phase.FAILED, witness, row, cause=Cause.NODE_FAILURE, reason=reason)
+    reason = f"the batch script ended with {code} before an agent started; see {where}/logs/slurm.log"
+    return _observation(Phase.FAILED, witness, row, cause=Cause.LAUNCH, reason=reason)
+
+
+def _by_record(record: AttemptExit | None, witness: Witness, row: JobRow | None, lead_s: float) -> Observation:
+    assert record is not None
+    if record.cause is Cause.CANCELLED:
+        return _observation(Phase.CANCELLED, witness, row, cause=Cause.CANCELLED, reason=record.reason)
+    cause, reason = record.cause or Cause.NODE_FAILURE, record.reason
+    # The ranks that lose their peer crash before anybody notices that its node is gone, or srun ends their agents with
+    # the signal of a preemption; had Slurm preempted the job, it would say so.
+    follows = cause is Cause.CRASH or (cause is Cause.PREEMPTED and row is not None and row.state == "FAILED")
+    if record.succeeded or (follows and not record.complete and witness.silent):
+        cause = Cause.NODE_FAILURE
+        reason = "; ".join(filter(None, (f"no exit record from {', '.join(witness.silent) or 'a node'}", reason)))
+    elif cause is Cause.PREEMPTED and row is not None and _near_limit(row, record, lead_s):
+        cause, reason = Cause.TIMEOUT, "Slurm's time limit was near; the ranks were told to save and end"
+    return _observation(Phase.FAILED, witness, row, cause=cause, reason=reason)
+
+
+def _near_limit(row: JobRow, record: AttemptExit, lead_s: float) -> bool:
+    ended = record.ended_at or row.ended_at
+    if row.started_at is None or row.limit_s is None or ended is None:
+        return False
+    return row.started_at + row.limit_s - ended <= lead_s
+
+
+def _observation(
+    phase: Phase, witness: Witness, row: JobRow | None, *, cause: Cause | None = None, reason: str = ""
+) -> Observation:
+    record = witness.exit if phase.ended else None
+    blamed = _culprits(row, witness) if phase.ended and cause is Cause.NODE_FAILURE else ()
+    ended_at = None
+    if phase.ended:
+        ended_at = record.ended_at if record else row.ended_at if row else None
+    return Observation(
+        phase=phase,
+        cause=cause,
+        reason=reason,
+        exit=record,
+        hosts=witness.hosts or (row.nodes if row else ()),
+        started_at=witness.started_at or (row.started_at if row else None),
+        ended_at=ended_at,
+        restarts=witness.restarts,
+        progress=witness.progress,
+        culprits=blamed,
+    )
+
+
+def _culprits(row: JobRow | None, witness: Witness) -> tuple[str, ...]:
+    """Nodes to blame for a node failure, by Slurm's names: what Slurm says, else who fell silent."""
+    if row is not None and row.failed_node:
+        return (row.failed_node,)
+    lost = witness.exit.lost_nodes if witness.exit else ()
+    silent = [witness.hosts[node] for node in lost if node < len(witness.hosts)] or witness.silent
+    # The agents know host names. Where Slurm calls the nodes something else, they are no good to it.
+    return tuple(host for host in silent if row is None or not row.nodes or host in row.nodes)

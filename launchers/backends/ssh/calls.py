@@ -1,0 +1,61 @@
+"""One question, one round trip: `on_host` is sent to a host and its answer comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
+from orc.launchers.errors import BackendError
+from orc.launchers.programs import Program
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.settings import Settings
+    from orc.launchers.transport import Transport
+
+LOOK_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
+_PROGRAM = Program("backends.ssh.on_host")
+_ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
+
+
+def call(
+    transport: Transport, settings: Settings, do: str, request: Mapping[str, Any], *, timeout_s: float
+) -> dict[str, Any]:
+    """What the host behind *transport* answers.
+
+    Raises `BackendUnreachable` (`CommandTimeout` when it may have been done), `BackendError` when it cannot be done.
+    """
+    python = settings.python_of(transport.name) or DEFAULT_PYTHON
+    # The request goes to standard input: it may hold secrets, and a command line is there for everybody to see.
+    stdin = json.dumps({"do": do, "host": transport.name, **request}).encode()
+    done = transport.run_program(_PROGRAM, python=python, timeout_s=timeout_s, stdin=stdin)
+    said = done.stderr.strip()[-2000:]
+    try:
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2]) if done.stdout.strip() else None
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        if done.status in (126, 127) and do != "start":
+            raise BackendError(
+                f"{python} cannot be run there: {said or f'exit status {done.status}'}",
+                where=transport.name,
+                hint="Set `python:` of the cluster, or of the host, to an interpreter (3.9 or later) that is there.",
+            )
+        what = said or done.stdout.strip()[-2000:] or f"no answer, exit status {done.status}"
+        raise BackendError(f"{do} failed: {what}", where=transport.name)
+    if "error" in answer:
+        path = f"{answer['path']}: " if answer.get("path") else ""
+        raise BackendError(f"{path}{answer['error']}", where=transport.name, hint=_hint(answer.get("errno")))
+    return {**answer, "status": done.status}
+
+
+def _hint(number: int | None) -> str:
+    return {
+        _ENOSPC: "The disk is full: free some space, or set `root:` to another file system.",
+        _EDQUOT: "Your disk quota is used up: free some space, or set `root:` elsewhere.",
+        _EACCES: "Check the permissions, or set `root:` to a directory that you can write.",
+        _EROFS: "The file system is read-only; set `root:` to a directory that you can write.",
+    }.get(number or 0, "")

@@ -1,0 +1,26 @@
+"""How a person (and ``orc exec``, ``orc top``) gets to a host. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import NodeEntry
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
+from orc.launchers.ssh.client import ssh_argv
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.settings import Settings
+
+
+def entry(settings: Settings, name: str, node: int, directory: str) -> NodeEntry:
+    """The way to node *node* of an attempt, which runs on the host *name*."""
+    host, access = settings.spec(name), settings.options.access
+    return NodeEntry(
+        node,
+        name,
+        directory,
+        settings.python_of(name) or DEFAULT_PYTHON,
+        ssh_argv(host, access, terminal=False),
+        ssh_argv(host, access, terminal=True),
+        through_shell=True,
+    )

@@ -1,0 +1,316 @@
+"""What is done on a host, in one round trip each. Standard library only, Python >= 3.9.
+
+This file is sent to each host that is asked something (`calls`), so nothing has to be on the host, and it always fits
+the one who asks. A request and its answer are one JSON object each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_CONFIDENTIAL = ("secrets.json", "link.json")
+_BEEN = ".prepared-"  # and the name of a host: it has seen this directory
+_RECORDS = ("lease.json", "heartbeat.json", "exit.json")
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """The JSON object in *path*; `None` when there is none (or, on a crashed disk, no object in it)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write(path: str, text: str, mode: int) -> None:
+    """A whole file, durably and in one step."""
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # hosts may share the directory
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        unlink(temporary)
+        raise
+
+
+def create(path: str, data: dict[str, Any]) -> bool:
+    """A private file, unless it is there; of several who try at once one gets True."""
+    temporary = f"{path}.{os.urandom(4).hex()}.new"
+    write(temporary, json.dumps(data), 0o600)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        unlink(temporary)
+    return True
+
+
+def unlink(path: str) -> None:
+    """Remove a file; one that is not there is fine."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def is_running(lease: dict[str, Any]) -> bool:
+    """Whether the process that holds *lease* still runs on this machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            if file.read().strip() != lease.get("boot_id"):
+                return False
+        with open(f"/proc/{int(lease.get('pid', 0))}/stat", encoding="utf-8", errors="replace") as file:
+            stat = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return stat[0] not in ("Z", "X") and stat[19] == str(lease.get("pid_start"))
+
+
+def look(request: dict[str, Any]) -> dict[str, Any]:
+    """What lies in the directories of some attempts, and whether this host's own agents of them are alive."""
+    return {
+        "attempts": {given: look_at(os.path.expanduser(given), request["host"]) for given in request["directories"]},
+        "now": time.time(),
+    }
+
+
+def look_at(directory: str, host: str) -> dict[str, Any]:
+    """The records of one attempt, with the age of each in seconds by this host's clock."""
+    config = read_json(os.path.join(directory, "agent.json"))
+    if config is None:
+        return {"there": False, "alive": False}
+    names = [str(other.get("name")) for other in config.get("hosts", ())]
+    node = names.index(host) if host in names else None
+    lease = read_json(os.path.join(directory, f"node-{node}", "lease.json"))
+    alive = lease is not None and is_running(lease)  # before the records are read: who is gone now has left them
+    records: dict[str, Any] = {}
+    ages: dict[str, float] = {}
+    here = set(os.listdir(directory))
+    found = [name for name in here if name.startswith("stop-r") and name.endswith(".json")]
+    nodes = [k for k in range(int(config["nnodes"])) if f"node-{k}" in here]  # few, on hosts that share no files
+    for name in (*found, "cancel.json", *(f"node-{k}/{r}" for k in nodes for r in _RECORDS)):
+        path = os.path.join(directory, name)
+        record = read_json(path)
+        if record is not None:
+            records[name] = record
+            ages[name] = age(path)
+    return {
+        "there": True,
+        "node": node,
+        "config": {key: config.get(key) for key in ("marker", "nnodes", "hosts", "runtime_tree", "grace_s")},
+        "linked": os.path.exists(os.path.join(directory, "link.json")),
+        "age": age(os.path.join(directory, "agent.json")),
+        "records": records,
+        "ages": ages,
+        "alive": alive,
+    }
+
+
+def age(path: str) -> float:
+    """How long ago *path* was written, in seconds."""
+    try:
+        return max(0.0, time.time() - os.stat(path).st_mtime)
+    except FileNotFoundError:
+        return 0.0
+
+
+def prepare(request: dict[str, Any]) -> dict[str, Any]:
+    """Write what the agent of this host needs, unless it has been started already; the link's token that holds."""
+    directory = os.path.expanduser(request["directory"])
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    path = os.path.join(directory, "agent.json")
+    agent = at_home(json.loads(request["agent"]))
+    before = read_json(path)
+    if any(os.path.exists(os.path.join(directory, f"node-{k}", "lease.json")) for k in own_nodes(before, request)):
+        state = "held" if before is None or hosts_in(before) == hosts_in(agent) else "other"
+        return {"state": state, "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
+    # An older file is the only one that differs: a plan for other hosts, which did not get as far as a lease.
+    # (But for the link, which the first one to start may have found needless.)
+    if {**(before or {}), "link": agent.get("link")} != agent:
+        unlink(os.path.join(directory, "link.json"))
+        write(path, json.dumps(agent, indent=2, ensure_ascii=False), request["mode"])
+    if request["secrets"]:
+        write(os.path.join(directory, "secrets.json"), json.dumps(request["secrets"]), 0o600)
+    create(os.path.join(directory, "link.json"), {"token": request["token"]})
+    write(os.path.join(directory, f"{_BEEN}{request['host']}"), "", 0o600)
+    return {"state": "ready", "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
+
+
+def hosts_in(agent: dict[str, Any]) -> list[str]:
+    """The names of an attempt's hosts, in the order of its nodes."""
+    return [str(host.get("name")) for host in agent.get("hosts", ())]
+
+
+def own_nodes(before: dict[str, Any] | None, request: dict[str, Any]) -> set[int]:
+    """The node that this host is to be, and the one that it was in a plan that came before."""
+    names = hosts_in(before or {})
+    return {request["node"], *([names.index(request["host"])] if request["host"] in names else [])}
+
+
+def at_home(agent: dict[str, Any], expand: Callable[[str], str] = os.path.expanduser) -> dict[str, Any]:
+    """*agent* with this host's home directory in the place of ``~``; what the user wrote stays as it is."""
+    root = str(agent["root"])
+    expanded = dict(agent)
+    if root.startswith("~"):
+        for key, value in agent.items():
+            if isinstance(value, str) and value.startswith(root):
+                expanded[key] = expand(value)
+        expanded["env"] = {
+            name: expand(value) if value.startswith(f"{root}/") else value for name, value in agent["env"].items()
+        }
+    if expanded.get("python"):
+        expanded["python"] = expand(expanded["python"])
+    return expanded
+
+
+def start(request: dict[str, Any]) -> None:
+    """Say where the hub is, and become the program that starts the agent; that one gives the answer."""
+    directory = os.path.expanduser(request["directory"])
+    if request["node"] == 0:
+        drop_link_if_shared(directory)
+    if request["link"] is not None:
+        write(os.path.join(directory, "link.json"), json.dumps(request["link"]), 0o600)
+    argv = [os.path.expanduser(word) for word in request["argv"]]
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    become(argv)
+    os.execvp(argv[0], argv)
+
+
+def become(argv: list[str]) -> None:
+    """Go on as the program *argv* where this is its interpreter, which spares a new one; else return.
+
+    Who looks for the agent sees its command line all the same.
+    """
+    program, *flags, tree, _ = argv[:5]
+    as_here = path_of(program) == sys.executable and flags == ["-I", "-S"] and sys.flags.isolated and sys.flags.no_site
+    agent = all(os.path.isfile(os.path.join(tree, name)) for name in ("__main__.py", "orc_agent.py"))
+    if not as_here or not agent or not show_as(argv):
+        return
+    sys.argv = argv[3:]
+    sys.path.insert(0, tree)
+    import orc_agent  # type: ignore[import-not-found]  # in the snapshot of the runtime, on the host
+
+    sys.exit(orc_agent.run(argv[4:]))
+
+
+def path_of(program: str) -> str | None:
+    """Where *program* would be found."""
+    if "/" in program:
+        return program
+    places = (os.path.join(place, program) for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
+    return next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
+def show_as(argv: list[str]) -> bool:
+    """Show *argv* as the command line of this process; False where there is no room for it, or no way."""
+    text = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            begin, end = (int(word) for word in file.read().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
+        if not 0 < len(text) <= end - begin:
+            return False
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(begin)
+            return memory.write(text.ljust(end - begin, b"\0")) == end - begin
+    except OSError:
+        return False
+
+
+def drop_link_if_shared(directory: str) -> None:
+    """Agents that see the same files need no link to keep them in step. All hosts have been here by now."""
+    path = os.path.join(directory, "agent.json")
+    agent = read_json(path)
+    if agent is None or not agent.get("link"):
+        return
+    seen = [os.path.join(directory, _BEEN + str(host["name"])) for host in agent["hosts"]]
+    if len(seen) > 1 and all(os.path.exists(been) for been in seen):
+        write(path, json.dumps({**agent, "link": False}, indent=2, ensure_ascii=False), 0o600)
+
+
+def cancel(request: dict[str, Any]) -> dict[str, Any]:
+    """Leave word for the agents of some attempts; where they are gone, end what they have left behind."""
+    for given in request["directories"]:
+        directory = os.path.expanduser(given)
+        seen = look_at(directory, request["host"])
+        if not seen["there"] or f"node-{seen['node']}/exit.json" in seen["records"]:
+            continue
+        write(os.path.join(directory, "cancel.json"), json.dumps(request["request"]), 0o600)
+        if not seen["alive"] and f"node-{seen['node']}/lease.json" in seen["records"]:
+            end(directory, seen["config"])
+    return {}
+
+
+def reap(request: dict[str, Any]) -> dict[str, Any]:
+    """End everything that some attempts, which are over, may have left on this host.
+
+    An agent that still runs was given up while nobody could see it: it is told to end, at once.
+    """
+    for given in request["directories"]:
+        directory = os.path.expanduser(given)
+        seen = look_at(directory, request["host"])
+        if seen["alive"] and f"node-{seen['node']}/exit.json" not in seen["records"]:
+            write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)
+        elif seen["there"] and not seen["alive"]:
+            end(directory, seen["config"])
+            for name in _CONFIDENTIAL:
+                unlink(os.path.join(directory, name))
+    return {}
+
+
+def undo(request: dict[str, Any]) -> dict[str, Any]:
+    """End an attempt that must not go on, at once, and remove its directory; another may be started in its place."""
+    directory = os.path.expanduser(request["directory"])
+    seen = look_at(directory, request["host"])
+    if not seen["there"]:
+        return {"state": "gone"}
+    if request["only_unstarted"] and f"node-{seen['node']}/lease.json" in seen["records"]:
+        return {"state": "held"}
+    write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "not all hosts were free"}', 0o600)
+    deadline = time.monotonic() + 20.0
+    while look_at(directory, request["host"]).get("alive") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    end(directory, seen["config"])
+    trash = f"{directory}.{os.getpid()}.tmp"
+    try:
+        os.rename(directory, trash)
+    except FileNotFoundError:
+        return {"state": "gone"}
+    import shutil
+
+    shutil.rmtree(trash)
+    return {"state": "gone"}
+
+
+def end(directory: str, config: dict[str, Any]) -> None:
+    """SIGKILL what is left of an attempt on this host; its own agent's code knows how."""
+    sys.path.insert(0, os.path.expanduser(str(config["runtime_tree"])))
+    import orc_agent  # in the snapshot of the runtime
+
+    orc_agent.kill_attempt(directory)
+
+
+def main() -> None:
+    """Answer one request from standard input."""
+    request = json.loads(sys.stdin.buffer.read())
+    operations = {f.__name__: f for f in (look, prepare, start, cancel, reap, undo)}
+    try:
+        answer: dict[str, Any] = operations[request["do"]](request) or {}
+    except OSError as error:
+        answer = {"error": error.strerror or str(error), "errno": error.errno, "path": error.filename}
+    json.dump(answer, sys.stdout)

@@ -1,0 +1,106 @@
+"""Looking before leaping: do the hosts of a plan answer, are they alike, is there room, can they talk to each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import Finding, HostReport
+from orc.launchers.backends.ssh.rendering import config_of, hosts_of
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Host
+from orc.launchers.errors import BackendUnreachable, LaunchError
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.hosts import Hosts
+    from orc.launchers.plan import Plan
+    from orc.launchers.preflight.looking import Look
+
+_ORDER = ("error", "warning", "info")
+
+
+def check(hosts: Hosts, plan: Plan) -> list[Finding]:
+    """What can be said about the hosts of *plan*; errors first. Nothing when the cluster wants no preflight."""
+    from orc.launchers.preflight import looking
+    from orc.launchers.ssh.fanout import each
+
+    names = hosts_of(plan)
+    if not hosts.settings.options.preflight:
+        return []
+    config = config_of(plan, names[0])
+    own, gpus = bool(config.get("environment")), int(config["slots"].get("gpus_per_node", 0))
+    work = {"look": lambda: looking.judge(look(hosts, names), gpus=gpus, environment=own)}
+    if len(names) > 1:
+        work["talk"] = lambda: _talk(hosts, names)
+    found: list[Finding] = []
+    for result in each(work, lambda do: do()).values():
+        if isinstance(result, LaunchError):
+            raise result
+        # A host that does not answer is named once.
+        blamed = looking.bad_hosts(found)
+        found += [finding for finding in result if not (finding.where in blamed and finding.level == "error")]
+    return sorted(found, key=lambda finding: _ORDER.index(finding.level))
+
+
+def look(hosts: Hosts, names: Sequence[str]) -> list[Look]:
+    """What the hosts say about themselves, all asked at once."""
+    from orc.launchers.preflight import looking
+
+    return looking.look(
+        {name: hosts.transport(name) for name in names},
+        {name: hosts.settings.root_of(name) for name in names},
+        pythons(hosts, names),
+    )
+
+
+def pythons(hosts: Hosts, names: Sequence[str]) -> dict[str, str]:
+    """The interpreter of each host; may begin with ``~``."""
+    return {name: hosts.settings.python_of(name) or DEFAULT_PYTHON for name in names}
+
+
+def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
+    """The pairs of hosts that cannot talk; each names the host that is most likely to blame."""
+    from orc.launchers.preflight import ports
+
+    blocked, failed = ports.probe({name: hosts.transport(name) for name in names}, pythons(hosts, names))
+    found = ports.findings((), failed)
+    culprits = ports.culprits(blocked)
+    for one in blocked:
+        pair = [other for other in blocked if {other.source, other.target} == {one.source, one.target}]
+        if pair[0] is one:
+            to_blame = next((name for name in culprits if name in (one.source, one.target)), "")
+            found += [replace(finding, where=to_blame) for finding in ports.findings(pair, {})]
+    return found
+
+
+def report(hosts: Hosts) -> list[HostReport]:
+    """What all hosts of the cluster are, compared with each other."""
+    from orc.launchers.preflight import looking
+
+    looks = look(hosts, hosts.settings.names)
+    found = looking.judge(looks, environment=True) + looking.without_torch(looks)
+    return [
+        _report(host, one, tuple(finding for finding in found if finding.where == host.name))
+        for host, one in zip(hosts.settings.hosts, looks, strict=True)
+    ]
+
+
+def _report(host: Host, one: Look, found: tuple[Finding, ...]) -> HostReport:
+    facts = one.facts
+    if one.error is not None:
+        reached = not isinstance(one.error, BackendUnreachable)
+        return HostReport(host.name, host.slots or 0, host.labels, reached=reached, findings=found)
+    return HostReport(
+        name=host.name,
+        slots=host.slots or 0,
+        labels=host.labels,
+        user=str(facts["user"]),
+        python=".".join(map(str, facts["python"])),
+        torch=str(facts["torch"] or ""),
+        cpus=int(facts["cpus"]),
+        gpus=len(facts["gpus"]),
+        memory_bytes=int(facts["memory"]["total"]),
+        free_bytes=int(facts["free"]),
+        root=str(facts["root"]),
+        findings=found,
+    )

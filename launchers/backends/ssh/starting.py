@@ -1,0 +1,181 @@
+"""Starting an attempt on its hosts, finding one that was started half, and undoing one that must not go on.
+
+The order is what makes a cut-off start readable afterwards: first the files on every host, then the agent of node 0,
+then the others. Where a host lacks its files, or node 0 its lease, nothing has been started anywhere. The agents'
+leases keep a second start, at whatever moment, from running anything twice.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets as random
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.ssh import calls
+from orc.launchers.backends.ssh.rendering import file_for, hosts_of, start_command
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.hosts import Hosts
+    from orc.launchers.backends.ssh.sights import Sight
+    from orc.launchers.plan import Plan, PlanCommand
+
+_HELD, _BUSY, _TAKEN, _OTHER = "held", "busy", "taken", "other"
+Link = dict[str, Any]
+
+
+def start(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> None:
+    """Bring the agents of *plan* up on all of its hosts; what is up already is left as it is.
+
+    Raises `NoRoom` when a host's slots are taken, `BackendUnreachable` and `BackendError` when nothing runs,
+    `AmbiguousSubmit` when nobody can tell.
+    """
+    token = prepare(hosts, plan, secrets)
+    names = hosts_of(plan)
+    if token is None:  # it was here before and is over; what has not been started by now must not be
+        undo(hosts, plan.marker, names, only_unstarted=True)
+        return
+    held: list[str] = []  # hosts whose agents run, or may run
+    try:
+        hub = _start_one(hosts, plan.commands[0], 0, plan.marker, {"token": token})
+        held.append(names[0])
+        others = dict(zip(names[1:], plan.commands[1:], strict=True))
+        link = _link(token, hub)
+        results = hosts.each(others, lambda name: _start_one(hosts, others[name], names.index(name), plan.marker, link))
+        held += [name for name, result in results.items() if not _is_refusal(result)]
+        for result in results.values():
+            if isinstance(result, LaunchError):
+                raise result
+    except BackendUnreachable as error:
+        raise AmbiguousSubmit(f"the start was cut off: {error.what}", where=error.where or plan.marker) from error
+    except BackendError as error:
+        # An agent that could not be ended keeps the attempt's name on its host: the attempt must not begin elsewhere.
+        if away := [name for name in undo(hosts, plan.marker, names) if name in held]:
+            raise AmbiguousSubmit(f"{error.what}; what was started on {away[0]} could not be ended") from error
+        raise
+
+
+def prepare(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> str | None:
+    """Write what the agents need on every host. Returns the token of the link between them.
+
+    That is `None` when the attempt's first node has been there and has ended.
+    """
+    names = hosts_of(plan)
+    token = random.token_hex(32)
+
+    def write(name: str) -> dict[str, Any]:
+        file = file_for(plan, name)
+        request = {
+            "directory": hosts.directory(name, plan.marker),
+            "node": names.index(name),
+            "agent": file.content,
+            "mode": file.mode,
+            "secrets": {key: secrets[key] for key in plan.secrets},
+            "token": token,
+        }
+        return hosts.call(name, "prepare", request, calls.WRITE_TIMEOUT_S)
+
+    written = hosts.each(names, write)
+    failed = [result for result in written.values() if isinstance(result, LaunchError)]
+    if failed:
+        undo(hosts, plan.marker, names, only_unstarted=True)
+        raise next((error for error in failed if not isinstance(error, BackendUnreachable)), failed[0])
+    answers = {name: answer for name, answer in written.items() if isinstance(answer, dict)}
+    for name, answer in answers.items():
+        if answer["state"] == _OTHER:
+            undo(hosts, plan.marker, names, only_unstarted=True)
+            what = f"{name} still has this attempt as it was started for other hosts"
+            raise NoRoom(what, where=name, holders=[plan.marker]).of(name)
+    held = answers[names[0]]["token"]  # of several who do this at once, the one that was first there
+    return str(held) if held else None
+
+
+def complete(hosts: Hosts, marker: str, sights: Mapping[str, Sight]) -> bool:
+    """Start what is missing of an attempt whose node 0 runs, from the files that are on the hosts.
+
+    Returns whether anything was started. Raises `BackendError`.
+    """
+    placed = placement(sights)
+    missing = [name for name in placed[1:] if (own := sights.get(name)) and own.present and not _started(own)]
+    first = sights.get(placed[0]) if placed else None
+    if not missing or first is None or not first.alive or any(_is_ending(sight) for sight in sights.values()):
+        return False
+    token = hosts.token(placed[0], marker)
+    link = _link(token, _start_one(hosts, _command(hosts, placed[0], 0, marker, first), 0, marker, None))
+
+    def go_on(name: str) -> Link:
+        node = placed.index(name)
+        return _start_one(hosts, _command(hosts, name, node, marker, sights[name]), node, marker, link)
+
+    for result in hosts.each(missing, go_on).values():
+        if isinstance(result, LaunchError):
+            raise result
+    return True
+
+
+def undo(hosts: Hosts, marker: str, names: Sequence[str], *, only_unstarted: bool = False) -> list[str]:
+    """End and remove the attempt on *names*; agents on hosts that do not answer miss the others.
+
+    Returns the hosts on which that could not be done.
+    """
+
+    def remove(name: str) -> None:
+        request = {"directory": hosts.directory(name, marker), "only_unstarted": only_unstarted}
+        hosts.call(name, "undo", request, calls.WRITE_TIMEOUT_S)
+
+    return [name for name, result in hosts.each(names, remove).items() if isinstance(result, LaunchError)]
+
+
+def placement(sights: Mapping[str, Sight]) -> tuple[str, ...]:
+    """The attempt's hosts in node order, by the files on those that answered; the started ones' word counts most."""
+    there = sorted((s for s in sights.values() if s.present), key=lambda s: (not _started(s), s.answer["age"]))  # type: ignore[index]
+    return tuple(str(host["name"]) for host in there[0].answer["config"]["hosts"]) if there else ()  # type: ignore[index]
+
+
+def _started(sight: Sight) -> bool:
+    """Whether this host's own agent has been there."""
+    return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
+
+
+def _is_ending(sight: Sight) -> bool:
+    """Whether the attempt is over, or about to be: what is not started by now must not be."""
+    records = (sight.answer or {}).get("records", {})
+    return any(name in ("cancel.json", "node-0/exit.json") or name.startswith("stop-r") for name in records)
+
+
+def _is_refusal(result: Link | LaunchError) -> bool:
+    """Whether a host has said that nothing was started there."""
+    return isinstance(result, LaunchError) and not isinstance(result, BackendUnreachable)
+
+
+def _command(hosts: Hosts, name: str, node: int, marker: str, sight: Sight) -> PlanCommand:
+    """The command that the plan had for that host, from what lies there."""
+    tree = str((sight.answer or {})["config"]["runtime_tree"])
+    return start_command(hosts.settings, name, node, tree, f"{hosts.directory(name, marker)}/agent.json", marker)
+
+
+def _start_one(hosts: Hosts, command: PlanCommand, node: int, marker: str, link: Link | None) -> Link:
+    """Start one agent; what it says about itself. Raises `NoRoom`, `BackendError`, `BackendUnreachable`."""
+    name = str(command.host)
+    request = {"directory": hosts.directory(name, marker), "node": node, "argv": command.argv, "link": link}
+    deadline = time.monotonic() + calls.START_TIMEOUT_S
+    while True:
+        answer = hosts.call(name, "start", request, calls.START_TIMEOUT_S)
+        state = answer.get("state")
+        holders = [str(holder) for holder in answer.get("holders", ())]
+        if state != _BUSY or marker not in holders or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # somebody else is just starting this very agent
+    if state == _BUSY:
+        by = f" (held by {', '.join(holders)})" if holders else ""
+        raise NoRoom(f"the slots of {name} are taken{by}", where=name, holders=holders).of(name)
+    if state not in (_HELD, _TAKEN):
+        what = f"the agent could not start: {answer.get('reason') or json.dumps(answer)}"
+        raise BackendError(what, where=name).of(name)
+    return answer
+
+
+def _link(token: str, hub: Mapping[str, Any]) -> Link:
+    return {"token": token, "hub": {"port": hub.get("port"), "addresses": list(hub.get("addresses") or ())}}

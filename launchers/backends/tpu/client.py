@@ -1,0 +1,348 @@
+"""The TPU API behind plain values: every call with its own time limit and retries, every refusal in one sentence.
+
+The client library has neither by default, and gives up on long operations after a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from orc.launchers.backends.tpu.lifecycle import Failure, Node, Queued
+from orc.launchers.backends.tpu.request import API, NODES, parent
+from orc.launchers.errors import BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from google.api_core.retry import Retry
+    from google.cloud.tpu_v2 import TpuClient
+
+    from orc.launchers.backends.tpu.settings import Options
+
+CALL_TIMEOUT_S = 20.0  # of one try
+READ_PATIENCE_S = 30.0  # of all tries of a question
+WRITE_PATIENCE_S = 30.0  # of all tries of an order; what was ordered may have been done
+_PAGE = 500
+_AT_ONCE = 100  # workers whose host keys are asked for in one call
+T = TypeVar("T")
+
+
+class Exists(BackendError):
+    """There is something of that name already."""
+
+
+class NoCapacity(BackendError):
+    """The zone has no such TPU to give now, or the project may not have more of them."""
+
+
+class Refused(BackendError):
+    """The API says no; ``code`` is its word for it."""
+
+    code = ""
+
+
+class Missing(Refused):
+    """There is nothing of that name."""
+
+
+class TpuApi:
+    """The API of one project. Connects when it is first asked."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._channel: Any = None
+
+    @cached_property
+    def _client(self) -> TpuClient:
+        try:
+            from google.cloud.tpu_v2 import TpuClient
+            from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
+        except ImportError as error:
+            raise BackendError(
+                f"the library of Cloud TPU is missing: {error}", hint="pip install 'orc-launch[gcp]'"
+            ) from None
+        with self._errors("connect"):
+            if self.options.insecure:
+                import grpc
+
+                self._channel = grpc.insecure_channel(self.options.endpoint)
+                return TpuClient(transport=TpuGrpcTransport(channel=self._channel))
+            from google.api_core.client_options import ClientOptions
+
+            own = ClientOptions(api_endpoint=self.options.endpoint) if self.options.endpoint else None
+            return TpuClient(client_options=own)
+
+    def close(self) -> None:
+        """Let go of the connection; it is made anew when it is needed again."""
+        if "_client" in self.__dict__:
+            self._client.transport.close()  # type: ignore[no-untyped-call]
+            del self.__dict__["_client"]
+
+    # -- looking
+
+    def queued(self, zone: str) -> list[Queued]:
+        """All queued resources of a zone."""
+        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
+        with self._errors(zone):
+            pages = self._client.list_queued_resources(request=request, **self._reading)
+            return [_queued(item) for item in pages]
+
+    def nodes(self, zone: str) -> list[Node]:
+        """All nodes of a zone."""
+        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
+        with self._errors(zone):
+            return [_node(item) for item in self._client.list_nodes(request=request, **self._reading)]
+
+    def node(self, zone: str, name: str) -> Node | None:
+        """One node; `None` when there is none of that name."""
+        where = f"{parent(self.options.project, zone)}/nodes/{name}"
+        try:
+            with self._errors(where):
+                return _node(self._client.get_node(name=where, **self._reading))
+        except Missing:
+            return None
+
+    def queued_resource(self, zone: str, name: str) -> Queued | None:
+        """One queued resource; `None` when there is none of that name."""
+        where = f"{parent(self.options.project, zone)}/queuedResources/{name}"
+        try:
+            with self._errors(where):
+                return _queued(self._client.get_queued_resource(name=where, **self._reading))
+        except Missing:
+            return None
+
+    def failed_creations(self, zone: str) -> dict[str, Failure]:
+        """Nodes whose newest creation has failed, by name: a node that could not be made leaves only its operation."""
+        from google.cloud.tpu_v2.types import cloud_tpu
+        from google.rpc import code_pb2
+
+        newest: dict[str, tuple[float, Failure | None]] = {}
+        with self._errors(zone):
+            for operation in self._operations(zone):
+                about = cloud_tpu.OperationMetadata()
+                if not operation.metadata.Unpack(cloud_tpu.OperationMetadata.pb(about)) or about.verb != "create":
+                    continue
+                at = about.create_time.timestamp() if about.create_time else 0.0
+                error = operation.error
+                made = None
+                if operation.done and error.code:
+                    made = Failure(code_pb2.Code.Name(error.code), error.message)
+                if about.target not in newest or at >= newest[about.target][0]:
+                    newest[about.target] = (at, made)
+        return {name: failure for name, (_, failure) in newest.items() if failure is not None}
+
+    def _operations(self, zone: str) -> Iterator[Any]:
+        token = ""
+        while True:
+            request = {"name": parent(self.options.project, zone), "page_size": _PAGE, "page_token": token}
+            answer = self._client.list_operations(request=request, **self._reading)
+            yield from answer.operations
+            token = answer.next_page_token
+            if not token:
+                return
+
+    def host_keys(self, node: Node) -> list[dict[str, str]]:
+        """The host keys that each worker of *node* has published, by their type; empty where none has been yet."""
+        found: list[dict[str, str]] = []
+        for first in range(0, len(node.addresses), _AT_ONCE):
+            workers = [str(k) for k in range(first, min(first + _AT_ONCE, len(node.addresses)))]
+            request = {"name": node.name, "query_path": "hostkeys/", "worker_ids": workers}
+            with self._errors(node.name):
+                answer = self._client.get_guest_attributes(request=request, **self._reading)
+            told = list(answer.guest_attributes)
+            if len(told) != len(workers):
+                raise BackendUnreachable(
+                    f"{len(told)} of {len(workers)} workers have guest attributes so far", where=node.name
+                )
+            found += [{item.key: item.value for item in one.query_value.items} for one in told]
+        return found
+
+    def runtime_versions(self, zone: str) -> list[str]:
+        """What a zone can put on its TPUs."""
+        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
+        with self._errors(zone):
+            return sorted(v.version for v in self._client.list_runtime_versions(request=request, **self._reading))
+
+    def accelerator_types(self, zone: str) -> list[str]:
+        """The types that a zone has."""
+        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
+        with self._errors(zone):
+            return sorted(a.type_ for a in self._client.list_accelerator_types(request=request, **self._reading))
+
+    # -- ordering
+
+    def create(self, request: Mapping[str, Any]) -> None:
+        """Ask for a TPU, as a plan has it. Returns when the request was taken, which is long before it is up.
+
+        Raises `Exists`, `NoCapacity`, `Refused`, and `BackendUnreachable` when it may have been taken.
+        """
+        from google.cloud.tpu_v2.types import cloud_tpu
+
+        with self._errors(str(request["parent"])):
+            if "queued_resource" in request:
+                queued = cloud_tpu.CreateQueuedResourceRequest.from_json(json.dumps(request))
+                self._client.create_queued_resource(request=queued, **self._writing)
+            else:
+                node = cloud_tpu.CreateNodeRequest.from_json(json.dumps(request))
+                self._client.create_node(request=node, **self._writing)
+
+    def delete(self, name: str, *, wait_s: float = 0.0) -> None:
+        """Have a queued resource (with its node) or a node deleted; one that is not there is fine.
+
+        Returns when the order was taken, or with *wait_s* when it has been carried out.
+        """
+        try:
+            with self._errors(name):
+                if f"/{NODES}/" in name:
+                    operation = self._client.delete_node(name=name, **self._writing)
+                else:
+                    order = {"name": name, "force": True}  # with its node, whatever it does
+                    operation = self._client.delete_queued_resource(request=order, **self._writing)
+                if wait_s:
+                    self._until_done(operation, wait_s)
+        except Missing:
+            return
+
+    def label(self, node: Node, labels: Mapping[str, str], *, wait_s: float = 60.0) -> None:
+        """Give *node* these labels instead of those that it has."""
+        from google.cloud.tpu_v2.types import cloud_tpu
+
+        with self._errors(node.name):
+            update = {"node": cloud_tpu.Node(name=node.name, labels=dict(labels)), "update_mask": {"paths": ["labels"]}}
+            self._until_done(self._client.update_node(request=update, **self._writing), wait_s)
+
+    @staticmethod
+    def _until_done(operation: Any, wait_s: float) -> None:
+        """Wait for a long operation, as long as we say and not as long as the library thinks fit."""
+        from google.api_core.future.polling import DEFAULT_POLLING
+
+        polling = DEFAULT_POLLING.with_delay(initial=0.2, maximum=10.0, multiplier=1.5).with_timeout(wait_s)
+        try:
+            operation.result(timeout=wait_s, polling=polling)
+        except TimeoutError:
+            what = f"it was ordered, and is not done after {wait_s:g} s"
+            raise BackendUnreachable(what, where=operation.operation.name) from None
+
+    # -- how calls are made
+
+    @cached_property
+    def _reading(self) -> dict[str, Any]:
+        """A question may be asked again, more slowly when we ask too much."""
+        from google.api_core import exceptions as e
+
+        busy = (e.ServiceUnavailable, e.DeadlineExceeded, e.InternalServerError, e.TooManyRequests, e.Aborted)
+        return {"timeout": CALL_TIMEOUT_S, "retry": _retry(READ_PATIENCE_S, *busy)}
+
+    @cached_property
+    def _writing(self) -> dict[str, Any]:
+        """All orders say by name what they are about, so that a second one of the same changes nothing."""
+        from google.api_core import exceptions as e
+
+        return {
+            "timeout": CALL_TIMEOUT_S,
+            "retry": _retry(WRITE_PATIENCE_S, e.ServiceUnavailable, e.DeadlineExceeded, e.Aborted),
+        }
+
+    @contextmanager
+    def _errors(self, where: str) -> Iterator[None]:
+        """What goes wrong in a call, as one of our errors."""
+        from google.api_core import exceptions as e
+        from google.auth import exceptions as auth
+
+        try:
+            yield
+        except auth.DefaultCredentialsError:
+            raise BackendError(
+                "there are no Google Cloud credentials on this machine",
+                where=self.options.project,
+                hint="Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS.",
+            ) from None
+        except auth.GoogleAuthError as error:
+            raise BackendError(
+                f"Google Cloud does not take the credentials: {_first_line(error)}",
+                where=self.options.project,
+                hint="Have they expired? `gcloud auth application-default login` renews them.",
+            ) from None
+        except e.AlreadyExists as error:
+            raise Exists(error.message, where=where) from None
+        except e.ResourceExhausted as error:
+            raise NoCapacity(error.message, where=where) from None
+        except (e.PermissionDenied, e.Forbidden) as error:
+            raise _refusal(
+                Refused, error, where, f"Does your account have the role TPU Admin, and is {API} on?"
+            ) from None
+        except e.Unauthenticated as error:
+            raise _refusal(Refused, error, where, "Run `gcloud auth application-default login`.") from None
+        except e.NotFound as error:
+            raise _refusal(Missing, error, where, "") from None
+        except (e.InvalidArgument, e.FailedPrecondition, e.OutOfRange, e.MethodNotImplemented) as error:
+            raise _refusal(Refused, error, where, "") from None
+        except (e.GoogleAPICallError, e.RetryError) as error:
+            raise BackendUnreachable(f"the TPU API does not answer: {_first_line(error)}", where=where) from None
+
+
+def _retry(patience_s: float, *kinds: type[Exception]) -> Retry:
+    from google.api_core.retry import Retry, if_exception_type
+
+    return Retry(predicate=if_exception_type(*kinds), initial=0.2, maximum=10.0, multiplier=2.0, timeout=patience_s)
+
+
+def _refusal(kind: type[Refused], error: Any, where: str, hint: str) -> Refused:
+    refused = kind(error.message, where=where, hint=hint)
+    refused.code = error.grpc_status_code.name if error.grpc_status_code else ""
+    return refused
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _queued(item: Any) -> Queued:
+    """A QueuedResource message as a plain value."""
+    from google.rpc import code_pb2
+
+    specs = list(item.tpu.node_spec)
+    error = item.state.failed_data.error
+    return Queued(
+        name=item.name,
+        state=item.state.state.name,
+        accelerator_type=specs[0].node.accelerator_type if specs else "",
+        labels=dict(specs[0].node.labels) if specs else {},
+        code=code_pb2.Code.Name(error.code) if error.code else "",
+        error=error.message,
+        by_user=item.state.state_initiator.name == "USER",
+        created_at=item.create_time.timestamp() if item.create_time else None,
+    )
+
+
+def _node(item: Any) -> Node:
+    """A Node message as a plain value."""
+    interfaces = max(1, len(item.network_configs))
+    ends = list(item.network_endpoints)[::interfaces]  # a worker has one for each of its interfaces
+    unwell = item.health.name not in ("HEALTHY", "HEALTH_UNSPECIFIED")
+    return Node(
+        name=item.name,
+        state=item.state.name,
+        accelerator_type=item.accelerator_type,
+        labels=dict(item.labels),
+        addresses=tuple((end.ip_address, end.access_config.external_ip if end.access_config else "") for end in ends),
+        health=(item.health_description or item.health.name) if unwell else "",
+        queued=item.queued_resource,
+        created_at=item.create_time.timestamp() if item.create_time else None,
+        serial=item.id,
+    )
+
+
+def in_zones(zones: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
+    """What *ask* says about each zone, side by side. Raises the first refusal."""
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.ssh.fanout import each
+
+    found: dict[str, T] = {}
+    for zone, answer in each({zone: zone for zone in zones}, ask).items():
+        if isinstance(answer, LaunchError):
+            raise answer
+        found[zone] = answer
+    return found

@@ -1,0 +1,86 @@
+"""After the end of an attempt: bring its logs home, then see to it that its TPU costs nothing any more.
+
+The end is reported when that is done, for afterwards nobody looks at the attempt again. What does not work is told, and
+tried with every pass; at last the end is reported nevertheless, with what is left to do.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import Observation, Phase
+from orc.launchers.backends.tpu import lifecycle, request
+from orc.launchers.backends.tpu.lifecycle import Sight, State
+from orc.launchers.backends.tpu.request import Place
+from orc.launchers.errors import BackendError, LaunchError
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Handle
+    from orc.launchers.backends.tpu.backend import TpuBackend
+    from orc.launchers.backends.tpu.sights import Board
+
+
+def settle(backend: TpuBackend, handle: Handle, board: Board) -> Observation:
+    """How the attempt ended, once nothing is left to do about it; until then `Phase.UNKNOWN`, and why."""
+    kept, place = backend._kept(handle), Place.parse(handle.native_id)
+    recorded = kept.end()
+    assert recorded is not None
+    end, at = recorded
+    if not place.is_made_for(handle.marker):
+        return end
+    sights = board.sights(place)
+    up = next((sight for sight in sights if sight.state is State.READY and sight.node is not None), None)
+    if up is not None and up.node is not None and kept.started:
+        try:
+            trouble = kept.bring_home(backend._pods.on(up.node).hosts, handle.hosts, at)
+        except LaunchError as error:
+            trouble = error.what
+        if trouble and time.time() - at < backend.settings.options.delete_timeout:
+            return _not_yet(end, f"fetching the logs: {trouble}")
+    policy = up.labels.get(request.ON_FINISH, "delete") if up is not None and kept.started else "delete"
+    if policy == "delete":
+        return _deleted(backend, end, at, place, sights)
+    if policy == "idle" and up is not None:
+        return _idle(backend, end, at, up)
+    return end
+
+
+def _deleted(backend: TpuBackend, end: Observation, at: float, place: Place, sights: list[Sight]) -> Observation:
+    names = lifecycle.to_delete(sights, place)
+    if not names:
+        return end
+    refusals = []
+    for name in names:
+        try:
+            backend.api.delete(name)
+        except BackendError as error:
+            refusals.append(f"{name}: {error.what}")
+    left = lifecycle.to_delete(backend._look([place]).sights(place), place)
+    if not left:
+        return end
+    return _late(backend, end, at, f"deleting its TPU: {'; '.join(refusals) or f'{left[0]} is still there'}")
+
+
+def _idle(backend: TpuBackend, end: Observation, at: float, up: Sight) -> Observation:
+    """Note on the TPU itself since when it is idle: whoever looks next knows."""
+    if request.IDLE_SINCE in up.labels or up.node is None:
+        return end
+    try:
+        backend.api.label(up.node, {**up.node.labels, request.IDLE_SINCE: f"{at:.0f}"})
+    except BackendError as error:
+        return _late(backend, end, at, f"labelling its TPU as idle: {error.what}")
+    return end
+
+
+def _late(backend: TpuBackend, end: Observation, at: float, trouble: str) -> Observation:
+    if time.time() - at < backend.settings.options.delete_timeout:
+        return _not_yet(end, trouble)
+    told = f"NOT DONE: {trouble}; see `orc prune --cluster {backend.cluster.name}`"
+    return replace(end, reason="; ".join(filter(None, [end.reason, told])))
+
+
+def _not_yet(end: Observation, trouble: str) -> Observation:
+    how = end.reason or str(end.phase)
+    return Observation(Phase.UNKNOWN, reason=f"over ({how}); {trouble}")

@@ -1,0 +1,148 @@
+"""What this machine keeps of an attempt whose TPU comes and goes: how far it got, how it ended, its logs.
+
+A TPU is deleted with all that is on it, so the logs are brought home before. None of this is needed to find a TPU
+again: that is in the cloud, and in the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers import files
+from orc.launchers.attempt_reader import log_selectors, read_log
+from orc.launchers.backends.base import Cause, Handle, LogChunk, Observation, Phase
+from orc.launchers.backends.tpu.workers import read_json
+from orc.launchers.errors import LaunchError
+from orc.launchers.ids import AttemptId
+from orc.launchers.layout import Layout
+from orc.launchers.records import AttemptExit
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.hosts import Hosts
+
+_LAST_WORDS_S = 300.0  # how long the end waits for logs that cannot be had
+_JOB_FILES = (".jsonl",)  # beside the attempt: what the job measures
+
+
+class Kept:
+    """The directory of one attempt."""
+
+    def __init__(self, directory: Path, marker: str) -> None:
+        self.directory = directory
+        self.marker = marker
+
+    # -- how far it got
+
+    @property
+    def started(self) -> bool:
+        """Whether the agents are known to have been started."""
+        return (self.directory / "started").exists()
+
+    def mark_started(self) -> None:
+        """From now on a worker without the attempt has lost it."""
+        self._write("started", b"")
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before there was anything to cancel."""
+        return (self.directory / "cancelled").exists()
+
+    def mark_cancelled(self) -> None:
+        """It must not be started any more."""
+        self._write("cancelled", b"")
+
+    # -- how it ended
+
+    def end(self) -> tuple[Observation, float] | None:
+        """How the attempt ended, and when that was seen here; what follows (deletion) may still have to be done."""
+        found = read_json(self.directory / "end.json")
+        return None if found is None else (_observation(found["observation"]), float(found["at"]))
+
+    @property
+    def handle(self) -> Handle | None:
+        """By which an attempt that has ended was known; its TPU may be gone."""
+        found = read_json(self.directory / "end.json")
+        return None if found is None else Handle.from_dict(found["handle"])
+
+    def record_end(self, handle: Handle, seen: Observation) -> None:
+        """From now on nobody is asked any more how it ended."""
+        text = asdict(seen) | {"exit": seen.exit.to_dict() if seen.exit else None, "progress": dict(seen.progress)}
+        told = {"handle": handle.to_dict(), "observation": text, "at": time.time()}
+        self._write("end.json", json.dumps(told).encode())
+
+    # -- what it left behind
+
+    @property
+    def attempt_directory(self) -> str:
+        """The copy of its directory here."""
+        return str(self._layout.attempt(AttemptId.from_marker(self.marker)))
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout.at(PurePosixPath(self.directory / "copy"))
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether its logs are here."""
+        return (self.directory / "copied").exists()
+
+    def bring_home(self, hosts: Hosts, names: Iterable[str], ended_at: float | None) -> str:
+        """Copy the logs of all workers, and what the job measured. Why that could not be done, or nothing.
+
+        What cannot be had is waited for by the caller's next look; a while after the end it is left behind.
+        """
+        if self.has_logs:
+            return ""
+        ordered = list(names)
+        results = hosts.each(ordered, lambda name: self._copy(hosts, name, name == ordered[0]))
+        failed = [result for result in results.values() if isinstance(result, LaunchError)]
+        if failed and ended_at is not None and time.time() - ended_at < _LAST_WORDS_S:
+            return failed[0].what
+        self._write("copied", b"")
+        return ""
+
+    def _copy(self, hosts: Hosts, name: str, first: bool) -> None:
+        transport = hosts.transport(name)
+        directory = transport.expand(hosts.directory(name, self.marker))
+        own = Path(self.attempt_directory)
+        for selector in log_selectors(transport, directory):
+            kind, number = ("rank", selector.rank) if selector.rank is not None else ("node", selector.node)
+            _save(own / "logs" / f"{kind}-{number}.log", read_log(transport, directory, selector))
+        if first:
+            job = str(PurePosixPath(directory).parent)
+            for file in transport.names(job):
+                if file.endswith(_JOB_FILES):
+                    files.write_file(str(own.parent / file), transport.read(f"{job}/{file}"), 0o600)
+
+    def _write(self, name: str, data: bytes) -> None:
+        files.write_file(str(self.directory / name), data, 0o600)
+
+
+def _save(path: Path, chunks: Iterable[LogChunk]) -> None:
+    writer = files.Writer(str(path), 0o600)
+    try:
+        for chunk in chunks:
+            writer.write(chunk.data)
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.commit()
+
+
+def _observation(data: dict[str, Any]) -> Observation:
+    return Observation(
+        phase=Phase(data["phase"]),
+        cause=Cause(data["cause"]) if data["cause"] else None,
+        reason=data["reason"],
+        exit=AttemptExit.from_dict(data["exit"]) if data["exit"] else None,
+        hosts=tuple(data["hosts"]),
+        started_at=data["started_at"],
+        ended_at=data["ended_at"],
+        restarts=data["restarts"],
+        progress=data["progress"],
+    )

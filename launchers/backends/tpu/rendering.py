@@ -1,0 +1,84 @@
+"""The plan of one attempt on a TPU: the requests that make it, and what is run on its workers once it is up. Pure.
+
+The workers' addresses are known only then; until then they go by their names.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orc.launchers.agent_config import agent_file
+from orc.launchers.backends.base import Placement
+from orc.launchers.backends.ssh.rendering import hosts_of
+from orc.launchers.backends.ssh.rendering import render_plan as render_on_hosts
+from orc.launchers.backends.ssh.settings import read_settings as read_ssh_settings
+from orc.launchers.backends.tpu import accelerators, request
+from orc.launchers.backends.tpu.settings import for_job
+from orc.launchers.backends.tpu.workers import Workers, ssh_cluster, worker_name
+from orc.launchers.errors import RenderError
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan, PlanFile
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.backends.tpu.settings import Options, Settings
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.spec import JobSpec
+
+
+def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings) -> Plan:
+    """Raises `RenderError` for a job that no TPU of the cluster can carry."""
+    options = for_job(job, settings)
+    shape = slice_of(job, options)
+    names = tuple(worker_name(number) for number in range(shape.hosts))
+    if job.resources.max_nodes != shape.hosts:
+        job = job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": shape.hosts})})
+    inner = read_ssh_settings(ssh_cluster(cluster, settings, names))
+    plan = render_on_hosts(job, snapshot, attempt, cluster, inner, Placement(names, job.resources.nproc))
+    asked = request.render(options, shape.accelerator_type, attempt.marker, settings.public_key)
+    content = json.dumps(asked, indent=2, ensure_ascii=False) + "\n"
+    path = posixpath.join(str(Layout.at(settings.root).attempt(attempt)), request.FILE)
+    return replace(plan, backend="tpu", files=(PlanFile(path, content, 0o600, request.API), *plan.files))
+
+
+def slice_of(job: JobSpec, options: Options) -> accelerators.Slice:
+    """The TPU that *job* runs on. Raises `RenderError`."""
+    fewest, most = job.resources.min_nodes, job.resources.max_nodes
+    if fewest != most:
+        raise RenderError(
+            f"resources.nodes = {job.resources.nodes}: a TPU has a fixed number of worker machines",
+            where=job.name,
+            hint=f"Write nodes: {most}, or leave it out to use all workers of the accelerator type.",
+        )
+    if job.resources.gpus_per_node:
+        raise RenderError("resources.gpus_per_node: TPUs have no GPUs", where=job.name, hint="Remove it.")
+    try:
+        # One node is what a job asks for that says nothing: all the workers there are.
+        return accelerators.for_hosts(options.accelerator_type, most if most > 1 else None)
+    except ValueError as error:
+        raise RenderError(
+            f"resources.nodes: {error}",
+            where=job.name,
+            hint="Leave `nodes` out to use all workers, or set accelerator_type to a generation such as v4.",
+        ) from None
+
+
+def on_workers(plan: Plan, workers: Workers) -> Plan:
+    """What of *plan* is done on the workers, now that they are known."""
+    internal = {machine.name: machine.internal for machine in workers.machines}
+    made = []
+    for file in plan.files:
+        if file.host == request.API:
+            continue
+        config = json.loads(file.content)
+        for host in config["hosts"]:
+            host["address"] = internal[host["name"]]
+        made.append(replace(file, content=agent_file(config).content))
+    return replace(plan, backend="ssh", files=tuple(made))
+
+
+__all__ = ["hosts_of", "on_workers", "render_plan", "slice_of"]

@@ -1,0 +1,156 @@
+"""What is asked of the TPU API for one attempt, as JSON: shown in the plan, and sent as it is shown. Pure.
+
+Everything is named after the attempt's marker, so that asking twice is asking once, and what was asked can be found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.tpu.settings import LABEL_PREFIX, Options
+
+if TYPE_CHECKING:
+    from orc.launchers.plan import Plan
+
+API = "tpu.googleapis.com"
+FILE = "tpu.json"  # of a plan: the requests, for the host `API`
+MARKER = f"{LABEL_PREFIX}marker"
+ON_FINISH = f"{LABEL_PREFIX}on-finish"
+IDLE_TIMEOUT = f"{LABEL_PREFIX}idle-timeout"
+IDLE_SINCE = f"{LABEL_PREFIX}idle-since"
+QUEUED, NODES = "queuedResources", "nodes"
+_LONGEST = 63  # of a node's id and of a label's value
+_NAMESPACE = uuid.UUID("6f1c3c1e-5a0e-4b8e-9d36-7c1f0f6f2f5a")
+
+
+def tpu_id(marker: str) -> str:
+    """The id of everything that is made for an attempt: its marker, which a hash shortens where it is too long."""
+    if len(marker) <= _LONGEST:
+        return marker
+    return f"{marker[: _LONGEST - 13].rstrip('-')}-{hashlib.sha256(marker.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attempt's TPU is to be found, in one line of text: what a handle remembers."""
+
+    project: str
+    zones: tuple[str, ...]  # in the order in which they are tried
+    collection: str  # QUEUED or NODES
+    id: str
+
+    def __str__(self) -> str:
+        return f"projects/{self.project}/locations/{','.join(self.zones)}/{self.collection}/{self.id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """The inverse of `str`. Raises `ValueError`."""
+        projects, project, locations, zones, collection, name = text.split("/")
+        if (projects, locations) != ("projects", "locations") or collection not in (QUEUED, NODES):
+            raise ValueError(f"not a place of TPUs: {text!r}")
+        return cls(project, tuple(zones.split(",")), collection, name)
+
+    def is_made_for(self, marker: str) -> bool:
+        """Whether the TPU is this attempt's own; else it was there before and stays."""
+        return self.id == tpu_id(marker)
+
+
+def place_of(options: Options, marker: str) -> Place:
+    """Where the TPU of an attempt is, or will be."""
+    if options.name is not None:
+        return Place(options.project, options.zones, NODES, options.name)
+    return Place(options.project, options.zones, QUEUED if options.queued else NODES, tpu_id(marker))
+
+
+def render(options: Options, accelerator_type: str, marker: str, public_key: str | None) -> dict[str, Any]:
+    """``{"place": ..., "requests": [...]}``: one request for each zone, in the order in which they are tried.
+
+    For a TPU that exists there is nothing to ask for, and no request.
+    """
+    place = place_of(options, marker)
+    found: dict[str, Any] = {"place": str(place), "accelerator_type": accelerator_type}
+    if options.name is None:
+        make = _queued if options.queued else _node
+        node = _node_spec(options, accelerator_type, marker, public_key)
+        found["requests"] = [make(options, zone, place.id, node) for zone in options.zones]
+    return found
+
+
+def in_plan(plan: Plan) -> dict[str, Any]:
+    """What `render` made for this plan."""
+    found: dict[str, Any] = json.loads(next(f.content for f in plan.files if f.host == API))
+    return found
+
+
+def parent(project: str, zone: str) -> str:
+    """``projects/P/locations/ZONE``."""
+    return f"projects/{project}/locations/{zone}"
+
+
+def _queued(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """A CreateQueuedResourceRequest."""
+    where = parent(options.project, zone)
+    resource: dict[str, Any] = {"tpu": {"node_spec": [{"parent": where, "node_id": name, "node": node}]}}
+    if options.spot:
+        resource["spot"] = {}
+    if options.reserved or options.reservation:
+        resource["guaranteed"] = {}
+    if options.reservation:
+        resource["reservation_name"] = options.reservation
+    if options.valid_until is not None:
+        resource["queueing_policy"] = {"valid_until_duration": f"{options.valid_until:.0f}s"}
+    return {
+        "parent": where,
+        "queued_resource_id": name,
+        "request_id": str(uuid.uuid5(_NAMESPACE, f"{where}/{name}")),
+        "queued_resource": resource,
+    }
+
+
+def _node(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """A CreateNodeRequest."""
+    scheduling = {key: True for key in ("spot", "reserved") if getattr(options, key)}
+    body = {**node, "scheduling_config": scheduling} if scheduling else dict(node)
+    return {"parent": parent(options.project, zone), "node_id": name, "node": body}
+
+
+def _node_spec(options: Options, accelerator_type: str, marker: str, public_key: str | None) -> dict[str, Any]:
+    """The Node that both kinds of request describe."""
+    metadata = {**options.metadata}
+    if options.os_login:
+        metadata["enable-oslogin"] = "TRUE"
+    elif public_key is not None:
+        metadata["ssh-keys"] = f"{options.user}:{public_key}"
+    if options.startup_script is not None:
+        metadata["startup-script"] = options.startup_script
+    network = {"enable_external_ips": options.external_ips}
+    account = options.service_account
+    return {
+        "accelerator_type": accelerator_type,
+        "runtime_version": options.runtime_version,
+        "network_config": {
+            **({"network": options.network} if options.network else {}),
+            **({"subnetwork": options.subnetwork} if options.subnetwork else {}),
+            **network,
+        },
+        "labels": {**dict(sorted(options.labels.items())), **own_labels(options, marker)},
+        **({"metadata": dict(sorted(metadata.items()))} if metadata else {}),
+        **({"tags": list(options.tags)} if options.tags else {}),
+        **({"service_account": {"email": account.email, "scope": list(account.scopes)}} if account else {}),
+        **({"data_disks": _disks(options)} if options.data_disks else {}),
+    }
+
+
+def _disks(options: Options) -> Sequence[Mapping[str, str]]:
+    return [{"source_disk": disk.source, "mode": disk.mode.upper()} for disk in options.data_disks]
+
+
+def own_labels(options: Options, marker: str) -> dict[str, str]:
+    """Labels by which passes and sweeps know a TPU, and what is to become of it."""
+    idle = {IDLE_TIMEOUT: f"{options.idle_timeout:.0f}"} if options.on_finish == "idle" else {}
+    return {MARKER: tpu_id(marker), ON_FINISH: options.on_finish, **idle}

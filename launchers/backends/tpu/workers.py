@@ -1,0 +1,231 @@
+"""The worker machines of one TPU, and the way to them: addresses from the node, host keys from guest attributes.
+
+Nobody has seen a new TPU's machines before, so their keys are in no file of the user's. The service passes on what each
+machine says about itself (guest attributes ``hostkeys/``); those keys are trusted, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers import files
+from orc.launchers.errors import BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.ssh.sights import Sight
+    from orc.launchers.backends.tpu.client import TpuApi
+    from orc.launchers.backends.tpu.lifecycle import Node
+    from orc.launchers.backends.tpu.settings import Options, Settings
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.transport import Transport
+
+_KEY_TYPE, _KEY = r"[a-z0-9][a-z0-9@.-]*", r"[A-Za-z0-9+/]+={0,2}"
+
+
+def worker_name(number: int) -> str:
+    """What the worker *number* of a TPU is called among those of its TPU."""
+    return f"worker-{number}"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One machine of a TPU."""
+
+    name: str
+    address: str  # by which it is reached from here
+    internal: str  # by which its peers reach it
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The machines of one TPU in order, and the files that say how to log in to them."""
+
+    machines: tuple[Worker, ...]
+    ssh_config: str
+
+
+def workers_of(node: Node, options: Options) -> tuple[Worker, ...]:
+    """The machines of *node*. By external addresses, where there are some and nothing else is wanted."""
+    return tuple(
+        Worker(worker_name(number), external if external and not options.internal else internal, internal)
+        for number, (internal, external) in enumerate(node.addresses)
+    )
+
+
+def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -> Workers:
+    """The workers of *node*, which is up; what is needed to log in to them is kept in *directory*.
+
+    The API is asked for host keys once for each node. Raises `BackendUnreachable` while some have not been published.
+    """
+    machines = workers_of(node, settings.options)
+    if not machines:
+        raise BackendUnreachable("the TPU has no addresses yet", where=node.name)
+    known = directory / "workers.json"
+    config = directory / "ssh_config"
+    this = {"name": node.name, "serial": node.serial, "created_at": node.created_at}
+    this["machines"] = [asdict(machine) for machine in machines]
+    if read_json(known) != this or not config.exists():
+        keys = api.host_keys(node)
+        for machine, own in zip(machines, keys, strict=True):
+            if not _plain(own):
+                raise BackendUnreachable(
+                    f"{machine.name} has not published its host keys yet",
+                    where=node.name,
+                    hint="They are guest attributes: does the project or the metadata forbid enable-guest-attributes?",
+                )
+        _write(directory / "known_hosts", known_hosts(node, machines, keys))
+        _write(config, ssh_config(node, machines, settings.options, directory / "known_hosts"))
+        _write(known, json.dumps(this))
+    return Workers(machines, str(config))
+
+
+def kept_workers(directory: Path) -> Workers:
+    """The same as it was last time, without asking anybody. Raises `BackendError` when there was none."""
+    known = read_json(directory / "workers.json")
+    if known is None:
+        raise BackendError("its TPU has not come up yet", hint="`orc status` shows what it waits for.")
+    return Workers(tuple(Worker(**machine) for machine in known["machines"]), str(directory / "ssh_config"))
+
+
+def known_hosts(node: Node, machines: Sequence[Worker], keys: Sequence[Mapping[str, str]]) -> str:
+    """The text of a known_hosts file."""
+    lines = [
+        f"{_alias(node, machine)} {kind} {key}"
+        for machine, own in zip(machines, keys, strict=True)
+        for kind, key in sorted(_plain(own).items())
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: Path) -> str:
+    """An SSH configuration in which the workers have their names; the user's own counts for all the rest."""
+    common = [
+        f"User {options.user}" if options.user else "",
+        f"Port {options.port}",
+        f'IdentityFile "{os.path.expanduser(options.ssh_key)}"' if options.ssh_key else "",  # noqa: PTH111
+        "IdentitiesOnly yes" if options.ssh_key else "",
+        f"ProxyJump {options.via}" if options.via else "",
+        # The second one keeps paramiko from taking the quotes off, and the path apart at its blanks.
+        f'UserKnownHostsFile "{_percent(str(known))}" /dev/null',
+        "GlobalKnownHostsFile none",
+        "StrictHostKeyChecking yes",
+    ]
+    lines = ["# Made by orc for one TPU."]
+    for machine in machines:
+        lines += [f"Host {machine.name}", f"  HostName {machine.address}", f"  HostKeyAlias {_alias(node, machine)}"]
+        lines += [f"  {line}" for line in common if line]
+    own = options.ssh_config or os.environ.get("ORC_SSH_CONFIG")
+    others = (own,) if own else ("~/.ssh/config", "/etc/ssh/ssh_config")
+    lines += ["Host *", *(f'  Include "{os.path.expanduser(other)}"' for other in others)]  # noqa: PTH111
+    return "".join(f"{line}\n" for line in lines)
+
+
+def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], config: str | None = None) -> Cluster:
+    """The workers as a cluster of kind ssh: what is true of bare hosts is true of them."""
+    from orc.launchers.clusters import Cluster
+
+    options = settings.options
+    return Cluster(
+        name=cluster.name,
+        kind="ssh",
+        root=settings.root,
+        python=cluster.python,
+        env=cluster.env,
+        setup=cluster.setup,
+        options={
+            "hosts": list(names),
+            "preflight": False,
+            "connect_timeout": options.connect_timeout,
+            "peer_timeout": options.peer_timeout,
+            **({"ssh_config": config} if config else {}),
+        },
+    )
+
+
+def has_begun(sight: Sight) -> bool:
+    """Whether the attempt's agent has been on this worker."""
+    return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
+
+
+def worker_transports(
+    cluster: Cluster, name: str | None = None, *, state_dir: Path | None = None, only: Sequence[int] | None = None
+) -> dict[str, Transport]:
+    """The transports of the workers of the TPU called *name* (that of the cluster's options unless given), in order.
+
+    *only* are the numbers of some of the workers. They connect when they are first used; close each when done. Raises
+    `SpecError` for options that are wrong, `BackendError` for a TPU that is not there or not up.
+    """
+    from orc.launchers.backends.tpu.client import TpuApi
+    from orc.launchers.backends.tpu.settings import read_settings
+    from orc.launchers.ssh.hosts import open_transports
+
+    settings = read_settings(cluster)
+    api = TpuApi(settings.options)
+    try:
+        node = find_node(api, settings, name)
+        workers = open_workers(api, settings, node, directory_of(cluster, node.id, state_dir))
+    finally:
+        api.close()
+    names = [machine.name for machine in workers.machines]
+    if only is not None:
+        if missing := [number for number in only if not 0 <= number < len(names)]:
+            raise BackendError(f"there is no worker {missing[0]}; the TPU has {len(names)}", where=node.name)
+        names = [names[number] for number in only]
+    inner = ssh_cluster(cluster, settings, [machine.name for machine in workers.machines], workers.ssh_config)
+    return open_transports(inner, names)
+
+
+def find_node(api: TpuApi, settings: Settings, name: str | None = None) -> Node:
+    """The TPU of that name, which is up, in the first zone that has it. Raises `BackendError`."""
+    wanted = name or settings.options.name
+    if wanted is None:
+        raise BackendError("which TPU?", hint="Name it, or set `name:` in the options of the cluster.")
+    for zone in settings.options.zones:
+        node = api.node(zone, wanted)
+        if node is None:
+            continue
+        if node.state != "READY":
+            raise BackendError(f"the TPU {wanted} is not up: it is {node.state}", where=node.name)
+        return node
+    zones = ", ".join(settings.options.zones)
+    raise BackendError(f"there is no TPU {wanted} in {zones}", where=settings.options.project)
+
+
+def directory_of(cluster: Cluster, name: str, state_dir: Path | None) -> Path:
+    """Where this machine keeps what it knows of one TPU, or of an attempt on one."""
+    from orc.launchers.directories import state_dir as default
+
+    return (state_dir or default()) / "tpu" / cluster.name / name
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file of ours; `None` when there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _alias(node: Node, machine: Worker) -> str:
+    """A name for its host key that no other machine has: addresses are given to others afterwards."""
+    return f"{node.id}-{machine.name}".lower()
+
+
+def _plain(keys: Mapping[str, str]) -> dict[str, str]:
+    """The keys that are keys: what a machine says about itself is written to a file here."""
+    return {k: v.strip() for k, v in keys.items() if re.fullmatch(_KEY_TYPE, k) and re.fullmatch(_KEY, v.strip())}
+
+
+def _percent(path: str) -> str:
+    return path.replace("%", "%%")
+
+
+def _write(path: Path, text: str) -> None:
+    files.write_file(str(path), text.encode(), 0o600)

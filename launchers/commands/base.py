@@ -1,0 +1,94 @@
+"""The contract of a command: how the processes of a job start on a given set of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from orc.launchers.spec import JobSpec
+
+# Known only on the node; the agent fills them in. Everything else is fixed at render time.
+PLACEHOLDERS = (
+    *("python", "nnodes", "node_rank", "nproc", "master_addr", "master_port", "rdzv_id"),
+    "world_size",  # nnodes x nproc
+    "min_nodes",  # the fewest nodes that the job goes on with; nnodes where the number is fixed
+    "is_host",  # 1 on node 0, where a rendezvous service runs; 0 on the others
+    "node_addr",  # where the other nodes reach this one
+    "attempt_dir",
+)
+SETTLE_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """What one node's agent starts.
+
+    ``spawn="ranks"``: the agent itself starts ``nproc`` processes, each ``program`` with RANK, LOCAL_RANK and so on.
+    ``spawn="launcher"``: the agent starts ``launcher + [rank shim] + program`` once; the launcher (torchrun, mpirun,
+    deepspeed) starts the ranks, and the shim around each rank writes its log and its true exit status.
+
+    ``where="first"``: the agent of node 0 alone starts the launcher, which reaches the other nodes by ``ssh``; that is
+    the agent's own look-alike, first on the launcher's PATH, and the other agents run what it asks for.
+    ``hostfiles`` are written by the agent of node 0 into the attempt directory, by name: the text is repeated for each
+    node, with ``{host}`` and ``{nproc}`` filled in.
+    ``host_env`` are variables whose text is repeated for each node, with ``{host}`` filled in, and joined by commas.
+    ``rank_env``, with ``spawn="ranks"``, are variables that have one text for each local rank; ``{rank}`` is filled in.
+    ``settle_s`` is how long after a rank's failure the launcher may take, in seconds, to end or to start ranks anew;
+    after that the agent ends it.
+    ``elastic``: the launchers meet again without the ranks of a node that was lost, down to the job's fewest nodes;
+    others end with the first node that is lost, and the next attempt starts with the nodes that are left.
+    ``only_on`` names the kinds of cluster that can carry it; empty: all of them.
+
+    ``launcher``, ``env`` and ``rank_env`` values may hold ``{placeholders}`` (`PLACEHOLDERS`). In ``program`` only a
+    first word that is exactly ``{python}`` is replaced: the user's own arguments pass through untouched.
+    """
+
+    spawn: Literal["ranks", "launcher"]
+    program: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    where: Literal["each", "first"] = "each"
+    hostfiles: Mapping[str, str] = field(default_factory=dict)
+    host_env: Mapping[str, str] = field(default_factory=dict)
+    rank_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settle_s: float = SETTLE_S
+    elastic: bool = False
+    only_on: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON-able form in ``agent.json``; what has its usual value is left out."""
+        found: dict[str, Any] = {
+            "spawn": self.spawn,
+            "launcher": list(self.launcher),
+            "program": list(self.program),
+            "env": dict(self.env),
+        }
+        if self.where != "each":
+            found["where"] = self.where
+        if self.hostfiles:
+            found["hostfiles"] = dict(self.hostfiles)
+        if self.host_env:
+            found["host_env"] = dict(self.host_env)
+        if self.rank_env:
+            found["rank_env"] = {name: list(texts) for name, texts in self.rank_env.items()}
+        if self.settle_s != SETTLE_S:
+            found["settle_s"] = self.settle_s
+        if self.elastic:
+            found["elastic"] = True
+        return found
+
+
+class Command(Protocol):
+    """Pure: a job and its shape in, argv and environment out."""
+
+    kind: str
+
+    def check(self, job: JobSpec) -> str | None:
+        """Why this command cannot carry *job*, or `None`."""
+        ...
+
+    def build(self, job: JobSpec) -> NodeCommand:
+        """What each node's agent starts; the same text for every node."""
+        ...

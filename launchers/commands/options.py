@@ -1,0 +1,116 @@
+"""Options of a launcher: one table per command says what may be given, and every command refuses in the same words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["text", "number", "whole", "flag", "mapping", "words"]
+
+_EXPECTED: Mapping[Kind, str] = {
+    "text": "text",
+    "number": "a number",
+    "whole": "a whole number",
+    "flag": "true or false",
+    "mapping": "a mapping",
+    "words": "a list of words",
+}
+_TYPES: Mapping[Kind, tuple[type, ...]] = {  # exactly these: a bool is an int elsewhere
+    "text": (str,),
+    "number": (int, float),
+    "whole": (int,),
+    "flag": (bool,),
+    "mapping": (dict,),
+    "words": (list, tuple),
+}
+_SCALARS = (str, int, float)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one option may be. *choices* are for texts, *minimum* is for numbers."""
+
+    kind: Kind
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with *value*, or `None`."""
+        if type(value) not in _TYPES[self.kind]:
+            return f"expected {_EXPECTED[self.kind]}"
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(self.choices)}{_did_you_mean(value, self.choices)}"
+        if self.minimum is not None and value < self.minimum:
+            return f"expected at least {self.minimum:g}"
+        inner = value.values() if self.kind == "mapping" else value if self.kind == "words" else ()
+        if any(not isinstance(item, _SCALARS) for item in inner):
+            return f"expected {_EXPECTED[self.kind]} with plain values"
+        if self.kind == "text" and (not value.strip() or "\n" in value or "\0" in value):
+            return "expected one line of text"
+        return None
+
+
+TEXT = Option("text")
+NUMBER = Option("number", minimum=0)
+FLAG = Option("flag")
+MAPPING = Option("mapping")
+WORDS = Option("words")
+
+
+def whole(minimum: int) -> Option:
+    """A whole number from *minimum* on."""
+    return Option("whole", minimum=minimum)
+
+
+def one_of(*choices: str) -> Option:
+    """One of some texts."""
+    return Option("text", choices=choices)
+
+
+def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mapping[str, str]) -> str | None:
+    """Why the options *given* cannot be taken, or `None`.
+
+    *known* are the options that exist; *decided* are those that orc decides itself, with the reason or the better way.
+    """
+    for name, value in given.items():
+        if name in decided:
+            return f"option {name} cannot be given: {decided[name]}"
+        option = known.get(name)
+        if option is None:
+            near = _did_you_mean(name, known)
+            return f"unknown option {name!r}{near or '; known: ' + ', '.join(known)}"
+        if problem := option.problem(value):
+            return f"option {name} = {value!r}: {problem}"
+    return None
+
+
+def named(given: Mapping[str, Any], reason: str) -> str | None:
+    """The option among *given* that a *reason* such as `refuse` gives is about, if it is about one."""
+    return next((name for name in given if re.search(rf"\boption '?{re.escape(name)}\b", reason)), None)
+
+
+def flags(given: Mapping[str, Any], *, separator: str = "-") -> Iterator[str]:
+    """Options as ``--name=value``; a flag that is true alone, one that is false not at all; mappings as ``a=b,c=d``."""
+    for name, value in given.items():
+        flag = "--" + name.replace("_", separator)
+        if isinstance(value, bool):
+            if value:
+                yield flag
+        elif isinstance(value, Mapping):
+            yield f"{flag}={pairs(value)}"
+        else:
+            yield f"{flag}={value}"
+
+
+def pairs(mapping: Mapping[str, Any]) -> str:
+    """``a=b,c=d``."""
+    return ",".join(f"{key}={item}" for key, item in mapping.items())
+
+
+def _did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,30 @@
+"""Command ``python``: the agent starts the ranks itself, with no launcher process between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.program import program_of
+
+if TYPE_CHECKING:
+    from orc.launchers.spec import JobSpec
+
+
+class PythonCommand:
+    """One process per rank with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set by the agent."""
+
+    kind = "python"
+
+    def check(self, job: JobSpec) -> str | None:
+        """It has no options."""
+        if job.launcher.options:
+            return f"it has no options, but {', '.join(job.launcher.options)} is given"
+        return None
+
+    def build(self, job: JobSpec) -> NodeCommand:
+        """The program itself, once per rank."""
+        return NodeCommand(spawn="ranks", program=program_of(job))
+
+
+COMMAND = PythonCommand()

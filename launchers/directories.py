@@ -1,0 +1,49 @@
+"""Where orc keeps things on this machine. Every place can be moved with an environment variable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from orc.launchers.errors import LaunchError
+
+
+def state_dir(*, create: bool = True) -> Path:
+    """Ledger, snapshots and local attempts: ``$ORC_STATE_DIR``, or the user's state directory.
+
+    Created, with access for the owner only, unless *create* is false. Raises `LaunchError`.
+    """
+    path = _place("ORC_STATE_DIR", "user_state_dir")
+    try:
+        if create and not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        raise LaunchError(
+            f"the state directory cannot be created: {reason}",
+            where=str(path),
+            hint="set ORC_STATE_DIR to a directory you can write to",
+        ) from None
+    return path
+
+
+def config_dir() -> Path:
+    """The user's configuration: ``$ORC_CONFIG_DIR``, or the user's configuration directory. Not created."""
+    return _place("ORC_CONFIG_DIR", "user_config_dir")
+
+
+def clusters_file() -> Path:
+    """The clusters file: ``$ORC_CLUSTERS``, or ``clusters.yaml`` in `config_dir`. Need not exist."""
+    given = os.environ.get("ORC_CLUSTERS")
+    return Path(given).expanduser().absolute() if given else config_dir() / "clusters.yaml"
+
+
+def _place(variable: str, function: str) -> Path:
+    given = os.environ.get(variable)
+    if given:
+        return Path(given).expanduser().absolute()
+    # Imported only when the variable is unset: start-up time.
+    import platformdirs
+
+    return Path(getattr(platformdirs, function)("orc"))

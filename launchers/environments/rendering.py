@@ -1,0 +1,68 @@
+"""What ``agent.json`` says about the environment. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import RenderError
+from orc.launchers.spec.environment import chosen
+from orc.launchers.spec.source import place_of
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.commands.base import NodeCommand
+    from orc.launchers.layout import Layout
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.environment import Environment
+
+
+def environment_of(job: JobSpec, cluster: Cluster) -> Environment:
+    """The job's environment, else the cluster's."""
+    return chosen(job.environment, cluster.environment)
+
+
+def render_environment(
+    job: JobSpec, cluster: Cluster, snapshot: Snapshot, layout: Layout, command: NodeCommand
+) -> dict[str, Any] | None:
+    """The ``environment`` of ``agent.json``, which ``orc_environment.py`` reads; `None` for the Python of the node.
+
+    Raises `RenderError` for a file that does not travel with the job, and for launchers that cannot be contained.
+    """
+    wanted = environment_of(job, cluster)
+    if wanted.venv is not None:
+        _must_travel(job, snapshot, wanted.venv.requirements, "venv.requirements")
+        return {"kind": "venv", **wanted.venv.model_dump(mode="json")}
+    if wanted.conda is not None:
+        if wanted.conda.file is not None:
+            _must_travel(job, snapshot, wanted.conda.file, "conda.file")
+            return {"kind": "conda", "file": wanted.conda.file}
+        return {"kind": "conda", "archive": wanted.conda.archive, **_tree(snapshot, layout)}
+    if wanted.copy is not None:
+        return {"kind": "copy", **_tree(snapshot, layout)}
+    if wanted.container is not None:
+        # A launcher outside would look for its own file, and for ssh, inside.
+        if command.spawn == "launcher" and job.launcher.kind == "deepspeed":
+            raise RenderError(
+                "launcher deepspeed cannot start its ranks in containers: it starts itself over ssh on every node",
+                where=job.name,
+                hint="Use `launcher: torchrun`; deepspeed.initialize works below it.",
+            )
+        gpus = {"gpus": job.resources.gpus_per_node} if job.resources.gpus_per_node else {}
+        return {"kind": "container", **wanted.container.model_dump(mode="json"), **gpus}
+    return None
+
+
+def _tree(snapshot: Snapshot, layout: Layout) -> dict[str, str]:
+    return {"tree": str(layout.tree(snapshot.environment.digest))} if snapshot.environment is not None else {}
+
+
+def _must_travel(job: JobSpec, snapshot: Snapshot, path: str, key: str) -> None:
+    """A relative file is part of the snapshot. Raises `RenderError`."""
+    if path.startswith("/") or path in snapshot.code:
+        return
+    raise RenderError(
+        f"environment.{key} = {path}: there is no such file in the snapshot of the workdir",
+        where=place_of(path, job.name),
+        hint="Correct the path. If the file exists: .gitignore, .orcignore or workdir.exclude leaves it out.",
+    )

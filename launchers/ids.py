@@ -1,0 +1,59 @@
+"""Names of jobs and attempts. Every identifier is safe in a path, a shell word and a Slurm job name."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from orc.launchers.errors import SpecError
+
+_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no 0/o, 1/l/i: ids are read aloud and typed
+_SLUG = re.compile(r"[^a-z0-9]+")
+JOB_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,60}[a-z0-9])?")
+_MARKER = re.compile(r"orc-(?P<job>.+)-a(?P<number>[1-9][0-9]*)")
+
+
+def slug(name: str) -> str:
+    """Lower-case letters, digits and single dashes, 40 characters at most; ``job`` when nothing is left."""
+    return _SLUG.sub("-", name.lower()).strip("-")[:40].rstrip("-") or "job"
+
+
+def new_job_id(name: str) -> str:
+    """A fresh job id: the slug of the name and six random characters, like ``digits-k3f9a2``."""
+    return f"{slug(name)}-{''.join(secrets.choice(_ALPHABET) for _ in range(6))}"
+
+
+def placeholder_job_id(name: str) -> str:
+    """The id that ``orc render`` shows for a job that was not submitted; deterministic."""
+    return f"{slug(name)}-000000"
+
+
+@dataclass(frozen=True, order=True)
+class AttemptId:
+    """One try at running a job. Its marker is how backends recognise it, for ever."""
+
+    job: str
+    number: int  # from 1
+
+    def __post_init__(self) -> None:
+        if not JOB_ID.fullmatch(self.job):
+            raise SpecError(f"not a job id: {self.job!r}", hint="job ids look like digits-k3f9a2")
+        if self.number < 1:
+            raise SpecError(f"attempts count from 1, not {self.number}")
+
+    @property
+    def marker(self) -> str:
+        """``orc-<job>-a<n>``: durable before any side effect, carried by everything the backend keeps."""
+        return f"orc-{self.job}-a{self.number}"
+
+    @classmethod
+    def from_marker(cls, marker: str) -> AttemptId:
+        """The inverse of `marker`. Raises `SpecError` for anything else."""
+        match = _MARKER.fullmatch(marker)
+        if not match:
+            raise SpecError(f"not an attempt marker: {marker!r}", hint="markers look like orc-digits-k3f9a2-a1")
+        return cls(match["job"], int(match["number"]))
+
+    def __str__(self) -> str:
+        return f"{self.job}/a{self.number}"

@@ -1,0 +1,265 @@
+"""What runs on a host when it is looked at (`looking`, `ports`): standard library only, Python >= 3.9.
+
+look <root>             print one JSON object about this machine and this Python
+talk <token> <seconds>  print {"port", "addresses"}, and answer everybody who connects with the token; when a line
+                        [{"name", "addresses", "port", "token"}] has come, connect to these and print a line
+                        {name: "" or what is wrong}; end when the input does
+
+It runs on each host of a job, without its ``site-packages``, which take as long to be set up as all the rest; what
+takes long to import is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import socket
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# index, name, driver, memory used and total (MiB), utilisation (%), temperature (C), uncorrected ECC errors, throttling
+GPU_FIELDS = (
+    "index,name,driver_version,memory.used,memory.total,utilization.gpu,temperature.gpu,"
+    "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active"
+)
+CONNECT_S = 3.0
+
+
+def look(root: str) -> dict[str, Any]:
+    """This machine: clock, disk, memory, processors, GPUs; and this Python with its torch."""
+    answer = {
+        "host": socket.gethostname(),
+        "user": user(),
+        "python": list(sys.version_info[:3]),
+        "executable": sys.executable,
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "memory": memory(),
+        "root": root,
+        **disk(os.path.expanduser(root)),
+        **torch_version(),
+        **gpus(),
+    }
+    answer["now"] = time.time()  # last, so that it is close to the answer's way back
+    return answer
+
+
+def user() -> str:
+    """Who runs this; the number where the user has no name here."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def memory() -> dict[str, int]:
+    """Bytes: total and available."""
+    with open("/proc/meminfo") as file:
+        lines = {name: rest for name, _, rest in (line.partition(":") for line in file)}
+    return {key: int(lines[name].split()[0]) * 1024 for key, name in (("total", "MemTotal"), ("free", "MemAvailable"))}
+
+
+def disk(root: str) -> dict[str, Any]:
+    """Free bytes where *root* is or will be, and whether it can be written."""
+    while not os.path.exists(root):
+        root = os.path.dirname(root)
+    status = os.statvfs(root)
+    return {
+        "free": status.f_bavail * status.f_frsize,
+        "writable": os.path.isdir(root) and os.access(root, os.W_OK | os.X_OK),
+    }
+
+
+def torch_version() -> dict[str, Any]:
+    """Version and CUDA version of torch without importing it, which takes a second."""
+    place = torch_directory()
+    if place is None:
+        return {"torch": None, "cuda": None}
+    try:
+        with open(os.path.join(place, "version.py")) as file:
+            text = file.read()
+    except OSError:
+        return {"torch": "broken: no version.py", "cuda": None}
+    version = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.M)
+    cuda = re.search(r"^(?:cuda|hip)\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.M)
+    return {"torch": version.group(1) if version else "unknown", "cuda": cuda.group(1) if cuda else None}
+
+
+def torch_directory() -> str | None:
+    """Where torch would be imported from: most of the time it is where pip puts it, which is in front of the rest."""
+    import site
+
+    home = os.path.dirname(os.path.dirname(os.path.abspath(sys.executable)))
+    virtual = os.path.isfile(os.path.join(home, "pyvenv.cfg"))
+    for directory in site.getsitepackages([home] if virtual else None):
+        if os.path.isfile(os.path.join(directory, "torch", "__init__.py")):
+            return os.path.join(directory, "torch")
+    import importlib.util
+
+    if sys.flags.no_site:
+        site.main()  # with all .pth files and what they run
+    spec = importlib.util.find_spec("torch")
+    return next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
+
+
+def gpu_count() -> int | None:
+    """GPUs that the drivers know, NVIDIA's or AMD's; `None` where that cannot be told without a library (WSL)."""
+    import glob
+
+    if os.path.exists("/dev/dxg"):
+        return None
+    nvidia = glob.glob("/proc/driver/nvidia/gpus/*") or glob.glob("/dev/nvidia[0-9]*")
+    amd = 0
+    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
+        with open(path) as file:
+            amd += file.read().strip() != "0"  # processors are in that list, too
+    return len(nvidia) + amd
+
+
+def gpus() -> dict[str, Any]:
+    """What nvidia-smi says, and how many GPUs the driver knows: one that has fallen off the bus is missing here."""
+    known = gpu_count()
+    places = (os.path.join(place, "nvidia-smi") for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
+    program = next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+    if program is None:
+        return {"gpus": [], "gpus_known": known, "gpu_error": None}
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            [program, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"gpus": [], "gpus_known": known, "gpu_error": str(error)}
+    text = done.stdout.decode("utf-8", "replace").strip()
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip() or text
+        return {"gpus": [], "gpus_known": known, "gpu_error": said.splitlines()[-1] if said else "nvidia-smi failed"}
+    names = ("index", "name", "driver", "used", "total", "utilisation", "temperature", "ecc", "throttle")
+    rows = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
+    found = [dict(zip(names, row)) for row in rows]  # noqa: B905 - Python 3.9
+    return {"gpus": found, "gpus_known": known, "gpu_error": None}
+
+
+def addresses() -> list[str]:
+    """Addresses at which others may reach this machine, the most likely first."""
+    found = []
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) == 4:
+        found.append(connection[2])
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))  # sends nothing: asks the routing table
+                found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    try:
+        with open("/proc/net/fib_trie") as file:
+            found += re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", file.read())
+    except OSError:
+        pass
+    try:
+        with open("/proc/net/if_inet6") as file:
+            for line in file:
+                digits, _, _, scope, _, _ = line.split()
+                if scope == "00":  # global
+                    packed = bytes.fromhex(digits)
+                    found.append(socket.inet_ntop(socket.AF_INET6, packed))
+    except OSError:
+        pass
+    useful = [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1", "fe80:", "0.0.0.0"))]
+    return useful or ["127.0.0.1"]
+
+
+def talk(token: str, seconds: float) -> None:
+    """Answer with the token until standard input is closed or the time is over; meanwhile connect to those named."""
+    import threading
+
+    try:
+        server = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("::", 0))
+    except OSError:  # no IPv6 here
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server.bind(("", 0))
+    server.listen(256)
+    print(json.dumps({"port": server.getsockname()[1], "addresses": addresses()}), flush=True)
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    poll.register(server, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    said = b""
+    while time.monotonic() < deadline:
+        for ready, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if ready == 0:
+                piece = os.read(0, 1 << 16)
+                if not piece:
+                    return
+                said += piece
+                if said.endswith(b"\n"):
+                    targets, said = json.loads(said), b""
+                    threading.Thread(target=report, args=(targets,), daemon=True).start()
+            else:
+                peer, _ = server.accept()
+                with peer:
+                    peer.settimeout(1.0)
+                    try:
+                        peer.sendall(token.encode())
+                    except OSError:
+                        pass
+
+
+def report(targets: list[dict[str, Any]]) -> None:
+    """Print what `connect` finds."""
+    print(json.dumps(connect(targets)), flush=True)
+
+
+def connect(targets: list[dict[str, Any]]) -> dict[str, str]:
+    """Try all targets at the same time; what is wrong with each."""
+    import threading
+
+    result: dict[str, str] = {}
+
+    def attempt(target: dict[str, Any]) -> None:
+        problems = []
+        for address in target["addresses"]:
+            try:
+                with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as link:
+                    link.settimeout(CONNECT_S)
+                    said = link.recv(256).decode("utf-8", "replace")
+                if said == target["token"]:
+                    result[target["name"]] = ""
+                    return
+                problems.append(address + ": another machine answers there")
+            except OSError as error:
+                what = "no answer" if isinstance(error, socket.timeout) else error.strerror or str(error)
+                problems.append(address + ": " + what.lower())
+        result[target["name"]] = "; ".join(problems)
+
+    threads = [threading.Thread(target=attempt, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return result
+
+
+def main() -> None:
+    """Run one of the two."""
+    mode, *arguments = sys.argv[1:]
+    if mode == "look":
+        print(json.dumps(look(arguments[0])))
+    elif mode == "talk":
+        talk(arguments[0], float(arguments[1]))

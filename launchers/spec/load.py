@@ -1,0 +1,254 @@
+"""From a job file to a checked `JobSpec`: read, override, interpolate, validate, look whether the script is there.
+
+What is needed only for overrides, references or complaints is imported only then: most starts need none of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic_core import ValidationError
+
+from orc.launchers.backends import backend_exists
+from orc.launchers.commands import command_exists
+from orc.launchers.spec import source
+from orc.launchers.spec.job import JobSpec
+from orc.launchers.spec.model import Model, fields, section_of
+from orc.launchers.spec.source import Document, KeyPath, Reading
+from orc.runtime.config import JOB_KEYS
+
+if TYPE_CHECKING:
+    from orc.launchers.spec.problems import Problem
+
+_TEXTUAL = frozenset({"name", "script", "module", "command", "cluster", "env", "secrets", "setup", "tags", "workdir"})
+
+
+class LoadedJob(NamedTuple):
+    """A job and where it was read: `base_dir` is the directory that its relative paths start from."""
+
+    spec: JobSpec
+    source_path: Path
+    base_dir: Path
+
+    @property
+    def workdir(self) -> Path:
+        """The directory that travels with the job."""
+        return self.base_dir / self.spec.workdir.path
+
+
+def load_job(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    cluster: str | None = None,
+) -> LoadedJob:
+    """The job in the file *path*.
+
+    *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them; *env* answers
+    ``${env:NAME}`` and is the process's environment unless given. Raises `SpecError` with everything that is wrong.
+    """
+    source_path = Path(path)
+    document = source.parse(source.read_file(source_path, "job file"), str(path), reading)
+    if overrides or cluster is not None:
+        from orc.launchers.spec import overrides as overriding
+
+        for override in overrides:
+            overriding.apply(document, override, reading)
+        if cluster is not None:
+            overriding.put(document, ("cluster",), cluster, f"--cluster {cluster}")
+    if document.has_references():
+        _interpolate(document, os.environ if env is None else env)
+    spec = validate(document)
+    loaded = LoadedJob(spec, source_path, source_path.absolute().parent)
+    _complain([*_check_kinds(spec, document), *_check_files(loaded, document)])
+    _place_options(spec, document)
+    return loaded
+
+
+def validate(document: Document) -> JobSpec:
+    """The job that *document* describes. Raises `SpecProblems`."""
+    try:
+        return JobSpec.model_validate(document.data)
+    except ValidationError as error:
+        from orc.launchers.spec.problems import SpecProblems, translate
+
+        raise SpecProblems(translate(error, document, suggest)) from None
+
+
+def reading(path: KeyPath) -> Reading:
+    """How scalars of a job file are read: what a process gets as text is taken as it is written (``1.10``, ``007``)."""
+    if not path:
+        return "typed"
+    if path[0] in _TEXTUAL or path == ("checkpoint", "dir") or path[:3] == ("environment", "venv", "python"):
+        return "text"
+    if path[0] == "args":
+        # In a mapping, true, false and null say whether a flag is there at all.
+        return "flags" if len(path) == 2 and isinstance(path[1], str) else "text"
+    return "typed"
+
+
+def known_keys(path: KeyPath) -> Sequence[str]:
+    """The valid keys of the mapping at *path* of a job file; empty where any key is allowed."""
+    if path == ("runtime",):
+        return JOB_KEYS
+    owner = _section(path)
+    return [field.name for field in fields(owner)] if owner else ()
+
+
+def suggest(path: KeyPath, name: str) -> str:
+    """What to say about the unknown key *name* of the section at *path*: where it belongs, or what is like it."""
+    from orc.launchers.spec.problems import nearest
+
+    sections = {field.name: known_keys((field.name,)) for field in fields(JobSpec)}
+    # Many sections have a `kind`: in another one, the launcher's is not what was meant.
+    everywhere = path and name == "kind"
+    homes = [f"{section}.{name}" for section, keys in sections.items() if name in keys and not everywhere]
+    if path and name in sections:
+        homes.append(f"{name}, at the top of the file")
+    if homes:
+        return f", did you mean {' or '.join(homes)}?"
+    valid = known_keys(path)
+    if near := nearest(name, valid):
+        return near
+    if not path and (near := nearest(name, [key for keys in sections.values() for key in keys])):
+        key = near.split("'")[1]
+        return near.replace(key, next(f"{section}.{key}" for section, keys in sections.items() if key in keys))
+    return f"; known are {', '.join(valid)}"
+
+
+def _section(path: KeyPath) -> type[Model] | None:
+    """The model of the section at *path*, if it is one."""
+    owner: type[Model] = JobSpec
+    for part in path:
+        section = section_of(_field(owner, part))
+        if section is None:
+            return None
+        owner = section
+    return owner
+
+
+def _field(owner: type[Model], name: str | int) -> Field[Any] | None:
+    return next((field for field in fields(owner) if field.name == name), None)
+
+
+def _default(path: KeyPath) -> Any:
+    """The default of a key. Raises `KeyError` with the nearest key when there is no such one."""
+    owner = _section(path[:-1])
+    field = _field(owner, path[-1]) if owner else None
+    if field is None:
+        from orc.launchers.spec.problems import nearest
+
+        raise KeyError(nearest(str(path[-1]), known_keys(path[:-1])))
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def _interpolate(document: Document, env: Mapping[str, str]) -> None:
+    from orc.launchers.spec.interpolation import Interpolation
+
+    listed = document.data.get("secrets")
+    secrets = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+    _complain(Interpolation(document, env, secrets, reading, _default).run())
+
+
+def _complain(problems: Sequence[Problem]) -> None:
+    if problems:
+        from orc.launchers.spec.problems import SpecProblems
+
+        raise SpecProblems(problems)
+
+
+def _place_options(spec: JobSpec, document: Document) -> None:
+    """Options are checked by launchers and backends, when no one has the file any more: they keep their places. So do
+    files that have to be in the snapshot."""
+    options = {
+        kind: source.Placed(given, document, ("resources", "options", kind)) if isinstance(given, Mapping) else given
+        for kind, given in spec.resources.options.items()
+    }
+    if options:
+        spec.resources.__dict__["options"] = options
+    if spec.launcher.options:
+        placed = source.Placed(spec.launcher.options, document, ("launcher", "options"))
+        spec.launcher.__dict__["options"] = placed
+    venv, conda = spec.environment.venv, spec.environment.conda
+    if venv is not None:
+        venv.__dict__["requirements"] = _placed(venv.requirements, document, ("environment", "venv", "requirements"))
+    if conda is not None and conda.file is not None:
+        conda.__dict__["file"] = _placed(conda.file, document, ("environment", "conda", "file"))
+
+
+def _placed(text: str, document: Document, path: KeyPath) -> str:
+    """*text*, which stands at *path*, or in the short form one step above."""
+    return source.PlacedText.at(text, document.origin(path if path in document.values else path[:-1]).where)
+
+
+def _check_kinds(spec: JobSpec, document: Document) -> list[Problem]:
+    """Names of launchers and backends exist in this installation."""
+    found = []
+    if not command_exists(spec.launcher.kind):
+        from orc.launchers.commands import command_kinds
+        from orc.launchers.spec.problems import at, choose
+
+        what = f"unknown launcher {spec.launcher.kind!r}{choose(spec.launcher.kind, command_kinds())}"
+        long_form: KeyPath = ("launcher", "kind")
+        found.append(at(document, long_form if long_form in document.values else ("launcher",), what))
+    for kind in spec.resources.options:
+        if not backend_exists(kind):
+            from orc.launchers.backends import backend_kinds
+            from orc.launchers.spec.problems import at, choose
+
+            what = f"unknown kind of backend {kind!r}{choose(kind, backend_kinds())}"
+            found.append(at(document, ("resources", "options", kind), what, key=True, shown=("resources", "options")))
+    return found
+
+
+def _check_files(loaded: LoadedJob, document: Document) -> list[Problem]:
+    """The workdir can be read and holds the script."""
+    workdir, script = loaded.workdir, loaded.spec.script
+    long_form: KeyPath = ("workdir", "path")
+    place = long_form if long_form in document.values else ("workdir",)
+    what = _unusable(workdir)
+    if not what and script is not None:
+        place, what = ("script",), _no_script(workdir, script)
+    if not what:
+        return []
+    from orc.launchers.spec.problems import at
+
+    return [at(document, place, what)]
+
+
+def _unusable(workdir: Path) -> str:
+    shown = os.path.normpath(workdir)
+    try:
+        # Listing it is the one test that holds for every reason (missing, a file, no permission, a dead mount).
+        with os.scandir(workdir) as entries:
+            next(entries, None)
+    except FileNotFoundError:
+        return f"{shown} does not exist"
+    except NotADirectoryError:
+        return f"{shown} is not a directory"
+    except OSError as error:
+        return f"{shown} cannot be read: {error.strerror}"
+    return ""
+
+
+def _no_script(workdir: Path, script: str) -> str:
+    path = workdir / script
+    try:
+        if path.is_file():
+            if path.resolve().is_relative_to(workdir.resolve()):
+                return ""
+            return f"{script!r} is a link to a file outside the workdir: only the workdir travels to the nodes"
+        if path.is_dir():
+            return f"{script!r} is a directory, not a file"
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
+    except OSError as error:
+        return f"{script!r} cannot be looked up: {error.strerror}"
+    from orc.launchers.spec.problems import nearest
+
+    return f"there is no file {script!r} in {os.path.normpath(workdir)}{nearest(path.name, siblings)}"

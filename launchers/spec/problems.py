@@ -1,0 +1,151 @@
+"""From validation errors to one report: ``job.yaml:3:5: resources: unknown key 'nodez', did you mean 'nodes'?``"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import SpecError
+from orc.launchers.spec.grammar import LocatedError
+
+if TYPE_CHECKING:
+    from pydantic_core import ValidationError
+
+    from orc.launchers.spec.source import Document, KeyPath
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where it stands, which key, what about it, what to do."""
+
+    where: str
+    key: str
+    what: str
+    hint: str = ""
+    order: tuple[int, int] = (0, 0)
+
+    @property
+    def text(self) -> str:
+        """``key: what``, without the place."""
+        return f"{self.key}: {self.what}" if self.key else self.what
+
+
+class SpecProblems(SpecError):
+    """Everything that is wrong with a file, in the order of its lines; ``problems`` has it piece by piece."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: p.order))
+        first = self.problems[0]
+        if len(self.problems) == 1:
+            super().__init__(first.text, where=first.where, hint=first.hint)
+        else:
+            lines = [f"{p.where}: {p.text}" + (f" ({p.hint})" if p.hint else "") for p in self.problems]
+            super().__init__("\n".join(lines))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``, did you mean 'nodes'?``, or nothing when no known name is near."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1) or [k for k in names if k.startswith(f"{name}_")]
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def choose(name: str, known: Sequence[str]) -> str:
+    """Like `nearest`, and the list of all known names when none is near."""
+    return nearest(name, known) or f"; known are {', '.join(known)}"
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """``retry.on[0]`` from ``("retry", "on", 0)``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+Suggest = Callable[["KeyPath", str], str]
+
+
+def translate(error: ValidationError, document: Document, suggest: Suggest) -> list[Problem]:
+    """The problems behind *error*. ``suggest(path, name)`` is what to say about an unknown key *name* at *path*."""
+    problems: list[Problem] = []
+    for item in error.errors(include_url=False):
+        problems += _one(item, document, suggest)
+    return problems
+
+
+def at(document: Document, path: KeyPath, what: str, *, key: bool = False, shown: KeyPath | None = None) -> Problem:
+    """The problem *what* at *path* of *document*; *shown* is the key that the report names, *path* unless given."""
+    origin = document.origin(path, key=key)
+    return Problem(origin.where, dotted(path if shown is None else shown), what, order=origin.order)
+
+
+def _one(item: Any, document: Document, suggest: Suggest) -> list[Problem]:
+    kind: str = item["type"]
+    path: KeyPath = item["loc"]
+    # The engine marks what it has against a key of a mapping by one more part.
+    on_key = path[-1:] == ("[key]",) and path not in document.values
+    if on_key:
+        path = path[:-1]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        name, parent = str(path[-1]), path[:-1]
+        return [at(document, path, f"unknown key {name!r}{suggest(parent, name)}", key=True, shown=parent)]
+    if kind == "missing":
+        return [at(document, path[:-1], f"the key {path[-1]!r} is required")]
+    if kind == "value_error":
+        cause = item["ctx"]["error"]
+        if isinstance(cause, LocatedError):
+            return [at(document, (*path, *inner), what) for inner, what in cause.problems]
+        return [at(document, path, str(cause), key=on_key)]
+    return [at(document, path, _message(item), key=on_key)]
+
+
+_EXPECTED = {
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "string_type": "expected text",
+    "bool_type": "expected true or false",
+    "dict_type": "expected a mapping",
+    "dataclass_type": "expected a mapping of keys and values",
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+}
+
+
+def _message(item: Any) -> str:
+    kind, given = item["type"], item["input"]
+    context = item.get("ctx", {})
+    shown = f", not {_show(given)}"
+    if kind in _EXPECTED:
+        return _EXPECTED[kind] + shown
+    if kind == "greater_than_equal":
+        return f"must be at least {context['ge']}{shown}"
+    if kind == "less_than_equal":
+        return f"must be at most {context['le']}{shown}"
+    if kind == "literal_error":
+        hint = (
+            nearest(given, context["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+            if isinstance(given, str)
+            else ""
+        )
+        return f"expected {context['expected']}{shown}{hint}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    message: str = item["msg"]
+    return message[:1].lower() + message[1:] + shown
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "empty (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

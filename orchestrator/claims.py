@@ -1,0 +1,72 @@
+"""Who is working on a job right now: claims with an owner and an expiry, so that two passes at once are safe.
+
+A claim is free when nobody holds it, when it has expired, or when its owner was a process of this very machine that is
+gone. The last case makes that a killed ``orc submit`` need not be waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Longer than any backend's own time-out of one submit call; only what died on another machine is waited for so long.
+TTL_S = 300.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from all others on all machines and from itself at other times."""
+
+    boot_id: str  # of the machine's kernel
+    pid_namespace: str
+    pid: int
+    started: str  # field 22 of /proc/<pid>/stat: tells a process from a later one with the same number
+    nonce: str
+
+    @classmethod
+    def new(cls) -> Owner:
+        """This process, for one purpose."""
+        pid = os.getpid()
+        return cls(_boot_id(), _pid_namespace(), pid, _started(pid) or "", os.urandom(4).hex())
+
+    def __str__(self) -> str:
+        return f"{self.boot_id}/{self.pid_namespace}/{self.pid}/{self.started}/{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> Owner:
+        """The inverse of `str`. Raises `ValueError`."""
+        boot_id, namespace, pid, started, nonce = text.split("/")
+        return cls(boot_id, namespace, int(pid), started, nonce)
+
+
+def is_free(owner: str | None, expires_at: float | None, now: float, is_gone: Callable[[str], bool]) -> bool:
+    """Whether a job with this claim may be taken. Pure but for *is_gone*."""
+    return owner is None or expires_at is None or expires_at <= now or is_gone(owner)
+
+
+def owner_is_gone(text: str) -> bool:
+    """True when the owner was a process on this machine and has ended; False when nobody can tell from here."""
+    owner = Owner.parse(text)
+    if (owner.boot_id, owner.pid_namespace) != (_boot_id(), _pid_namespace()):
+        return False
+    return _started(owner.pid) != owner.started
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").stat().st_ino)
+
+
+def _started(pid: int) -> str | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name, in parentheses, may hold anything; the fields after it are plain. State Z has ended already.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -1,0 +1,26 @@
+"""`orc cancel`."""
+
+from __future__ import annotations
+
+import click
+
+from orc.orchestrator.cli.options import SECONDS, jobs_argument, json_option
+
+
+@click.command("cancel")
+@jobs_argument
+@click.option("--grace", type=SECONDS, metavar="SECONDS", help="Between SIGTERM and SIGKILL.")
+@json_option
+def command(jobs: tuple[str, ...], grace: float | None, as_json: bool) -> None:
+    """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are."""
+    from orc.orchestrator.cli import jobtext, output
+    from orc.orchestrator.cli.session import open_client
+
+    client = open_client()
+    views = client.cancel([client.resolve(job) for job in jobs], grace_s=grace)
+    if as_json:
+        output.echo_json({"jobs": [view.to_dict() for view in views]})
+        return
+    for view in views:
+        asked = "" if view.ended else "  asked to stop; `orc wait` waits for the end"
+        click.echo(f"{jobtext.headline(view)}{asked}")

@@ -1,0 +1,190 @@
+"""The `orc` command: a table of sub-commands whose modules are imported on use, and the frame around every run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+# name -> (module below this package, one-line help). Static, so that `orc --help` imports none of them.
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Run": {
+        "submit": ("submit", "Send a job to its cluster."),
+        "render": ("render", "Print exactly what would be sent; touches no network."),
+        "launch": ("launch", "Run a script on this machine, on N processes."),
+        "resubmit": ("resubmit", "Run a job again from the same code snapshot."),
+        "cancel": ("cancel", "Stop jobs, with grace."),
+    },
+    "Look": {
+        "status": ("status", "What became of jobs: attempts, hosts, first failure."),
+        "list": ("listing", "Jobs, newest first."),
+        "logs": ("logs", "Print or follow the logs of a job, by rank."),
+        "metrics": ("metrics", "What the training measures: newest values and curves."),
+        "queue": ("queue", "Queues of clusters: partitions, why jobs wait, expected starts."),
+        "wait": ("wait", "Wait until jobs have ended."),
+        "top": ("top", "What the nodes of running jobs are busy with."),
+        "stacks": ("stacks", "Where the ranks of a running job stand."),
+        "exec": ("exec", "Run a program beside a running job, on its node."),
+        "ssh": ("ssh", "A shell on a node of a running job."),
+        "events": ("events", "The history of a job."),
+    },
+    "Set up": {
+        "init": ("init", "Copy a starter job."),
+        "clusters": ("clusters", "Show and check the clusters."),
+        "tpu-config": ("tpu_config", "Run commands on all workers of a TPU, to set it up."),
+        "sync": ("sync", "Bring a job's snapshot to a cluster, or say what would be sent."),
+        "gc": ("gc", "Remove snapshots and environments that no job needs."),
+        "prune": ("prune", "Delete what jobs have left in the cloud."),
+        "doctor": ("doctor", "Check this machine, the state directory and the clusters."),
+        "completion": ("completion", "Print the shell completion script."),
+        "version": ("version", "Print the version."),
+    },
+}
+HIDDEN = {"tick": ("tick", "One reconciler pass; started by local agents.")}
+COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
+
+
+class LazyGroup(click.Group):
+    """A click group over `COMMANDS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names but the hidden ones, in the order of the help text."""
+        return [name for name in COMMANDS if name not in HIDDEN]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"orc.orchestrator.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; for a name that is none, suggest the nearest."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            import difflib
+
+            near = difflib.get_close_matches(name, self.list_commands(ctx), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "`orc --help` lists the commands"
+            raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table of commands by section."""
+        for section, commands in SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(10), text) for name, (_, text) in commands.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete command names from the table; click's own version imports every command."""
+        from click.shell_completion import CompletionItem
+
+        names = [n for n in self.list_commands(ctx) if n.startswith(incomplete)]
+        options = [] if names else click.Command.shell_complete(self, ctx, incomplete)
+        return [CompletionItem(n, help=COMMANDS[n][1]) for n in names] + options
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from orc.orchestrator.cli.version import version
+
+        click.echo(f"orc {version()}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="The version."
+)
+def cli() -> None:
+    """One job.yaml, any cluster: send PyTorch training jobs, watch them, get them through.
+
+    \b
+    orc init digits && cd digits && orc submit job.yaml --follow
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; every error ends here as one clear block."""
+    _open_standard_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if instruction := os.environ.get("_ORC_COMPLETE"):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "orc", "_ORC_COMPLETE", instruction)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away (`orc logs | head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 141
+    except OSError as error:  # from the flush, or because `_run` has seen that nothing can be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        click.echo(f"error: cannot write to standard output: {error.strerror}", err=True)
+        status = 2
+    if argv is None:
+        _leave(status)
+    return status
+
+
+def _open_standard_streams() -> None:
+    """Give a process that was started without some of them (`orc list >&-`) the null device instead.
+
+    Otherwise the next file to be opened, say the ledger, gets the number 1, and whatever is printed goes into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115, PTH123
+
+
+def _is_of_output(error: BaseException) -> bool:
+    """Whether *error* came up while something was printed."""
+    from orc.orchestrator.cli import output, tail
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    printing = {click.echo.__code__.co_filename, output.__file__, tail.__file__}
+    return isinstance(error, OSError) and trace is not None and trace.tb_frame.f_code.co_filename in printing
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without taking the interpreter apart, which takes longer than `orc --help` does (20 ms)."""
+    atexit._run_exitfuncs()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("orc", arguments) as context:
+            result = cli.invoke(context)
+        return int(result or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:  # the boundary: everything becomes a report
+        if _is_of_output(error):
+            raise
+        from orc.orchestrator.cli.reporting import report
+
+        return report(error, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

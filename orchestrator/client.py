@@ -1,0 +1,405 @@
+"""The Python client: everything the command line and the service do with jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.function_calls import FunctionCalls
+from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.lifecycle import Event, JobState, Kind
+from orc.orchestrator.views import EventView, JobRow, JobView
+from orc.orchestrator.workspace import Workspace
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, QueueReport
+    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec import LoadedJob
+    from orc.orchestrator.ledger.records import JobRecord, Reservation
+    from orc.orchestrator.reconciler import PassReport
+
+# How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that drives
+# itself is asked by reading its files, a cluster by running its commands.
+_INTERVAL_HERE = (0.05, 2.0)
+_INTERVAL_AWAY = (1.0, 10.0)
+# An agent starts `orc tick` just before it is gone; for so long its attempt may still look alive.
+_SETTLE_S = 5.0
+
+
+class JobNotFound(LaunchError):
+    """No job, or more than one, answers to that name."""
+
+
+class Client(FunctionCalls):
+    """Submit jobs, follow them, end them.
+
+    Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
+    *clusters_file* to ``$ORC_CLUSTERS`` or ``clusters.yaml`` in the configuration directory, the ledger to
+    ``$ORC_LEDGER_URL`` or a file in *state_dir*. All methods raise `LaunchError` and its children only.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path | None = None,
+        clusters_file: Path | None = None,
+        *,
+        backend_of: Callable[[str], Backend] | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        from orc.orchestrator.ledger.opening import open_database
+
+        if state_dir is None:
+            from orc.launchers import directories
+
+            state_dir = directories.state_dir()
+        self._clusters_file = clusters_file
+        self._backend_of = backend_of
+        database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None)
+        self.workspace = Workspace(
+            state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self.workspace.ledger.close()
+
+    def _cluster(self, name: str) -> Cluster:
+        from orc.launchers.clusters import get_cluster
+
+        return get_cluster(name, path=self._clusters_file)
+
+    def _open_backend(self, cluster: str) -> Backend:
+        from orc.launchers import directories
+        from orc.launchers.backends import open_backend
+
+        known = self._cluster(cluster)
+        if known.root == str(directories.state_dir(create=False)):
+            # A client with a state directory of its own keeps its attempts there as well.
+            known = known.model_copy(update={"root": str(self.workspace.state_dir)})
+        return open_backend(known, self.workspace.state_dir)
+
+    # -- making jobs
+
+    def submit(
+        self, loaded: LoadedJob, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None
+    ) -> JobView:
+        """Submit a job, exactly once whatever happens to this process.
+
+        *on_progress* gets ``("scan", {files})``, ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
+        ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and ``("submit", {})``.
+        """
+        from orc.orchestrator.snapshots import take
+        from orc.orchestrator.submission import start
+
+        progress = on_progress or _silent
+        # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
+        backend = self.workspace.backend(loaded.spec.cluster)
+        snapshot = take(self.workspace.store, loaded, progress, getattr(backend, "cluster", None))
+        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        record = start(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
+        return self._submitted(record)
+
+    def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
+        """A new job with the same specification and the same snapshots; its source is ``job:<old id>``."""
+        from orc.orchestrator.ingredients import stored_snapshot, stored_spec
+        from orc.orchestrator.submission import start
+
+        ws = self.workspace
+        old = self.job(job_id)
+        record = start(
+            ws,
+            stored_spec(ws, old.id),
+            stored_snapshot(ws, old.digests),
+            source=f"job:{old.id}",
+            progress=on_progress or _silent,
+        )
+        return self._submitted(record)
+
+    def submit_estimator(
+        self,
+        estimator: object,
+        *,
+        cluster: str,
+        inputs: object = None,
+        name: str | None = None,
+        on_progress: Callable[[str, Mapping[str, Any]], None] | None = None,
+    ) -> JobView:
+        """Submit what *estimator* describes to a cluster of kind sagemaker.
+
+        *estimator* is a mapping of the documented configuration keys and arguments of the SageMaker SDK's estimators,
+        or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for arguments
+        that cannot be carried (docs/reference/sagemaker-options.md).
+        """
+        from orc.launchers.backends.sagemaker.estimators import load_estimator
+
+        loaded = load_estimator(estimator, self._cluster(cluster), name=name, inputs=inputs)
+        return self.submit(loaded, on_progress=on_progress)
+
+    def _submitted(self, record: JobRecord) -> JobView:
+        if record.state is JobState.QUEUED:
+            self.refresh([record.id])  # whoever seems to be in its way may have left since somebody looked
+        return self.job(record.id)
+
+    def cancel(self, job_ids: Sequence[str], *, grace_s: float | None = None) -> list[JobView]:
+        """Ask jobs to end, giving their ranks *grace_s* seconds (the job's own grace by default).
+
+        The wish is durable first; if a cluster cannot be reached now, the next pass passes it on. Jobs that have ended
+        stay as they are.
+        """
+        ids = [self._known(job_id) for job_id in job_ids]
+        for job_id in ids:
+            grace = float(self.workspace.ledger.spec(job_id)["grace"]) if grace_s is None else grace_s
+            self._request_cancel(job_id, grace)
+        self.refresh(ids)
+        return [self.job(job_id) for job_id in ids]
+
+    def _request_cancel(self, job_id: str, grace_s: float) -> None:
+        while True:
+            try:
+                with self.workspace.ledger.transaction() as tx:
+                    job = tx.find(job_id)
+                    if job is None or job.state.terminal:
+                        return
+                    tx.record(
+                        job,
+                        Event(Kind.CANCEL_REQUESTED, None, {"grace_s": grace_s}),
+                        job_set={"cancel_requested_at": tx.now, "cancel_grace_s": grace_s},
+                        # A second request may come with another grace: it is passed on as well.
+                        attempt_set={"cancel_sent_at": None},
+                    )
+                    return
+            except Conflict:
+                continue
+
+    # -- looking at jobs
+
+    def refresh(self, job_ids: Sequence[str] | None = None) -> PassReport:
+        """One reconciler pass over *job_ids*, or all jobs that have not ended. Says which clusters did not answer."""
+        # Imported here because `orc list` needs no pass and has no time for one.
+        from orc.orchestrator.reconciler import reconcile
+
+        return reconcile(self.workspace, job_ids)
+
+    def job(self, job_id: str) -> JobView:
+        """The job as the ledger knows it. Raises `JobNotFound`."""
+        ledger = self.workspace.ledger
+        record = ledger.job(job_id)
+        if record is None:
+            raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
+        return JobView.of(
+            record, ledger.attempts(job_id), ledger.spec(job_id), ledger.tags(job_id), ledger.culprits(job_id)
+        )
+
+    def jobs(
+        self,
+        *,
+        states: Sequence[str] | None = None,
+        name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        limit: int | None = 50,
+    ) -> list[JobRow]:
+        """Jobs, newest first; *limit* `None` means all of them."""
+        rows = self.workspace.ledger.rows(states=states, name=name, tags=tags, limit=limit)
+        return [JobRow(*row) for row in rows]
+
+    def reservations(self, cluster: str | None = None) -> list[Reservation]:
+        """Which attempts hold which hosts (of *cluster*, if given), by cluster and host."""
+        return self.workspace.ledger.reservations(cluster)
+
+    def events(self, job_id: str) -> list[EventView]:
+        """The history of a job, oldest first."""
+        return self.workspace.ledger.events(self._known(job_id))
+
+    def resolve(self, ref: str) -> str:
+        """The job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `JobNotFound`."""
+        if ref == "@last":
+            newest = self.jobs(limit=1)
+            if not newest:
+                raise JobNotFound("there is no job yet", hint="submit one: orc submit job.yaml")
+            return newest[0].id
+        candidates = self.workspace.ledger.matching_ids(ref, limit=6) if ref else []
+        if ref in candidates or (ref and self.workspace.ledger.job(ref)):
+            return ref
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            shown = ", ".join(candidates[:5]) + (", ..." if len(candidates) > 5 else "")
+            raise JobNotFound(f"{ref!r} is not unique", hint=f"it is the start of {shown}")
+        raise JobNotFound(f"no such job: {ref}", hint=self._similar(ref))
+
+    def _similar(self, ref: str) -> str:
+        import difflib
+
+        near = difflib.get_close_matches(ref, [row.id for row in self.jobs(limit=200)], n=3)
+        return f"did you mean {' or '.join(near)}?" if near else "`orc list` shows the jobs"
+
+    def _known(self, job_id: str) -> str:
+        if self.workspace.ledger.job(job_id) is None:
+            raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
+        return job_id
+
+    # -- waiting
+
+    def wait(
+        self,
+        job_ids: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        on_change: Callable[[JobView], None] | None = None,
+    ) -> list[JobView]:
+        """Run passes until all jobs have ended, or *timeout_s* is over; their last views, in the order of *job_ids*.
+
+        *on_change* is called with each job at first and whenever something about it has changed. With *timeout_s*, a
+        pass that hangs on a silent cluster is not waited for any longer.
+        """
+        ids = [self._known(job_id) for job_id in job_ids]
+        if timeout_s is None:
+            return self._wait(ids, None, on_change, lambda _: self.refresh(ids) is not None)
+        from orc.orchestrator.background import BackgroundPasses
+
+        with BackgroundPasses(self._another) as passes:
+            return self._wait(ids, timeout_s, on_change, lambda left: passes.run(ids, left))
+
+    def _another(self) -> Client:
+        """A client like this one, for another thread."""
+        ws = self.workspace
+        return Client(ws.state_dir, self._clusters_file, backend_of=self._backend_of, clock=ws.clock, sleep=ws.sleep)
+
+    def _wait(
+        self,
+        ids: Sequence[str],
+        timeout_s: float | None,
+        on_change: Callable[[JobView], None] | None,
+        run_pass: Callable[[float], bool],
+    ) -> list[JobView]:
+        ws = self.workspace
+        began = last_change = ws.clock()
+        revisions: dict[str, int] = {}
+        while True:
+            in_time = run_pass(began + timeout_s - ws.clock() if timeout_s is not None else 0.0)
+            now = ws.clock()
+            records = ws.ledger.jobs(ids)
+            for record in records:
+                if revisions.get(record.id) != record.revision:
+                    revisions[record.id] = record.revision
+                    last_change = now
+                    if on_change is not None:
+                        on_change(self.job(record.id))
+            waiting = [record for record in records if not record.state.terminal]
+            if not waiting or not in_time or (timeout_s is not None and now - began >= timeout_s):
+                return [self.job(job_id) for job_id in ids]
+            shortest, longest = self._interval({record.cluster for record in waiting})
+            pause = min(max(shortest, (now - last_change) / 20), longest)
+            due = [record.next_attempt_at for record in waiting if record.next_attempt_at is not None]
+            pause = min(pause, max(min(due, default=now + pause) - now, shortest / 10))
+            if timeout_s is not None:
+                pause = min(pause, max(began + timeout_s - now, 0.0))
+            ws.sleep(pause)
+
+    def _interval(self, clusters: set[str]) -> tuple[float, float]:
+        for cluster in clusters:
+            try:
+                if not self.workspace.backend(cluster).capabilities.self_driving:
+                    return _INTERVAL_AWAY
+            except LaunchError:
+                return _INTERVAL_AWAY  # its job's reason says what is wrong with the cluster
+        return _INTERVAL_HERE
+
+    def tick(self, job_id: str) -> JobView:
+        """What an agent asks for when its attempt has ended: one pass, and the wait for a retry that is due.
+
+        Returns when the job has ended, or when an attempt is safely at the backend.
+        """
+        self._known(job_id)
+        ws = self.workspace
+        settled = ws.clock() + _SETTLE_S
+        first = ws.ledger.job(job_id)
+        attempts = first.number if first else 0
+        while True:
+            self.refresh([job_id])
+            job = ws.ledger.job(job_id)
+            if job is None or job.state.terminal:
+                break
+            now = ws.clock()
+            at_backend = job.state in (JobState.PENDING, JobState.RUNNING)
+            if at_backend and (job.number > attempts or now >= settled):
+                break
+            if not at_backend and job.next_attempt_at is None and now >= settled + 600.0:
+                break  # a cluster that cannot be reached; the next command goes on
+            # In slices, so that a job that is cancelled meanwhile is not waited for.
+            ws.sleep(min(max((job.next_attempt_at or 0.0) - now, 0.2), 1.0))
+        return self.job(job_id)
+
+    # -- logs
+
+    def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
+        """The logs of an attempt (the newest by default) that exist so far: ranks, then nodes."""
+        backend, handle = self._at_backend(job_id, attempt)
+        return backend.log_selectors(handle) if handle else []
+
+    def read_log(
+        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
+    ) -> Iterator[LogChunk]:
+        """What one log holds from *offset* (bytes) on, right now."""
+        backend, handle = self._at_backend(job_id, attempt)
+        return backend.logs(handle, selector, offset) if handle else iter(())
+
+    def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
+        """The ways to the nodes of an attempt (the newest by default). Raises `LaunchError` when it has none."""
+        from orc.launchers.backends.base import Entering
+
+        backend, handle = self._at_backend(job_id, attempt)
+        if handle is None:
+            raise LaunchError(f"{job_id} has no nodes yet", hint=f"`orc status {job_id}` says what it waits for")
+        if not isinstance(backend, Entering):
+            raise LaunchError(f"nodes of clusters of kind {backend.kind} cannot be entered", where=job_id)
+        return backend.entries(handle)
+
+    # -- queues of clusters
+
+    def queueing_clusters(self) -> list[str]:
+        """The clusters of clusters.yaml that have a queue of their own. Contacts none."""
+        from orc.launchers.backends.base import Queueing
+        from orc.launchers.clusters import load_clusters
+
+        return [name for name in load_clusters() if isinstance(self.workspace.backend(name), Queueing)]
+
+    def queue(self, cluster: str) -> QueueReport:
+        """The cluster's own queue, and our jobs in it. Raises `LaunchError` when it has none, or does not answer."""
+        from orc.launchers.backends.base import Queueing
+
+        backend = self.workspace.backend(cluster)
+        if not isinstance(backend, Queueing):
+            raise LaunchError(f"clusters of kind {backend.kind} have no queue of their own", where=cluster)
+        ours = [job.id for job in self.workspace.ledger.active() if job.cluster == cluster]
+        handles = [self._at_backend(job_id, None)[1] for job_id in ours]
+        return backend.queue([handle for handle in handles if handle is not None])
+
+    def _at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
+        from orc.launchers.backends.base import Handle
+
+        ledger = self.workspace.ledger
+        job = ledger.job(self._known(job_id))
+        assert job is not None
+        attempts = {attempt.number: attempt for attempt in ledger.attempts(job_id)}
+        if number is not None and number not in attempts:
+            raise JobNotFound(f"{job_id} has no attempt {number}", hint=f"it has {len(attempts)}")
+        chosen = attempts.get(number or job.number)
+        handle = Handle.from_dict(chosen.handle) if chosen and chosen.handle else None
+        return self.workspace.backend(job.cluster), handle
+
+
+def _silent(_stage: str, _data: Mapping[str, Any]) -> None:
+    """Nobody watches."""

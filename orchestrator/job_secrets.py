@@ -1,0 +1,114 @@
+"""The values of a job's secrets, from its submission until it has ended.
+
+A retry may be submitted by a process that does not have the user's environment (the agent's ``orc tick``, cron), so
+the values are kept in ``<state dir>/job-secrets/<job>.json``, mode 0600, and removed when the job is terminal. They
+are in no other place of the orchestrator: not in the ledger, a plan, an event or an error message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from orc.launchers.errors import LaunchError
+from orc.launchers.secrets import redact, resolve_secrets
+
+# A file without a job is left by a submission that died before the job was durable; a living one needs milliseconds.
+_ORPHAN_AGE_S = 600.0
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+
+
+def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
+    """Store *values* for the job's later attempts; nothing is written when there are none. Raises `LaunchError`."""
+    if not values:
+        return
+    directory = state_dir / "job-secrets"
+    temporary = directory / f".{job_id}.{os.getpid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(dict(values), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(_file(state_dir, job_id))
+        _fsync(directory)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise LaunchError(
+            f"cannot keep the job's secrets: {error.strerror or error}",
+            where=str(directory),
+            hint="free some space or point ORC_STATE_DIR to another directory",
+        ) from None
+
+
+def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
+    """What `keep` stored; what is not there is looked up again. Raises `SpecError` for a value that is nowhere."""
+    if not names:
+        return {}
+    return resolve_secrets(names, {**os.environ, **_stored(state_dir, job_id)})
+
+
+def without_values(state_dir: Path, job_id: str, value: Any) -> Any:
+    """*value* (JSON-able) with every occurrence of the job's secrets replaced: what a rank prints may hold one."""
+    stored = _stored(state_dir, job_id)
+    return _redacted(value, list(stored.values())) if stored else value
+
+
+def _redacted(value: Any, secrets: Sequence[str]) -> Any:
+    if isinstance(value, str):
+        return redact(value, secrets)
+    if isinstance(value, Mapping):
+        return {key: _redacted(item, secrets) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(item, secrets) for item in value]
+    return value
+
+
+def _stored(state_dir: Path, job_id: str) -> dict[str, str]:
+    try:
+        stored: dict[str, str] = json.loads(_file(state_dir, job_id).read_bytes())
+    except _NOT_THERE:
+        return {}
+    return stored
+
+
+def remove(state_dir: Path, job_id: str) -> None:
+    """Forget the job's secrets."""
+    with suppress(*_NOT_THERE):
+        _file(state_dir, job_id).unlink()
+
+
+def sweep(state_dir: Path, is_active: Callable[[str], bool | None]) -> None:
+    """Remove what a crash left behind: secrets of jobs that have ended (False) or never came to be (None)."""
+    directory = state_dir / "job-secrets"
+    try:
+        names = os.listdir(directory)
+    except _NOT_THERE:
+        return
+    for name in names:
+        path = directory / name
+        active = None if name.startswith(".") else is_active(name.removesuffix(".json"))
+        try:
+            if active is False or (active is None and time.time() - path.stat().st_mtime > _ORPHAN_AGE_S):
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue  # its writer renamed it, or another pass removed it
+
+
+def _file(state_dir: Path, job_id: str) -> Path:
+    return state_dir / "job-secrets" / f"{job_id}.json"
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

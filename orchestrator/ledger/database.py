@@ -1,0 +1,194 @@
+"""How the ledger talks to its database: a few portable SQL statements with ``:named`` parameters.
+
+The ledger in a file is served by the standard library's driver, because importing SQLAlchemy costs more time
+(0.15-0.2 s measured) than a whole ``orc submit`` or ``orc list`` may take. Every other database goes through
+SQLAlchemy (`orc.orchestrator.ledger.engine`), which also owns the schema and its migrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger import mounts
+from orc.orchestrator.ledger.errors import LedgerError
+
+Row = Mapping[str, Any]
+BUSY_TIMEOUT_S = 30.0
+
+
+class Connection(Protocol):
+    """Statements of one transaction."""
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | None = None) -> int:
+        """Run one statement; the number of rows it changed."""
+        ...
+
+    def executemany(self, sql: str, parameters: Sequence[Mapping[str, Any]]) -> None:
+        """Run one statement for each set of parameters."""
+        ...
+
+    def lock(self, name: str) -> None:
+        """Wait until no other transaction holds the lock *name*, and hold it until this one ends."""
+        ...
+
+    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
+        """Run one query; its rows by column name."""
+        ...
+
+    def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        """Run one query; its rows by position, which is cheaper for many of them."""
+        ...
+
+
+class Database(Protocol):
+    """A database that holds a ledger. Raises `LedgerError` for all that goes wrong."""
+
+    url: str  # as SQLAlchemy writes it, without a password
+
+    def read(self) -> AbstractContextManager[Connection]:
+        """A context manager around one consistent look: gives a `Connection`."""
+        ...
+
+    def write(self) -> AbstractContextManager[Connection]:
+        """A context manager around one transaction, durable when it is left: gives a `Connection`."""
+        ...
+
+    def close(self) -> None:
+        """Give up the connection."""
+        ...
+
+
+class _SqliteConnection:
+    def __init__(self, raw: sqlite3.Connection) -> None:
+        self._raw = raw
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | None = None) -> int:
+        return self._raw.execute(sql, parameters or {}).rowcount
+
+    def executemany(self, sql: str, parameters: Sequence[Mapping[str, Any]]) -> None:
+        self._raw.executemany(sql, parameters)
+
+    def lock(self, name: str) -> None:
+        """Nothing to do: a transaction that writes is the only one from its begin on."""
+
+    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
+        cursor = self._raw.execute(sql, parameters or {})
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        return self._raw.execute(sql, parameters or {}).fetchall()
+
+
+class SqliteDatabase:
+    """A ledger in one file, private to its owner (mode 0600), fully synchronous.
+
+    In WAL mode, but on file systems that other machines write to as well: there, it has a rollback journal, because
+    the memory that WAL shares between processes is not shared between machines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.network = mounts.network_file_system(path.parent)  # its type, or None
+        self.url = f"sqlite:///{path}"
+        with explained(path):
+            # Made here and not by SQLite, so that it is private from its first moment; -wal and -shm take its mode.
+            # Never opened when it is there: closing any descriptor of a file drops all locks that the process holds on
+            # it, those of other connections to the ledger included.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            self._raw = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            raw = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            try:
+                raw.execute("PRAGMA foreign_keys = ON")
+                raw.execute("PRAGMA synchronous = FULL")
+                # A switch, which several first users may attempt at once. The busy time-out does not cover it, and an
+                # open connection in WAL mode is in the way of all others that want to leave it.
+                raw.execute(f"PRAGMA journal_mode = {'DELETE' if self.network else 'WAL'}")
+            except sqlite3.OperationalError as error:
+                raw.close()
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            except BaseException:
+                raw.close()
+                raise
+            else:
+                return raw
+            time.sleep(random.uniform(0.005, 0.05))  # noqa: S311 - no secret: those who wait must not wait in step
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """One consistent look."""
+        with self._transaction("BEGIN") as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction. The lock is taken at once, so that what was read in it still holds when it writes."""
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Connection]:
+        with explained(self.path):
+            self._raw.execute(begin)
+            try:
+                yield _SqliteConnection(self._raw)
+                self._raw.execute("COMMIT")
+            except BaseException:
+                if self._raw.in_transaction:
+                    self._raw.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._raw.close()
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn the driver's errors about the file at *path* into one `LedgerError` that says what to do."""
+    try:
+        yield
+    except LaunchError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LedgerError(f"cannot open the ledger: {reason}", where=str(path), hint=_hint(reason)) from error
+    except sqlite3.Error as error:
+        raise LedgerError(f"cannot use the ledger: {error}", where=str(path), hint=_hint(str(error))) from error
+
+
+_HINTS = (
+    (
+        ("not a database", "malformed"),
+        "the file is damaged or is not an orc ledger; restore it from a backup, or move it away to start an empty one",
+    ),
+    (("full", "no space", "too large", "disk i/o", "quota"), "free some space on this file system and try again"),
+    (
+        ("readonly", "read-only", "permission denied", "unable to open"),
+        "make the directory writable for you, or point ORC_STATE_DIR to another one",
+    ),
+    (("locked",), "another process holds the ledger for long; see which with: fuser -v <file>"),
+)
+
+
+def _hint(message: str) -> str:
+    lowered = message.lower()
+    for needles, hint in _HINTS:
+        if any(needle in lowered for needle in needles):
+            return hint
+    return "check the directory, or point ORC_STATE_DIR to another one"

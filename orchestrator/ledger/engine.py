@@ -1,0 +1,82 @@
+"""The ledger's `Database` on anything SQLAlchemy can reach, PostgreSQL first of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from orc.orchestrator.ledger.database import Connection, Row
+from orc.orchestrator.ledger.errors import LedgerError
+
+
+class _CoreConnection:
+    def __init__(self, raw: sa.Connection) -> None:
+        self._raw = raw
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | None = None) -> int:
+        return self._raw.execute(sa.text(sql), dict(parameters or {})).rowcount
+
+    def executemany(self, sql: str, parameters: Sequence[Mapping[str, Any]]) -> None:
+        if parameters:
+            self._raw.execute(sa.text(sql), [dict(p) for p in parameters])
+
+    def lock(self, name: str) -> None:
+        if self._raw.dialect.name == "postgresql":
+            # The database hashes the name: two names that collide wait for each other and are otherwise right.
+            self._raw.execute(sa.text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"orc:{name}"})
+        else:  # SQLite: a statement that writes takes the lock on the whole file, even if it changes nothing
+            self._raw.execute(sa.text("UPDATE jobs SET id = id WHERE 1 = 0"))
+
+    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
+        return [dict(row) for row in self._raw.execute(sa.text(sql), dict(parameters or {})).mappings()]
+
+    def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in self._raw.execute(sa.text(sql), dict(parameters or {}))]
+
+
+class CoreDatabase:
+    """A ledger behind a SQLAlchemy URL."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self.engine = sa.create_engine(url, pool_pre_ping=True)
+        except (SQLAlchemyError, ImportError) as error:
+            raise LedgerError(
+                f"cannot open the ledger: {str(error).splitlines()[0]}",
+                where="ORC_LEDGER_URL",
+                hint="a URL looks like postgresql+psycopg://user@host/database; its driver must be installed",
+            ) from error
+        self.url = self.engine.url.render_as_string(hide_password=True)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """One consistent look: all its queries see the same moment."""
+        with self._transaction("REPEATABLE READ" if self.engine.dialect.name == "postgresql" else None) as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction."""
+        with self._transaction() as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, isolation: str | None = None) -> Iterator[Connection]:
+        try:
+            with self.engine.connect() as connection:
+                if isolation:
+                    connection.execution_options(isolation_level=isolation)
+                with connection.begin():
+                    yield _CoreConnection(connection)
+        except SQLAlchemyError as error:
+            # The statement and its parameters stay out of the message: they are long and not for users.
+            reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+            raise LedgerError(f"cannot use the ledger: {reason}", where=self.url) from error
+
+    def close(self) -> None:
+        """Give up all connections."""
+        self.engine.dispose()

@@ -1,0 +1,13 @@
+"""What goes wrong with the ledger."""
+
+from __future__ import annotations
+
+from orc.launchers.errors import LaunchError
+
+
+class LedgerError(LaunchError):
+    """The ledger cannot be used: unreadable, not writable, damaged or of another version. Nothing was changed."""
+
+
+class Conflict(Exception):
+    """Somebody else changed the job since it was read. Read it again; never shown to users."""

@@ -1,0 +1,1 @@
+"""Schema migrations, run by `orc.orchestrator.ledger.upgrade`. Ledgers are only ever upgraded."""

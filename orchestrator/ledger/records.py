@@ -1,0 +1,156 @@
+"""Rows of the ledger as values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orc.launchers.ids import AttemptId
+from orc.orchestrator.lifecycle import AttemptState, JobState, Position
+
+
+def dump(value: Any) -> str:
+    """Canonical JSON text, as the ledger stores it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt. Times are seconds since the epoch."""
+
+    job_id: str
+    number: int
+    marker: str
+    state: AttemptState
+    cause: str | None
+    reason: str
+    plan_digest: str
+    handle: Mapping[str, Any] | None
+    prepared_at: float
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    first_negative_at: float | None = None
+    cancel_sent_at: float | None = None
+    restarts: int = 0
+    hosts: tuple[str, ...] = ()
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    exit: Mapping[str, Any] | None = None
+
+    COLUMNS = (
+        "job_id, number, marker, state, cause, reason, plan_digest, handle, prepared_at, submitted_at, started_at, "
+        "ended_at, first_negative_at, cancel_sent_at, restarts, hosts, progress, exit"
+    )
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> AttemptRecord:
+        """From a row of `COLUMNS`."""
+        values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
+        values["state"] = AttemptState(values["state"])
+        values["hosts"] = tuple(json.loads(values["hosts"]))
+        values["progress"] = json.loads(values["progress"])
+        for name in ("handle", "exit"):
+            values[name] = json.loads(values[name]) if values[name] else None
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job without its specification, and its newest attempt. Times are seconds since the epoch."""
+
+    id: str
+    name: str
+    cluster: str
+    backend: str
+    state: JobState
+    reason: str
+    number: int  # of the newest attempt, 0 before the first
+    revision: int
+    created_at: float
+    updated_at: float
+    ended_at: float | None
+    next_attempt_at: float | None
+    cancel_requested_at: float | None
+    cancel_grace_s: float | None
+    poll_error_at: float | None
+    claim_owner: str | None
+    claim_expires_at: float | None
+    source: str
+    digests: Mapping[str, str]
+    attempt: AttemptRecord | None
+
+    COLUMNS = (
+        "id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, ended_at, "
+        "next_attempt_at, cancel_requested_at, cancel_grace_s, poll_error_at, claim_owner, claim_expires_at, "
+        "source, digests"
+    )
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...], attempt: AttemptRecord | None) -> JobRecord:
+        """From a row of `COLUMNS`."""
+        values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
+        number = values.pop("attempt")
+        state, digests = JobState(values.pop("state")), json.loads(values.pop("digests"))
+        return cls(**values, number=number, state=state, digests=digests, attempt=attempt)
+
+    @property
+    def position(self) -> Position:
+        """Where the job stands, for `orc.orchestrator.lifecycle.advance`."""
+        return Position(self.state, self.number, self.attempt.state if self.attempt else None)
+
+
+class Reservation(NamedTuple):
+    """Slots of one host that one attempt holds."""
+
+    cluster: str
+    host: str
+    job: str
+    attempt: int
+    node: int  # which of the attempt's nodes the host is
+    slots: int
+    at: float  # seconds since the epoch
+
+    @property
+    def marker(self) -> str:
+        """The attempt's marker."""
+        return AttemptId(self.job, self.attempt).marker
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What a job is made from."""
+
+    id: str
+    name: str
+    cluster: str
+    backend: str
+    source: str
+    spec: Mapping[str, Any]
+    digests: Mapping[str, str]
+    tags: Mapping[str, str]
+    origin: str = ""  # host and state directory that hold its snapshots and secrets
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of a job's history."""
+
+    id: int
+    job: str
+    attempt: int | None
+    at: float
+    kind: str
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "id": self.id,
+            "job": self.job,
+            "attempt": self.attempt,
+            "at": self.at,
+            "kind": self.kind,
+            "data": dict(self.data),
+        }

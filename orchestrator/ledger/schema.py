@@ -1,0 +1,166 @@
+"""The ledger's tables, as SQLAlchemy knows them: the authority that the migrations and `schema.sql` are held to.
+
+``python -m orc.orchestrator.ledger.schema`` prints the SQLite text of the newest schema, which is kept in `schema.sql`
+so that a first ``orc submit`` needs neither SQLAlchemy nor alembic to make its file.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from orc.orchestrator.ledger.version import HEAD
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_JSON = sa.Text  # canonical JSON text: read as a whole, never queried into, the same on every database
+_TIME = sa.Double  # seconds since the epoch
+
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("cluster", sa.String(255), nullable=False),
+    sa.Column("backend", sa.String(64), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),  # number of the newest attempt, 0 before the first
+    sa.Column("revision", sa.Integer, nullable=False),  # counts the changes; every change names the one it has seen
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("updated_at", _TIME, nullable=False),
+    sa.Column("ended_at", _TIME),
+    sa.Column("next_attempt_at", _TIME),
+    sa.Column("cancel_requested_at", _TIME),
+    sa.Column("cancel_grace_s", _TIME),
+    sa.Column("poll_error_at", _TIME),  # last recorded one since the last answer
+    sa.Column("claim_owner", sa.String(255)),
+    sa.Column("claim_expires_at", _TIME),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("digests", _JSON, nullable=False),
+    sa.Column("spec", _JSON, nullable=False),
+    sa.Index(None, "created_at"),
+    sa.Index(None, "state", "created_at"),
+    sa.Index(None, "name", "created_at"),
+)
+
+job_tags = sa.Table(
+    "job_tags",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("key", sa.String(255), primary_key=True),
+    sa.Column("value", sa.String(255), nullable=False),
+    sa.Index(None, "key", "value"),
+)
+
+attempts = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("marker", sa.String(80), nullable=False, unique=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("cause", sa.String(16)),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("plan_digest", sa.String(64), nullable=False),
+    sa.Column("handle", _JSON),
+    sa.Column("prepared_at", _TIME, nullable=False),
+    sa.Column("submitted_at", _TIME),
+    sa.Column("started_at", _TIME),
+    sa.Column("ended_at", _TIME),
+    sa.Column("first_negative_at", _TIME),  # when `find` first saw nothing since the attempt became ambiguous
+    sa.Column("cancel_sent_at", _TIME),
+    sa.Column("restarts", sa.Integer, nullable=False),
+    sa.Column("hosts", _JSON, nullable=False),
+    sa.Column("progress", _JSON, nullable=False),
+    sa.Column("exit", _JSON),
+)
+
+reservations = sa.Table(
+    "reservations",
+    metadata,
+    sa.Column("cluster", sa.String(255), nullable=False),
+    sa.Column("host", sa.String(255), nullable=False),  # by its name in the cluster
+    sa.Column("job_id", sa.String(64), primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("node", sa.Integer, primary_key=True, autoincrement=False),  # which of the attempt's nodes the host is
+    sa.Column("slots", sa.Integer, nullable=False),
+    sa.Column("at", _TIME, nullable=False),
+    sa.ForeignKeyConstraint(["job_id", "attempt"], ["attempts.job_id", "attempts.number"]),
+    sa.Index(None, "cluster", "host"),
+)
+
+# Hosts that are to blame for an attempt's node failure: the job's next attempts keep away from them.
+culprits = sa.Table(
+    "culprits",
+    metadata,
+    sa.Column("job_id", sa.String(64), primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("host", sa.String(255), primary_key=True),
+    sa.ForeignKeyConstraint(["job_id", "attempt"], ["attempts.job_id", "attempts.number"]),
+)
+
+events = sa.Table(
+    "events",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), nullable=False),
+    sa.Column("attempt", sa.Integer),
+    sa.Column("at", _TIME, nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("data", _JSON, nullable=False),
+    sa.Index(None, "job_id", "id"),
+)
+
+# What keeps the history append-only, whoever writes.
+APPEND_ONLY = {
+    "sqlite": (
+        "CREATE TRIGGER events_no_update BEFORE UPDATE ON events "
+        "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END",
+        "CREATE TRIGGER events_no_delete BEFORE DELETE ON events "
+        "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END",
+    ),
+    "postgresql": (
+        "CREATE FUNCTION events_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'events are append-only'; END $$",
+        "CREATE TRIGGER events_append_only BEFORE UPDATE OR DELETE ON events "
+        "FOR EACH ROW EXECUTE FUNCTION events_append_only()",
+    ),
+}
+for _dialect, _statements in APPEND_ONLY.items():
+    for _statement in _statements:
+        _ddl = sa.DDL(_statement)  # type: ignore[no-untyped-call]
+        sa.event.listen(events, "after_create", _ddl.execute_if(dialect=_dialect))
+
+
+def sqlite_schema() -> str:
+    """The statements that make an empty ledger of the newest version in SQLite."""
+    from sqlalchemy.dialects import sqlite
+
+    dialect = sqlite.dialect()
+    statements: list[str] = []
+    for table in metadata.sorted_tables:
+        statements.append(str(CreateTable(table).compile(dialect=dialect)).strip())
+        for index in sorted(table.indexes, key=lambda i: str(i.name)):
+            statements.append(str(CreateIndex(index).compile(dialect=dialect)).strip())
+    statements += APPEND_ONLY["sqlite"]
+    statements.append(
+        "CREATE TABLE alembic_version (\n\tversion_num VARCHAR(32) NOT NULL, \n"
+        "\tCONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)\n)"
+    )
+    statements.append(f"INSERT INTO alembic_version (version_num) VALUES ('{HEAD}')")  # noqa: S608
+    text = ";\n\n".join("\n".join(line.rstrip().replace("\t", "  ") for line in s.splitlines()) for s in statements)
+    return f"-- Written by `python -m orc.orchestrator.ledger.schema`; do not edit.\n\n{text};\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(sqlite_schema())

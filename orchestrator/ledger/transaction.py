@@ -1,0 +1,228 @@
+"""Writing to the ledger: every change goes through the lifecycle and leaves an event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.queries import read_culprits, read_jobs, read_reservations
+from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
+from orc.orchestrator.lifecycle import Event, IllegalTransition, Kind, Position, advance
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Placement
+
+_JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit"})
+
+
+class Transaction:
+    """The changes of one transaction."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self.now = now
+
+    def create(
+        self,
+        job: NewJob,
+        marker: str,
+        plan_digest: str,
+        owner: str,
+        claim_expires_at: float,
+        placement: Placement | None = None,
+    ) -> JobRecord:
+        """A new job with its first attempt PREPARED and claimed by *owner*."""
+        queued = self.enqueue(job, owner=owner, claim_expires_at=claim_expires_at)
+        return self.prepare(queued, marker, plan_digest, placement)
+
+    def enqueue(
+        self, job: NewJob, reason: str = "", *, owner: str | None = None, claim_expires_at: float | None = None
+    ) -> JobRecord:
+        """A new job without an attempt, which has to wait for *reason*."""
+        self._connection.execute(
+            "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
+            "claim_owner, claim_expires_at, source, digests, spec) VALUES (:id, :name, :cluster, :backend, 'QUEUED', "
+            ":reason, 0, 0, :now, :now, :owner, :expires, :source, :digests, :spec)",
+            {
+                "id": job.id,
+                "name": job.name,
+                "cluster": job.cluster,
+                "backend": job.backend,
+                "reason": reason,
+                "now": self.now,
+                "owner": owner,
+                "expires": claim_expires_at,
+                "source": job.source,
+                "digests": dump(job.digests),
+                "spec": dump(job.spec),
+            },
+        )
+        self._connection.executemany(
+            "INSERT INTO job_tags (job_id, key, value) VALUES (:id, :key, :value)",
+            [{"id": job.id, "key": key, "value": value} for key, value in job.tags.items()],
+        )
+        position = advance(Position(), Event(Kind.QUEUED))
+        told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
+        events = [Event(Kind.QUEUED, None, told)]
+        if reason:
+            events.append(Event(Kind.WAITING, None, {"reason": reason}))
+        self._append(job.id, events)
+        created = self._reload(job.id)
+        if created.position != position:
+            raise IllegalTransition(f"a new job is {created.position}")
+        return created
+
+    def prepare(self, job: JobRecord, marker: str, plan_digest: str, placement: Placement | None = None) -> JobRecord:
+        """The next attempt of *job*, durable before anything is sent, with the hosts of *placement* kept for it.
+
+        Raises `Conflict`, `IllegalTransition`.
+        """
+        number = job.number + 1
+        hosts = list(placement.hosts) if placement else []
+        told = {"marker": marker, "plan": plan_digest, "trees": dict(job.digests)}
+        event = Event(Kind.PREPARED, number, {**told, "hosts": hosts} if hosts else told)
+        after = advance(job.position, event)
+        self._update_job(job, {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None})
+        self._connection.execute(
+            "INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, hosts, "
+            "progress) VALUES (:job, :number, :marker, :state, '', :plan, :now, 0, :hosts, '{}')",
+            {
+                "job": job.id,
+                "number": number,
+                "marker": marker,
+                "state": str(after.attempt),
+                "plan": plan_digest,
+                "now": self.now,
+                "hosts": dump(hosts),
+            },
+        )
+        self._append(job.id, [event])
+        if placement:
+            self._reserve(job, number, placement)
+        return self._reload(job.id)
+
+    def place(self, job: JobRecord, placement: Placement) -> JobRecord:
+        """Keep the hosts of *placement* for the PREPARED attempt of *job*, instead of those it may have had."""
+        hosts = list(placement.hosts)
+        changed = {"reason": "", "next_attempt_at": None}
+        event = Event(Kind.PLACED, job.number, {"hosts": hosts})
+        placed = self.record(job, event, job_set=changed, attempt_set={"hosts": hosts}, vacate=True)
+        self._reserve(placed, placed.number, placement)
+        return placed
+
+    def lock(self, cluster: str) -> None:
+        """Make everybody else who places jobs on *cluster* wait until this transaction ends."""
+        self._connection.lock(f"place:{cluster}")
+
+    def reservations(self, cluster: str) -> list[Reservation]:
+        """Which attempts hold which hosts of *cluster*."""
+        return read_reservations(self._connection, cluster, None)
+
+    def culprits(self, job_id: str) -> dict[int, tuple[str, ...]]:
+        """Hosts that were to blame for node failures of the job, by attempt."""
+        return read_culprits(self._connection, job_id)
+
+    def unplaced(self, cluster: str) -> list[tuple[JobRecord, dict[str, Any]]]:
+        """The jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
+        jobs = read_jobs(
+            self._connection,
+            "j.cluster = :cluster AND j.cancel_requested_at IS NULL AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
+            "AND NOT EXISTS (SELECT 1 FROM reservations r WHERE r.job_id = j.id AND r.attempt = j.attempt)))",
+            {"cluster": cluster},
+        )
+        found = []
+        for job in sorted(jobs, key=lambda job: (job.created_at, job.id)):
+            ((text,),) = self._connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job.id})
+            found.append((job, json.loads(text)))
+        return found
+
+    def _reserve(self, job: JobRecord, number: int, placement: Placement) -> None:
+        self._connection.executemany(
+            "INSERT INTO reservations (cluster, host, job_id, attempt, node, slots, at) "
+            "VALUES (:cluster, :host, :job, :attempt, :node, :slots, :at)",
+            [
+                {
+                    "cluster": job.cluster,
+                    "host": host,
+                    "job": job.id,
+                    "attempt": number,
+                    "node": node,
+                    "slots": placement.slots,
+                    "at": self.now,
+                }
+                for node, host in enumerate(placement.hosts)
+            ],
+        )
+
+    def record(
+        self,
+        job: JobRecord,
+        *events: Event,
+        job_set: Mapping[str, Any] | None = None,
+        attempt_set: Mapping[str, Any] | None = None,
+        culprits: Sequence[str] = (),
+        vacate: bool = False,
+    ) -> JobRecord:
+        """Append *events* and set columns of the job and of its newest attempt; the job as it is afterwards.
+
+        States follow from the events, and so does what is kept for the attempt: its end gives its hosts back, as does
+        *vacate*. *culprits* are hosts to blame for its end. Raises `Conflict` when the job has changed since *job* was
+        read, and `IllegalTransition` for an event that the lifecycle forbids; nothing of this job is changed then.
+        """
+        after = job.position
+        for event in events:
+            after = advance(after, event)
+        self._update_job(job, {"state": after.job, **(job_set or {})})
+        changes = {"state": after.attempt, **(attempt_set or {})} if job.attempt else {}
+        if changes:
+            self._set("attempts", changes, "job_id = :key_job AND number = :key_number", job.id, job.number)
+            if vacate or (after.attempt is not None and after.attempt.terminal):
+                self._connection.execute(
+                    "DELETE FROM reservations WHERE job_id = :job AND attempt = :number",
+                    {"job": job.id, "number": job.number},
+                )
+            self._connection.executemany(
+                "INSERT INTO culprits (job_id, attempt, host) VALUES (:job, :number, :host)",
+                [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(culprits)],
+            )
+        self._append(job.id, events)
+        return self._reload(job.id)
+
+    def find(self, job_id: str) -> JobRecord | None:
+        """The job as it is now."""
+        return next(iter(read_jobs(self._connection, "j.id = :id", {"id": job_id})), None)
+
+    def reload(self, job: JobRecord) -> JobRecord:
+        """The job as it is now."""
+        return self._reload(job.id)
+
+    def _reload(self, job_id: str) -> JobRecord:
+        (job,) = read_jobs(self._connection, "j.id = :id", {"id": job_id})
+        return job
+
+    def _update_job(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
+        values = {**changes, "updated_at": self.now, "revision": job.revision + 1}
+        # The first write of a change, and the only one that can find somebody else was faster.
+        if self._set("jobs", values, "id = :key_job AND revision = :key_number", job.id, job.revision) != 1:
+            raise Conflict(job.id)
+
+    def _set(self, table: str, changes: Mapping[str, Any], where: str, job_id: str, number: int) -> int:
+        values = {name: dump(v) if name in _JSON_COLUMNS and v is not None else v for name, v in changes.items()}
+        values = {name: str(v) if name in ("state", "cause") and v is not None else v for name, v in values.items()}
+        assignments = ", ".join(f"{name} = :{name}" for name in values)
+        return self._connection.execute(
+            f"UPDATE {table} SET {assignments} WHERE {where}",  # noqa: S608
+            {**values, "key_job": job_id, "key_number": number},
+        )
+
+    def _append(self, job_id: str, events: Iterable[Event]) -> None:
+        self._connection.executemany(
+            "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
+            [
+                {"job": job_id, "attempt": e.attempt, "at": self.now, "kind": str(e.kind), "data": dump(e.data)}
+                for e in events
+            ],
+        )

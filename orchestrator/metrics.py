@@ -1,0 +1,103 @@
+"""What a job's training measured: its `metrics.jsonl`, read where the first nodes of its attempts are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.orchestrator.workspace import Workspace
+
+FILE = "metrics.jsonl"
+Line = Mapping[str, Any]
+
+
+class Reader:
+    """Reads on from where it stopped. Attempts on different hosts have left a file each.
+
+    ``unreachable`` says which of those hosts could not be asked by the last call, and why.
+    """
+
+    def __init__(self, ws: Workspace, job_id: str) -> None:
+        self.unreachable: dict[str, BackendUnreachable] = {}
+        self._ws, self._job_id = ws, job_id
+        self._offsets: dict[tuple[str, ...], int] = {}
+
+    def read(self) -> list[Line]:
+        """The lines that were written since the last call, oldest first.
+
+        Raises `BackendUnreachable` when nobody could be asked.
+        """
+        from orc.launchers.backends.base import Handle
+
+        job = self._ws.ledger.job(self._job_id)
+        if job is None:
+            return []
+        backend = self._ws.backend(job.cluster)
+        places: dict[tuple[str, ...], Handle] = {}
+        for attempt in self._ws.ledger.attempts(self._job_id):
+            if attempt.handle:
+                handle = Handle.from_dict(attempt.handle)
+                places[handle.hosts[:1]] = handle
+        found: list[Line] = []
+        self.unreachable = {}
+        for place, handle in places.items():
+            offset = self._offsets.get(place, 0)
+            try:
+                data = backend.read_file(handle, FILE, offset)
+            except BackendUnreachable as error:
+                self.unreachable["".join(place) or job.cluster] = error
+                continue
+            whole = data[: data.rfind(b"\n") + 1]  # what is being written is read next time
+            self._offsets[place] = offset + len(whole)
+            found += parse(whole)
+        if self.unreachable and len(self.unreachable) == len(places):
+            raise next(iter(self.unreachable.values()))
+        return sorted(found, key=lambda line: _number(line.get("at")) or 0.0)
+
+
+def parse(data: bytes) -> list[Line]:
+    """The JSON objects of *data*, one on each line; a line that a crashed machine has spoilt is left out."""
+    found: list[Line] = []
+    for text in data.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def course(lines: Iterable[Line]) -> list[Line]:
+    """The training as it counts: what came after the step from which a later attempt went on is left out."""
+    kept: list[Line] = []
+    run = None
+    for line in lines:
+        this = (line.get("attempt"), line.get("restart"))
+        step = _number(line.get("step"))
+        if this != run and step is not None:
+            while kept and (_number(kept[-1].get("step")) or 0.0) >= step:
+                kept.pop()
+        run = this
+        kept.append(line)
+    return kept
+
+
+def names(lines: Iterable[Line]) -> list[str]:
+    """What was measured, in order of appearance."""
+    found = dict.fromkeys(name for line in lines for name, value in line.items() if _number(value) is not None)
+    return [name for name in found if name not in ("at", "attempt", "restart", "step")]
+
+
+def series(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
+    """``(step, value)`` of one measurement, where it is known."""
+    pairs = ((_number(line.get("step")), _number(line.get(name))) for line in lines)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

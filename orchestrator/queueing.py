@@ -1,0 +1,101 @@
+"""Who may take which hosts: on each cluster the oldest job first, younger ones where no older one waits. Pure."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError, NoRoom
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Placement, Placing
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.ledger.records import Reservation
+
+_ALL = 1 << 30  # more slots than any host has
+ROOM_BACKOFF_S = (2.0, 60.0)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job that has no hosts yet and wants some."""
+
+    job: str
+    spec: JobSpec
+    avoid: Collection[str] = ()  # hosts that have failed it
+    in_hand: bool = False  # somebody is placing it at this very moment
+
+
+def slots_taken(reservations: Iterable[Reservation], *, besides: str = "") -> dict[str, int]:
+    """Slots taken on each host by all jobs but *besides*."""
+    taken: Counter[str] = Counter()
+    for reservation in reservations:
+        if reservation.job != besides:
+            taken[reservation.host] += reservation.slots
+    return dict(taken)
+
+
+def room(
+    backend: Placing,
+    spec: JobSpec,
+    taken: Mapping[str, int],
+    *,
+    ahead: Sequence[Waiting] = (),
+    avoid: Collection[str] = (),
+) -> Placement:
+    """Hosts for a job of *spec*, while the jobs *ahead* (oldest first) wait too.
+
+    A job ahead that does not fit closes all hosts that it could run on; one that is in hand gets its hosts first. One
+    that would fit and that nobody has in hand is left to those who can send it, and stops nobody.
+
+    Raises `NoRoom` when the job has to wait, `RenderError` when the cluster can never carry it.
+    """
+    left: Counter[str] = Counter(taken)
+    closed: dict[str, str] = {}
+    for older in ahead:
+        try:
+            placement = backend.place(older.spec, _with(left, closed), older.avoid)
+        except NoRoom:
+            for host in backend.candidates(older.spec):
+                closed.setdefault(host, older.job)
+        except LaunchError:
+            continue  # it will never run here, and its own turn says so
+        else:
+            if older.in_hand:
+                left.update(dict.fromkeys(placement.hosts, placement.slots))
+    if not closed:
+        return backend.place(spec, left, avoid)
+    try:
+        return backend.place(spec, _with(left, closed), avoid)
+    except NoRoom:
+        backend.place(spec, left, avoid)  # raises where the older jobs make no difference
+        first = next(job for job in closed.values())
+        raise NoRoom(f"{first} is older and waits for the same hosts") from None
+
+
+def _with(taken: Mapping[str, int], closed: Collection[str]) -> dict[str, int]:
+    return {**taken, **dict.fromkeys(closed, _ALL)}
+
+
+def why(error: NoRoom, candidates: Collection[str], reservations: Iterable[Reservation], *, besides: str = "") -> str:
+    """One line for people: what the job waits for, and who holds it."""
+    what = error.what if error.what.startswith("waiting") else f"waiting for room: {error.what}"
+    holders = list(error.holders) or [r.job for r in reservations if r.host in candidates and r.job != besides]
+    names = list(dict.fromkeys(holders))
+    if not names:
+        return what
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} (held by {', '.join(names[:_SHOWN])}{more})"
+
+
+def room_backoff(waited_s: float, job: str) -> float:
+    """Seconds until *job* is sent again whose hosts jobs of another ledger had taken: a quarter of what it waited.
+
+    A quarter more or less for each job, so that two that get in each other's way do not go on doing so.
+    """
+    shortest, longest = ROOM_BACKOFF_S
+    return min(max(waited_s / 4, shortest), longest) * (0.75 + zlib.crc32(job.encode()) % 1000 / 2000)

@@ -1,0 +1,69 @@
+"""Whether and when an attempt that ended without success is followed by another one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# A preempted attempt did nothing wrong, so it does not use up `max_attempts`; a job that never gets anywhere must
+# still come to an end.
+MAX_PREEMPTIONS = 100
+# The time limit was reached and all ranks had saved for the next attempt (`retry_cause`): as innocent as a preemption.
+HANDED_OVER = "handed_over"
+SAVED_EXIT = 75  # what a rank exits with that has saved and wants to run again
+MAX_BACKOFF_S = 600.0
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """The job file's ``retry:`` section."""
+
+    max_attempts: int
+    on: Collection[str]  # causes
+    backoff_s: float
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Run it again, *delay_s* seconds from now."""
+
+    delay_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Do not run it again."""
+
+    reason: str  # empty when there is nothing to add to the attempt's own reason
+
+
+def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
+    """What follows the last of the attempts that ended for *causes* (oldest first, the last one included).
+
+    Preemptions, and time limits that all ranks had saved for, are retried after the plain backoff; other causes after
+    a backoff that doubles with each counted attempt up to `MAX_BACKOFF_S`.
+    """
+    cause = causes[-1]
+    innocent = {name: sum(c == name for c in causes) for name in ("preempted", HANDED_OVER)}
+    counted = len(causes) - sum(innocent.values())
+    if ("timeout" if cause == HANDED_OVER else cause) not in policy.on:
+        return GiveUp("")
+    if cause in innocent:
+        what = "preempted" if cause == "preempted" else "saved at the time limit"
+        if innocent[cause] > MAX_PREEMPTIONS:
+            return GiveUp(f"{what} {innocent[cause]} times")
+        return Retry(min(policy.backoff_s, MAX_BACKOFF_S), f"{what} ({innocent[cause]})")
+    if counted >= policy.max_attempts:
+        return GiveUp(f"attempt {counted} of {policy.max_attempts}" if policy.max_attempts > 1 else "")
+    # The exponent is bounded so that a long history cannot overflow a float.
+    delay = min(policy.backoff_s * 2.0 ** min(counted - 1, 32), MAX_BACKOFF_S)
+    return Retry(delay, f"{cause}: attempt {counted} of {policy.max_attempts}")
+
+
+def retry_cause(cause: str, ranks: Mapping[Any, Mapping[str, Any]]) -> str:
+    """What `decide` is to take for the *cause* of an attempt whose *ranks* have these exit records."""
+    codes = [record.get("exit_code") for record in ranks.values()]
+    saved = SAVED_EXIT in codes and all(code in (0, SAVED_EXIT) for code in codes)
+    return HANDED_OVER if cause == "timeout" and saved else cause

@@ -1,0 +1,186 @@
+"""What callers see of jobs: frozen values, JSON-able. Times are seconds since the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from orc.orchestrator.ledger.records import EventRecord
+
+if TYPE_CHECKING:
+    from orc.launchers.records import AttemptExit
+    from orc.orchestrator.ledger.records import AttemptRecord, JobRecord
+
+TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+@dataclass(frozen=True)
+class AttemptView:
+    """One try at running a job."""
+
+    number: int
+    marker: str
+    state: str
+    cause: str | None  # crash, node_failure, preempted, timeout, cancelled, launch
+    reason: str
+    native_id: str | None  # the backend's own name for it
+    hosts: tuple[str, ...]
+    submitted_at: float | None
+    started_at: float | None
+    ended_at: float | None
+    restarts: int  # times the backend itself requeued it
+    progress: Mapping[str, Any]
+    exit: AttemptExit | None
+    culprits: tuple[str, ...] = ()  # hosts to blame for its node failure; the job's next attempts keep away from them
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "number": self.number,
+            "marker": self.marker,
+            "state": self.state,
+            "cause": self.cause,
+            "reason": self.reason,
+            "native_id": self.native_id,
+            "hosts": list(self.hosts),
+            "culprits": list(self.culprits),
+            "submitted_at": self.submitted_at,
+            "started_at": self.started_at,
+            "ended_at": self.ended_at,
+            "restarts": self.restarts,
+            "progress": dict(self.progress),
+            "exit": self.exit.to_dict() if self.exit else None,
+        }
+
+    @classmethod
+    def of(cls, record: AttemptRecord, culprits: tuple[str, ...] = ()) -> AttemptView:
+        """From the ledger."""
+        end = None
+        if record.exit is not None:
+            from orc.launchers.records import AttemptExit
+
+            end = AttemptExit.from_dict(record.exit)
+        return cls(
+            record.number,
+            record.marker,
+            str(record.state),
+            record.cause,
+            record.reason,
+            record.handle["native_id"] if record.handle else None,
+            record.hosts,
+            record.submitted_at,
+            record.started_at,
+            record.ended_at,
+            record.restarts,
+            record.progress,
+            end,
+            culprits,
+        )
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job and all its attempts."""
+
+    id: str
+    name: str
+    cluster: str
+    backend: str
+    state: str
+    reason: str  # one line: why it waits, why it failed, why nothing can be said
+    created_at: float
+    updated_at: float
+    ended_at: float | None
+    next_attempt_at: float | None  # when a retry is due
+    cancel_requested_at: float | None
+    tags: Mapping[str, str]
+    spec: Mapping[str, Any]
+    digests: Mapping[str, str]  # {"code": ..., "runtime": ...}
+    source: str  # the job file, or "job:<id>" for a resubmission
+    attempts: tuple[AttemptView, ...] = field(default=())
+
+    @property
+    def ended(self) -> bool:
+        """True when the job will not change any more."""
+        return self.state in TERMINAL
+
+    @property
+    def attempt(self) -> AttemptView | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "cluster": self.cluster,
+            "backend": self.backend,
+            "state": self.state,
+            "reason": self.reason,
+            "created_at": self.created_at,
+            "updated_at": self.updated_at,
+            "ended_at": self.ended_at,
+            "next_attempt_at": self.next_attempt_at,
+            "cancel_requested_at": self.cancel_requested_at,
+            "tags": dict(self.tags),
+            "spec": dict(self.spec),
+            "digests": dict(self.digests),
+            "source": self.source,
+            "attempts": [attempt.to_dict() for attempt in self.attempts],
+        }
+
+    @classmethod
+    def of(
+        cls,
+        job: JobRecord,
+        attempts: list[AttemptRecord],
+        spec: Mapping[str, Any],
+        tags: Mapping[str, str],
+        culprits: Mapping[int, tuple[str, ...]],
+    ) -> JobView:
+        """From the ledger."""
+        return cls(
+            job.id,
+            job.name,
+            job.cluster,
+            job.backend,
+            str(job.state),
+            job.reason,
+            job.created_at,
+            job.updated_at,
+            job.ended_at,
+            job.next_attempt_at,
+            job.cancel_requested_at,
+            tags,
+            spec,
+            job.digests,
+            job.source,
+            tuple(AttemptView.of(attempt, culprits.get(attempt.number, ())) for attempt in attempts),
+        )
+
+
+class JobRow(NamedTuple):
+    """A job in a list. A tuple because lists are long."""
+
+    id: str
+    name: str
+    cluster: str
+    backend: str
+    state: str
+    reason: str
+    attempts: int
+    created_at: float
+    updated_at: float
+    ended_at: float | None
+    hosts: tuple[str, ...]  # of the newest attempt
+    tags: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**self._asdict(), "hosts": list(self.hosts), "tags": dict(self.tags)}
+
+
+# An event is shown as it is stored.
+EventView = EventRecord

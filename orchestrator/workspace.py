@@ -1,0 +1,50 @@
+"""What all orchestrator code works with: the ledger, the clusters, the local store, the clock. Passed explicitly."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.claims import Owner
+from orc.orchestrator.ledger.store import Ledger
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend
+    from orc.launchers.store import ContentStore
+
+
+@dataclass
+class Workspace:
+    """One user's orchestrator, for one thread. `backend_of` opens the backend of a named cluster."""
+
+    state_dir: Path
+    ledger: Ledger
+    backend_of: Callable[[str], Backend]
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    owner: str = field(default_factory=lambda: str(Owner.new()))
+    _backends: dict[str, Backend] = field(default_factory=dict)
+
+    @cached_property
+    def origin(self) -> str:
+        """``host:directory`` of this orchestrator's snapshots and secrets: others that share the ledger have theirs."""
+        return f"{os.uname().nodename}:{self.state_dir.absolute()}"
+
+    def backend(self, cluster: str) -> Backend:
+        """The backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured."""
+        if cluster not in self._backends:
+            self._backends[cluster] = self.backend_of(cluster)
+        return self._backends[cluster]
+
+    @cached_property
+    def store(self) -> ContentStore:
+        """The local store of code snapshots."""
+        from orc.launchers.layout import Layout
+        from orc.launchers.store import ContentStore
+
+        return ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))

@@ -1,0 +1,334 @@
+"""`Accelerator`: what a training script talks to. Every method is a guard and a call to the part that does it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orc.runtime.accumulation import Accumulation, apply_plugin
+from orc.runtime.checkpoint.methods import Checkpointing
+from orc.runtime.context import Prepared, current_context
+from orc.runtime.dist import any_process, gather, gather_for_metrics, pad_across_processes, reduce
+from orc.runtime.engine import NativeEngine
+from orc.runtime.engine.compile import resolve_plugin
+from orc.runtime.engine.normalize import Count
+from orc.runtime.engine.uneven import join_uneven_inputs
+from orc.runtime.errors import LaunchError
+from orc.runtime.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    LoadHook,
+    ProjectConfiguration,
+    SaveHook,
+    TorchDynamoPlugin,
+)
+from orc.runtime.options import ONE_STEP, gather_options, refuse_environment
+from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.precision import check_precision, get_grad_scaler, get_mixed_precision_context_manager
+from orc.runtime.preparing import Preparing
+from orc.runtime.process_group import close
+from orc.runtime.profiling import Profiling
+from orc.runtime.saving import StateSaving
+from orc.runtime.seeding import set_seed
+from orc.runtime.state import check_device
+from orc.runtime.tracking.methods import Tracking
+
+
+class Accelerator(Preparing, StateSaving, Checkpointing, Tracking, Profiling):
+    """Prepares models, optimizers, loaders and schedulers for the run this process belongs to.
+
+    Args:
+        device_placement: put models and batches on the device.
+        split_batches: cut each batch over the processes instead of giving each process whole ones.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; else ``ORC_MIXED_PRECISION``, ``ACCELERATE_MIXED_PRECISION``.
+        gradient_accumulation_steps: batches per optimizer step; when not given the environment (as above), else 1.
+        cpu: stay on the CPU.
+        dataloader_config: how loaders are distributed.
+        rng_types: generators that loaders align over the processes at the start of a pass.
+        log_with: experiment trackers: names, `LoggerType` members, trackers of your own, or several; ``all``.
+        project_dir: folder of checkpoints and logs.
+        project_config: more about that folder.
+        gradient_accumulation_plugin: more about accumulation.
+        step_scheduler_with_optimizer: `False` when the script steps its scheduler at other times than the optimizer.
+        kwargs_handlers: options of autocast, DDP, the gradient scaler and the process group.
+        dynamo_backend: compile prepared models with this back end of ``torch.compile``; else ``ORC_DYNAMO_BACKEND``.
+        dynamo_plugin: more about compiling.
+        deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins, parallelism_config:
+            documented arguments of features to come; refused by name.
+        older: spellings of older releases work with a warning; anything else is refused with the nearest name.
+            ``downcast_bf16`` is for TPUs: with bf16, float becomes bfloat16 and double float32, instead of both
+            bfloat16; it has no effect elsewhere.
+
+    Raises:
+        LaunchError: this process was launched in a way that cannot work.
+        ConfigError: a setting in arguments or environment is invalid.
+        ContextError: a setting contradicts the one of an earlier Accelerator of this process.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = ONE_STEP,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Iterable[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        **older: Any,
+    ) -> None:
+        downcast_bf16 = older.pop("downcast_bf16", None)
+        self._options = options = gather_options(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            dataloader_config=dataloader_config,
+            later={
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+            },
+            rng_types=rng_types,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            more=older,
+        )
+        self.log_with = self._choose_trackers(log_with)
+        self.ctx = ctx = current_context(cpu=cpu, **options.process_group.to_dict())
+        check_device(ctx, cpu)
+        first = not ctx.configured
+        config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
+        try:
+            check_precision(config.mixed_precision, ctx.device)
+            if ctx.xla is not None:
+                ctx.xla.choose_precision(config.mixed_precision, config.downcast_bf16)
+            refuse_environment(os.environ)
+            self.dynamo_plugin = resolve_plugin(options.dynamo, config)
+        except (ValueError, LaunchError):
+            if first:
+                ctx.unconfigure()  # the next Accelerator may ask for something else
+            raise
+        if first:
+            ctx.gradient.num_steps = config.gradient_accumulation_steps
+            if config.seed is not None:
+                set_seed(config.seed)
+        if not ctx.gradient.active:  # a loop that was left in the middle of a window is over
+            ctx.gradient.sync_gradients = True
+        if options.accumulation is not None:
+            apply_plugin(ctx.gradient, options.accumulation)
+        self._gradient = ctx.gradient
+        scaler = get_grad_scaler(config.mixed_precision, ctx.device, options.scaler)
+        self._engine = NativeEngine(ctx, scaler, self._trained_parameters)
+        self._accumulation = Accumulation(ctx.gradient, self._engine)
+        self._prepared = Prepared(scaler=scaler, steps=self._steps_taken)
+        self._trigger = False
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copy of something that holds the Accelerator belongs to the same run.
+        return self
+
+    # ---- models
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The model as the script wrote it."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared and reset `step`; returns as many `None` as there are *objects* to overwrite."""
+        self._prepared.clear()
+        self._accumulation.step = 0
+        self._engine.normalizer.reset()
+        self._gradient.active.clear()
+        self._gradient.current, self._gradient.sync_gradients = None, True
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    # ---- training
+
+    def backward(self, loss: Tensor, *, normalize_by: Count | None = None, **kwargs: Any) -> None:
+        """Instead of ``loss.backward()``: with the loss divided by the accumulation count, and scaled with fp16.
+
+        Args:
+            loss: a mean over the batch; with *normalize_by* a sum.
+            normalize_by: how many items *loss* is the sum over (tokens, say): a number, or a tensor with one element.
+                The step's gradient is then that of the sum over all batches of the accumulation window and all
+                processes, divided by their number of items, however these are distributed. One all-reduce per
+                window.
+            kwargs: of ``Tensor.backward``.
+
+        Raises:
+            ValueError: only some batches of a window came with *normalize_by*, or it is not a number of at least 0.
+        """
+        self._engine.backward(loss, normalize_by, **kwargs)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float | None = None) -> None:
+        """Backward and update in one, for prepared optimizers that do so (LOMO: they have ``fused_backward``).
+
+        Raises:
+            ValueError: there is no *learning_rate*, or no such optimizer.
+        """
+        if learning_rate is None:
+            raise ValueError("lomo_backward needs the learning_rate of this step")
+        fused = [one.optimizer for one in self._prepared.optimizers if hasattr(one.optimizer, "fused_backward")]
+        if not fused:
+            raise ValueError("lomo_backward: no prepared optimizer updates during backward; use backward() and step()")
+        if self._gradient.num_steps != 1:
+            loss = loss / self._gradient.num_steps
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """A block around one batch's forward, backward and step that makes gradient accumulation happen."""
+        return self._accumulation.block(models)
+
+    def no_sync(self, model: nn.Module | None = None, *more: nn.Module) -> AbstractContextManager[Any]:
+        """A block around forward and backward in which the gradients of *model* (and *more*) are not synchronised.
+
+        Without a model: of all prepared ones.
+        """
+        if model is not None and not more:
+            return self._engine.no_sync(model)
+        block = ExitStack()
+        for one in self._prepared.models if model is None else (model, *more):
+            block.enter_context(self._engine.no_sync(one))
+        return block
+
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[Any]:
+        """A block in which processes may run out of batches at different times: those that did answer the others.
+
+        For models trained by DDP on several processes; elsewhere it has no effect. Other collectives (`gather`, say)
+        must not be called inside by some processes only.
+
+        Args:
+            joinables: the prepared models, and optimizers that are `torch.distributed.algorithms.Joinable`.
+            even_batches: overrides ``even_batches`` of the prepared map-style loaders inside the block. Joining happens
+                where batches are not even.
+        """
+        loaders, normalizer = self._prepared.dataloaders, self._engine.normalizer
+        return join_uneven_inputs(self.ctx, joinables, even_batches, self.even_batches, loaders, normalizer)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """A block with *buffers* cut along the sequence, where context parallelism is on; this version has none."""
+        return nullcontext()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A block whose backward synchronises, after several forwards under `no_sync`."""
+        return self._engine.sync_in_backward(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A block in mixed precision, or in what *autocast_handler* says."""
+        return get_mixed_precision_context_manager(
+            self.mixed_precision, self.device, autocast_handler or self._options.autocast
+        )
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them."""
+        return self._engine.clip_grad_norm_(parameters, max_norm, norm_type, self._bare_optimizers())
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp gradients to ``[-clip_value, clip_value]``."""
+        self._engine.clip_grad_value_(parameters, clip_value, self._bare_optimizers())
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale, of all prepared optimizers or of *optimizer* (or a list); fp16 only."""
+        chosen = self._prepared.optimizers if optimizer is None else optimizer
+        chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
+        self._engine.unscale([getattr(one, "optimizer", one) for one in chosen])
+
+    def _bare_optimizers(self) -> list[Optimizer]:
+        if self._prepared.scaler is None and self.ctx.xla is None:
+            return []
+        return [one.optimizer for one in self._prepared.optimizers]
+
+    # ---- collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all processes, joined along the first dimension; any nesting."""
+        return gather(tensor, ctx=self.ctx)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the samples that were repeated to fill up the last batch.
+
+        Args:
+            input_data: tensors in any nesting, one row per sample; or other objects.
+            use_gather_object: send pickled objects: tensors of different sizes, anything. A list or tuple has one
+                element per sample.
+        """
+        return gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``)."""
+        return reduce(tensor, reduction, scale, ctx=self.ctx)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along *dim* to the largest size on any process."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
+
+    def set_trigger(self) -> None:
+        """Raise the flag on this process; see `check_trigger`."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised the flag since the last check, the same answer on all; lowers it."""
+        raised, self._trigger = self._trigger, False
+        return any_process(raised, ctx=self.ctx)
+
+    set_breakpoint = set_trigger
+    check_breakpoint = check_trigger
+
+    # ---- the end
+
+    def end_training(self) -> None:
+        """Finish the trackers and close the process group, where the runtime opened it; call it last."""
+        try:
+            self._finish_trackers()
+        finally:
+            self._stop_watching()
+            self._close_boundary()
+            close(self.ctx)

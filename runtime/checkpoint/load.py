@@ -1,0 +1,332 @@
+"""Loading: everything is verified on all ranks before anything is changed on any."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orc.runtime.checkpoint import layout, remote, rng
+from orc.runtime.checkpoint.copying import Copies
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    content_problems,
+    damaged,
+    locate,
+    read_manifest,
+    size_problems,
+)
+from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.remote import Place, Remote
+from orc.runtime.checkpoint.replicas import provide
+from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.data.plan import PositionError
+from orc.runtime.data.position import next_epoch
+from orc.runtime.dist.tree import recursively_apply
+from orc.runtime.parallel import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from orc.runtime.context import Prepared, RunContext
+
+_READ_PATIENCE_S = 3600.0
+Hook = Callable[[list[torch.nn.Module], str], None]
+
+
+def verify(context: RunContext, meeting: Meeting, directory: Path) -> Manifest:
+    """The manifest of *directory* when every file is as it was written. The ranks share out the reading.
+
+    Raises:
+        CheckpointError: on every rank, with everything that is missing, cut off or changed.
+    """
+    manifest: Manifest | None = None
+    error: str | None = None
+    try:
+        manifest = read_manifest(directory)
+        problems = size_problems(directory, manifest)
+        if not problems:
+            problems = content_problems(directory, manifest, sorted(manifest.files)[context.rank :: context.world_size])
+        if problems:
+            raise damaged(directory, problems)
+    except CheckpointError as failure:
+        error = str(failure)
+    meeting.hold("load_state (verifying)", error, _first_text, timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S))
+    assert manifest is not None
+    return manifest
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint whose files are what was saved.
+
+    directory:
+        Where they can be read; of a checkpoint on an object store a local copy.
+    """
+
+    directory: Path
+    manifest: Manifest
+
+
+@contextmanager
+def verified(
+    context: RunContext, meeting: Meeting, where: Place, *, sites: Sites | None = None, identity: str | None = None
+) -> Iterator[Verified]:
+    """The checkpoint at *where*, verified, for as long as the block lasts. One rank per machine copies what is remote.
+
+    On several *sites* each that lacks the one with this *identity* gets it from another.
+
+    Raises:
+        CheckpointError: on every rank, with everything that is missing, cut off or changed.
+    """
+    if isinstance(where, Path):
+        if sites is not None and sites.several and identity is not None:
+            yield Verified(*provide(meeting, sites, where, identity, _tell))
+        else:
+            found = locate(where)
+            yield Verified(found, verify(context, meeting, found))
+        return
+    mine: Path | None = None
+    error: str | None = None
+    try:
+        if context.is_local_main:
+            mine = Path(tempfile.mkdtemp(prefix="orc-checkpoint-"))
+            error = _fetch(context, where, mine)
+        copies = meeting.hold(
+            "load_state (fetching)",
+            [context.node_rank, None if mine is None else str(mine), error],
+            _copies,
+            timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S),
+        )
+        directory = Path(copies[str(context.node_rank)])
+        yield Verified(directory, read_manifest(directory))
+        # The copy may go when everybody on this machine has read it.
+        meeting.hold("load_state (done)", None, len, timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S))
+    finally:
+        if mine is not None:
+            shutil.rmtree(mine, ignore_errors=True)
+
+
+def _tell(text: str) -> None:
+    print(f"orc: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the run
+
+
+def _fetch(context: RunContext, where: Remote, target: Path) -> str | None:
+    """Copy the checkpoint to *target*, verified on the way; what is wrong with it."""
+    try:
+        manifest = remote.read_manifest(where)
+        lines = remote.problems(where, manifest)
+        if not lines:
+            lines = remote.fetch(where, manifest, manifest.files, target)
+        if lines:
+            raise damaged(where, lines)
+        (target / NAME).write_bytes(manifest.to_json())
+    except (CheckpointError, OSError) as failure:
+        return str(failure) if isinstance(failure, CheckpointError) else f"{where}: {failure}"
+    return None
+
+
+def _copies(reports: list[Any]) -> dict[str, str]:
+    _first_text([error for _, _, error in reports])
+    return {str(node): directory for node, directory, _ in reports if directory is not None}
+
+
+def _first_text(errors: list[Any]) -> None:
+    texts = sorted({text for text in errors if text})
+    if texts:
+        raise CheckpointError("\n".join(texts))
+
+
+def load(
+    context: RunContext,
+    meeting: Meeting,
+    prepared: Prepared,
+    checked: Verified,
+    *,
+    hooks: Sequence[Hook] = (),
+    map_location: Any = None,
+    model_options: Mapping[str, Any] | None = None,
+    roll_over: bool = False,
+) -> None:
+    """Load the verified checkpoint into everything that is prepared or registered.
+
+    With *roll_over* a loader that had yielded the last batch of an epoch is at the start of the next one.
+
+    Raises:
+        CheckpointError: something prepared has no counterpart in the checkpoint, or does not fit it.
+    """
+    directory, manifest = checked.directory, checked.manifest
+    models = list(prepared.models)
+    for hook in hooks:
+        hook(models, str(directory))
+    states = {}
+    error: str | None = None
+    try:
+        _check_counterparts(directory, manifest, prepared, models)
+        for name in _names(prepared):
+            states[name] = _unpickle(directory / name, map_location)
+        if roll_over:
+            for index in range(len(prepared.dataloaders)):
+                name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
+                states[name] = next_epoch(states[name])
+        _check_positions(directory, prepared, states)
+    except CheckpointError as failure:
+        error = str(failure)
+    # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
+    meeting.hold("load_state (reading)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+    with Copies() as copies:
+        # The largest first, in threads beside the models.
+        ready = {}
+        for name, optimizer in _optimizers(prepared).items():
+            ready[name] = _unmapped(states.pop(name), copies, optimizer.state_dict())
+        for index, model in enumerate(models):
+            _load_model(directory, manifest, index, model, map_location, dict(model_options or {}))
+        copies.wait()
+        for name, target in _names(prepared).items():
+            state = ready.pop(name) if name in ready else _unmapped(states.pop(name), copies)
+            copies.wait()
+            try:
+                target.load_state_dict(state)
+            except (ValueError, KeyError, RuntimeError) as failure:
+                raise CheckpointError(f"{directory / name} does not fit what is prepared: {failure}") from failure
+            del state
+    _restore_rng(context, directory, manifest)
+
+
+def _optimizers(prepared: Prepared) -> dict[str, Any]:
+    """File names of the optimizers."""
+    return {
+        layout.numbered(layout.OPTIMIZER_NAME, index, "bin"): optimizer
+        for index, optimizer in enumerate(prepared.optimizers)
+    }
+
+
+def _names(prepared: Prepared) -> dict[str, Any]:
+    """File names of everything but models and random states, with the object that each belongs to."""
+    named = _optimizers(prepared)
+    for index, scheduler in enumerate(prepared.schedulers):
+        named[layout.numbered(layout.SCHEDULER_NAME, index, "bin")] = scheduler
+    for index, loader in enumerate(prepared.dataloaders):
+        named[layout.numbered(layout.SAMPLER_NAME, index, "bin")] = loader
+    if prepared.scaler is not None:
+        named[layout.SCALER_NAME] = prepared.scaler
+    for index, registered in enumerate(prepared.custom):
+        named[layout.custom_file(index)] = registered
+    return named
+
+
+def _check_counterparts(
+    directory: Path, manifest: Manifest, prepared: Prepared, models: Sequence[torch.nn.Module]
+) -> None:
+    missing = [name for name in _names(prepared) if name not in manifest.files]
+    missing += [
+        layout.model_file(index)
+        for index in range(len(models))
+        if layout.model_file(index) not in manifest.files and layout.model_file(index, False) not in manifest.files
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{directory} holds no {', '.join(missing)}: more is prepared or registered here than when it was saved; "
+            "load into the same script's objects"
+        )
+
+
+def _check_positions(directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
+    for index, loader in enumerate(prepared.dataloaders):
+        name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
+        try:
+            loader.check_position(states[name])
+        except PositionError as error:
+            raise CheckpointError(f"{directory / name}: {error}") from error
+
+
+def _unpickle(path: Path, map_location: Any = None) -> Any:
+    try:
+        if map_location is None:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _unmapped(state: Any, copies: Copies, current: Any = None) -> Any:
+    """*state* in memory once *copies* are: what stayed mapped would break when a network file system loses the file.
+
+    Tensors go where the ones they replace are, if *current*, an optimizer's state, has such already: that needs no
+    memory twice, and moves them to their device.
+    """
+    if current is None or _shape(current) != _shape(state):
+        return recursively_apply(_fresh, state, copies)
+    return _filled(state, current, copies)
+
+
+def _fresh(value: torch.Tensor, copies: Copies) -> torch.Tensor:
+    if type(value) is not torch.Tensor or value.layout != torch.strided:
+        return value.clone()
+    target = torch.empty_like(value)
+    copies.start(target, value)
+    return target
+
+
+def _shape(state: Any) -> list[int] | None:
+    """Parameters in each group of an optimizer's *state*."""
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        return None
+
+
+def _filled(value: Any, current: Any, copies: Copies) -> Any:
+    if isinstance(value, torch.Tensor):
+        if type(current) is not torch.Tensor or current.shape != value.shape or current.dtype != value.dtype:
+            return _fresh(value, copies)
+        copies.start(current, value)
+        return current
+    if isinstance(value, dict):
+        known = current if isinstance(current, dict) else {}
+        return {key: _filled(one, known.get(key), copies) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_filled(one, None, copies) for one in value)
+    return value
+
+
+def _load_model(
+    directory: Path, manifest: Manifest, index: int, model: torch.nn.Module, map_location: Any, options: dict[str, Any]
+) -> None:
+    safe = layout.model_file(index) in manifest.files
+    path = directory / layout.model_file(index, safe)
+    state = read_weights(path) if safe else _unpickle(path, map_location)
+    try:
+        extract_model_from_parallel(model).load_state_dict(state, **options)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit the prepared model: {error}") from error
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, mapped into memory, with the names that share a tensor."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        aliases = json.loads((file.metadata() or {}).get("orc.aliases", "{}"))
+    for alias, name in aliases.items():
+        state[alias] = state[name]
+    return state
+
+
+def _restore_rng(context: RunContext, directory: Path, manifest: Manifest) -> None:
+    name = layout.random_states_file(context.rank)
+    if name in manifest.files:
+        rng.restore(_unpickle(directory / name), context.device, context.xla)
+        return
+    if context.rank < manifest.world_size:
+        raise CheckpointError(f"{directory} holds no {name}: the random numbers of this rank cannot be continued")
+    rng.reseed(manifest.id, context.rank)

@@ -1,0 +1,162 @@
+"""Where the ranks of a save or load agree: through the store, with a time-out and a name for who is missing.
+
+A collective would hang when one rank does not come (``if accelerator.is_main_process: accelerator.save_state()``), and
+its error would name no rank. A meeting costs two small store operations per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from orc.runtime.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from orc.runtime.checkpoint.relay import Relay
+    from orc.runtime.context import RunContext
+
+_series: WeakKeyDictionary[RunContext, Counter[str]] = WeakKeyDictionary()
+Verdict = Callable[[list[Any]], Any]
+PATIENCE_S = 600.0
+
+
+class Meeting:
+    """The meetings of one process with its peers, in the same order on all of them.
+
+    timeout_s:
+        How long to wait for ranks that have not come, in seconds.
+    name:
+        Of this series of meetings; series of different names run beside each other, each in a thread of its own. Those
+        of one name are told apart by their order, which is the same on all ranks.
+    """
+
+    def __init__(self, context: RunContext, timeout_s: float | None = None, name: str = "meeting") -> None:
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
+        self._given = context.store
+        # Another Accelerator of this run must not find what this one has left in the store.
+        series = _series.setdefault(context, Counter())
+        series[name] += 1
+        self._name = f"{name}/{series[name]}"
+        self._store: Store | None = None
+        self._count = 0
+        self._relays = 0
+
+    def hold(self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None) -> Any:
+        """Every rank brings *value* (JSON-able); rank 0 applies *verdict* to all values; every rank gets its result.
+
+        *verdict* raises `CheckpointError` to make every rank raise it.
+
+        Raises:
+            CheckpointError: the verdict's, or the names of the ranks that did not come within the time-out.
+        """
+        if self.world_size == 1:
+            return verdict([value])
+        import torch.distributed as dist
+
+        store = self._connect()
+        self._count += 1
+        prefix = f"orc/{self._name}/{self._count}/"
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
+        if self.rank != 0:
+            try:
+                store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
+            except dist.DistError as error:
+                raise CheckpointError(
+                    f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
+                    f"every rank must call it ({error})"
+                ) from None
+            failed, result = json.loads(store.get(f"{prefix}verdict"))
+            if failed is not None:
+                raise CheckpointError(failed)
+            return result
+        failed, result = None, None
+        try:
+            result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s))
+        except CheckpointError as error:
+            failed = str(error)
+            raise
+        except BaseException as error:
+            failed = f"{what}: rank 0 failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            store.set(f"{prefix}verdict", json.dumps([failed, result]))
+            self._forget(store, self._count - 2)
+        return result
+
+    def _collect(self, store: Store, prefix: str, what: str, deadline: float, patience: float) -> list[Any]:
+        import torch.distributed as dist
+
+        keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
+        try:
+            store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except dist.DistError:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                names = ", ".join(map(str, missing))
+                raise CheckpointError(
+                    f"{what}: {'rank' if len(missing) == 1 else 'ranks'} {names} of {self.world_size} did not come "
+                    f"within {patience:g} s. Every rank must call it; do not put it under is_main_process"
+                ) from None
+        said = [json.loads(data) for data in store.multi_get(keys)]
+        others = {f"rank {rank}: {name}" for rank, (name, _) in enumerate(said) if name != what}
+        if others:
+            raise CheckpointError(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
+        return [value for _, value in said]
+
+    def _forget(self, store: Store, number: int) -> None:
+        # Everybody who is at meeting n has left meeting n - 1 with its verdict, so n - 2 is read by nobody.
+        if number > 0:
+            for name in (*map(str, range(self.world_size)), "verdict"):
+                store.delete_key(f"orc/{self._name}/{number}/{name}")
+
+    def relay(self) -> Relay:
+        """A way to send files; all ranks ask for it, at the same place between two meetings."""
+        from orc.runtime.checkpoint.relay import Relay
+
+        self._relays += 1
+        return Relay(self._connect(), f"orc/{self._name}/relay/{self._relays}/", self.timeout_s)
+
+    def part(self, timeout_s: float = 10.0) -> None:
+        """The last word before a process may exit: rank 0, whose process may hold the store, leaves last."""
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        store = self._connect()
+        self._count += 1
+        prefix = f"orc/{self._name}/{self._count}/"
+        if self.rank != 0:
+            store.set(f"{prefix}{self.rank}", "")
+            return
+        try:
+            store.wait([f"{prefix}{rank}" for rank in range(1, self.world_size)], timedelta(seconds=timeout_s))
+        except dist.DistError:
+            return  # whoever did not come will not read anything either
+        self._forget(store, self._count - 1)
+
+    def _connect(self) -> Store:
+        # A connection of our own: a wait blocks everybody else on the same one.
+        if self._store is None:
+            if self._given is None:
+                raise CheckpointError(
+                    "saving and loading with several processes needs the store of their process group"
+                )
+            self._store = self._given.clone()  # type: ignore[attr-defined]
+        return self._store
+
+
+def agree_on_no_error(errors: list[Any]) -> None:
+    """A verdict: fine when every rank brings `None`, otherwise the error with all of their texts."""
+    texts = {f"rank {rank}: {text}" if len(errors) > 1 else str(text) for rank, text in enumerate(errors) if text}
+    if texts:
+        raise CheckpointError("; ".join(sorted(texts)))

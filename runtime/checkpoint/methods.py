@@ -1,0 +1,193 @@
+"""The Accelerator's methods around checkpoints, and the boundary between steps where automatic ones happen."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.checkpoint.remote import Place
+    from orc.runtime.checkpoint.run import Resumed, RunCheckpoints
+    from orc.runtime.context import Prepared, RunContext
+    from orc.runtime.handlers import LoadHook, SaveHook
+    from orc.runtime.metrics.meter import Meter
+    from orc.runtime.options import Options
+    from orc.runtime.resilience.boundary import Boundary
+
+
+class Checkpointing:
+    """The part of the Accelerator that saves, loads and resumes whole runs."""
+
+    ctx: RunContext
+    _options: Options
+    _prepared: Prepared
+    _save_hooks: OrderedDict[int, SaveHook]
+    _load_hooks: OrderedDict[int, LoadHook]
+    _meter: Meter | None
+
+    @cached_property
+    def _checkpoints(self) -> RunCheckpoints:
+        from orc.runtime.checkpoint.run import RunCheckpoints
+
+        return RunCheckpoints(self.ctx, self._prepared, self._options.project)
+
+    @cached_property
+    def _boundary(self) -> Boundary:
+        from orc.runtime.resilience.boundary import Boundary
+
+        return Boundary.of(self.ctx, self._checkpoints, self._save, self._meter)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """Around work that is no training step, for those who watch the run."""
+        from orc.runtime.resilience.watch import aside
+
+        return aside(self.ctx)
+
+    def _close_boundary(self) -> None:
+        try:
+            if "_checkpoints" in self.__dict__:
+                self._checkpoints.finish()
+        finally:
+            if "_boundary" in self.__dict__:
+                self._boundary.close()
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        block: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write models, optimizers, schedulers, positions of loaders, scaler, random states and registered objects.
+
+        The directory appears complete or not at all, whatever happens meanwhile; what it replaces stays until then.
+        Every process must call it. Machines that share no directory each get a whole checkpoint.
+
+        Args:
+            output_dir: where to. Without it, or with automatic naming, the next ``checkpoint_<n>`` below the project's
+                ``checkpoints`` folder or ORC_CHECKPOINT_DIR. URLs (``s3://bucket/run``) are opened with fsspec.
+            safe_serialization: weights as safetensors, otherwise as pickle.
+            block: return when the checkpoint is complete and durable. With `False` return when the state is copied to
+                host memory, and write that in a thread; an error is raised by the next `save_state`, `load_state`,
+                `resume`, `wait_for_checkpoint` or `end_training`, which wait for the thread, as the end of the process
+                does.
+            save_model_func_kwargs: accepted for engines that take them; none here.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: it could not be written, or a process did not call it; nothing has changed.
+            ValueError: there is no directory to write to.
+        """
+        if save_model_func_kwargs:
+            names = ", ".join(sorted(save_model_func_kwargs))
+            raise TypeError(f"save_state: the engine in use takes no further arguments ({names})")
+        return str(self._save(_place(output_dir), safe_serialization, block))
+
+    def _save(self, directory: Place | None = None, safe: bool = True, block: bool = True) -> Place:
+        with self._aside():
+            return self._checkpoints.save(directory, safe=safe, hooks=tuple(self._save_hooks.values()), block=block)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is written in the background (``block=False``) is complete; on all processes.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with self._aside():
+            self._checkpoints.finish()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Read what `save_state` wrote, into the same objects prepared in the same order.
+
+        All files are verified on all processes before anything is changed. Loaders continue where they were with their
+        next pass; `skip_first_batches` takes the place of that. Where machines share no directory, all load the newest
+        that any of them has whole; those without it get a copy.
+
+        Args:
+            input_dir: the directory; without it the newest complete checkpoint.
+            load_kwargs: ``map_location`` for everything that is loaded.
+            load_model_func_kwargs: ``map_location``, and arguments of the models' ``load_state_dict`` (``strict``).
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is incomplete or damaged, or it does not fit.
+        """
+        options, loading = dict(load_model_func_kwargs), dict(load_kwargs or {})
+        location = options.pop("map_location", loading.pop("map_location", None))
+        if not loading.pop("weights_only", True):
+            raise ValueError("load_state: weights_only=False would let a checkpoint run code; it is not supported")
+        if loading:
+            raise TypeError(f"load_state: load_kwargs has {', '.join(sorted(loading))}; it takes map_location")
+        with self._aside():
+            self._checkpoints.load(
+                _place(input_dir),
+                hooks=tuple(self._load_hooks.values()),
+                map_location=location,
+                model_options=options,
+            )
+
+    def resume(self) -> Resumed | None:
+        """Load the newest complete checkpoint of this run, if there is one; `None` otherwise.
+
+        Call it after `prepare`, and start the loop at its ``epoch``: the prepared loader goes on in the middle of that
+        epoch, with the next batch. With ``resume: never`` (ORC_RESUME=never) it does nothing.
+
+        Raises:
+            CheckpointError: the newest checkpoint does not fit, or all are damaged.
+        """
+        return self._checkpoints.resume(hooks=tuple(self._load_hooks.values()))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this run was asked to go and this is the step all processes have agreed to stop at.
+
+        Left alone, the run saves a checkpoint at the next step boundary and ends with status 75. A script that wants to
+        do something before checks this after each optimizer step, on all processes.
+        """
+        return self._boundary.preempted
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of *model* for `load_checkpoint_in_model` or other programs, on the main process.
+
+        Args:
+            model: prepared or not.
+            save_directory: created if needed.
+            max_shard_size: bytes, or digits and a unit (``5MB``, ``1GiB``); larger models are cut into several files
+                with an index. A weight that is larger by itself gets a file of its own.
+            safe_serialization: safetensors, otherwise pickle.
+
+        Raises:
+            ValueError: *max_shard_size* cannot be read.
+            CheckpointError: the weights cannot be stored this way.
+        """
+        from orc.runtime.checkpoint.weights import save_model
+
+        each_node = self._options.project.save_on_each_node
+        xla = self.ctx.xla
+        state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
+        if self.ctx.is_local_main if each_node else self.ctx.is_main:
+            save_model(model, save_directory, max_shard_size, safe_serialization, state)
+
+
+def _place(given: str | os.PathLike[str] | None) -> Place | None:
+    from orc.runtime.checkpoint.remote import place
+
+    return None if given is None else place(os.fspath(given))

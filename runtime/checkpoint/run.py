@@ -1,0 +1,346 @@
+"""The checkpoints of one run: where they go, what they are called, which to resume from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.checkpoint.background import Background
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.load import Verified, load, verified
+from orc.runtime.checkpoint.manifest import locate, read_manifest
+from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.naming import CheckpointRoot, number_of
+from orc.runtime.checkpoint.remote import Place, Remote, RemoteRoot, place
+from orc.runtime.checkpoint.save import Progress, SaveRequest, attempt, capture, looks, open_destination, save, write
+from orc.runtime.checkpoint.sites import Survey
+from orc.runtime.checkpoint.staging import Stage
+
+if TYPE_CHECKING:
+    from orc.runtime.checkpoint.destination import Destination
+    from orc.runtime.context import Prepared, RunContext
+    from orc.runtime.handlers import LoadHook, ProjectConfiguration, SaveHook
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on after `Accelerator.resume`.
+
+    Attributes:
+        path: the checkpoint that was loaded.
+        step: optimizer steps taken before.
+        epoch: the epoch to go on with. The prepared loader starts in the middle of it where it was saved there.
+        offset: samples of that epoch that all ranks have already taken.
+    """
+
+    path: Place
+    step: int
+    epoch: int
+    offset: int
+
+
+class RunCheckpoints:
+    """Saves and loads the state of what an Accelerator has prepared.
+
+    Attributes:
+        base_step: optimizer steps of earlier processes; the run's step is this plus the steps taken here.
+        saved_step: the step of the last save or load.
+    """
+
+    def __init__(self, context: RunContext, prepared: Prepared, project: ProjectConfiguration) -> None:
+        self.context = context
+        self.prepared = prepared
+        self.project = project
+        self.base_step = 0
+        self.saved_step = 0
+        self.background = Background()
+
+    @cached_property
+    def meeting(self) -> Meeting:
+        """Where the ranks agree; with a connection that is made on first use."""
+        return Meeting(self.context)
+
+    @cached_property
+    def _background_meeting(self) -> Meeting:
+        """The same for what is written in the background: its thread has a connection of its own too."""
+        return Meeting(self.context, name="background")
+
+    @cached_property
+    def _survey(self) -> Survey:
+        shared = "0" if self.project.save_on_each_node else self.context.config.checkpoint_shared
+        return Survey(self.context, self.meeting, shared)
+
+    @cached_property
+    def _stage(self) -> Stage:
+        return Stage()
+
+    @property
+    def root(self) -> CheckpointRoot | RemoteRoot | None:
+        """Where automatically named checkpoints are: below the project's folder, or the configured directory."""
+        project, configured = self.project, self.context.config.checkpoint_dir
+        if project.project_dir is not None and (project.automatic_checkpoint_naming or configured is None):
+            where = place(os.fspath(project.project_dir)) / "checkpoints"
+        elif configured is not None:
+            where = place(configured)
+        else:
+            return None
+        return RemoteRoot(where) if isinstance(where, Remote) else CheckpointRoot(where)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.base_step + self.prepared.steps()
+
+    @property
+    def keep(self) -> int | None:
+        """How many automatically named checkpoints stay."""
+        return self.project.total_limit or self.context.config.checkpoint_keep
+
+    def progress(self) -> Progress:
+        """Step, and the place of the loader that training reads."""
+        loader = training_loader(self.prepared.dataloaders)
+        if loader is None:
+            return Progress(self.step)
+        state = loader.state_dict()
+        return Progress(self.step, state["epoch"], state["offset"])
+
+    def save(
+        self, directory: Place | None, *, safe: bool = True, hooks: Sequence[SaveHook] = (), block: bool = True
+    ) -> Place:
+        """Save to *directory*, or where the next automatically named checkpoint belongs.
+
+        Waits for a save that is still being written. Without *block* it returns when the state is copied, and the copy
+        is written in the background.
+
+        Raises:
+            CheckpointError: it could not be saved, or the one before in the background could not; nothing has changed.
+            ValueError: no directory was given, named or configured.
+        """
+        self.finish()
+        root = self.root
+        if self.project.automatic_checkpoint_naming and root is not None:
+            directory = None  # as documented: automatic naming decides
+        if directory is None and root is None:
+            raise ValueError(
+                "save_state needs a directory: pass output_dir, or Accelerator(project_dir=...) with "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or set ORC_CHECKPOINT_DIR"
+            )
+        numbered = directory is None
+
+        keep = self.keep
+
+        def retain(destination: Destination) -> None:
+            if numbered and root is not None and destination.leads:
+                root.retain(keep)
+
+        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks))
+        if block:
+            destination = save(self.context, self.meeting, self._survey, self.prepared, request)
+            retain(destination)
+        else:
+            destination = self._save_beside(request, retain)
+        target = destination.target
+        self.saved_step = self.step
+        if numbered:
+            self.project.iteration = (number_of(target) or 0) + 1
+        return target
+
+    def _save_beside(self, request: SaveRequest, retain: Callable[[Destination], None]) -> Destination:
+        opened = open_destination(self.context, self.meeting, self._survey, request)
+        destination = opened.destination
+        try:
+            content = capture(self.context, self.prepared, request, destination, self._stage)
+        except BaseException:
+            destination.abandon()
+            raise
+        meeting = self._background_meeting
+
+        def finish() -> None:
+            try:
+                write(self.context, meeting, request, opened, content, writers=1)
+            except BaseException:
+                destination.abandon()
+                raise
+            retain(destination)
+            meeting.part()
+
+        self.background.start(f"saving {destination.target}", finish)
+        return destination
+
+    def finish(self) -> None:
+        """Wait for what is written in the background. Raises `CheckpointError` when it could not be, once."""
+        try:
+            self.background.finish()
+        except CheckpointError:
+            self.saved_step = -1
+            raise
+
+    def load(
+        self,
+        directory: Place | None,
+        *,
+        hooks: Sequence[LoadHook] = (),
+        map_location: Any = None,
+        model_options: Mapping[str, Any] | None = None,
+    ) -> Resumed:
+        """Load *directory*, or the newest automatically named checkpoint.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it does not fit; what was prepared is unchanged unless
+                the error says that a state does not fit.
+        """
+        self.finish()
+        root = self.root
+        asked = None if directory is None else str(directory)
+        if directory is None:
+            bid = [asked, *self._offers(root)]
+        else:
+            bid = [asked, offer(directory) if self.context.is_local_main else [], None]
+        number, identity = self.meeting.hold("load_state", bid, self._choose)
+        if directory is None:
+            assert root is not None
+            directory = root.numbered(number)
+        elif not isinstance(directory, Remote):
+            directory = directory.absolute()
+        with self._verified(directory, identity, "load_state") as checked:
+            return self._load(directory, checked, hooks, map_location, model_options, roll_over=True)
+
+    def resume(self, *, hooks: Sequence[LoadHook] = ()) -> Resumed | None:
+        """Load the newest checkpoint that is whole; `None` when there is none, or with ``resume: never``.
+
+        A damaged checkpoint is reported on stderr and passed over.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is whole; or the newest does not fit.
+        """
+        self.finish()
+        if self.context.config.resume == "never":
+            return None
+        root = self.root
+        if root is None:
+            return None
+        candidates = self.meeting.hold("resume", self._offers(root), newest_first)
+        failures = []
+        for number, identity in candidates:
+            candidate = root.numbered(number)
+            with ExitStack() as stack:
+                try:
+                    checked = stack.enter_context(self._verified(candidate, identity, "resume"))
+                except CheckpointError as error:
+                    failures.append(str(error))
+                    if self.context.is_main:
+                        print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                    continue
+                return self._load(candidate, checked, hooks)
+        if failures:
+            raise CheckpointError("no checkpoint can be resumed from:\n" + "\n".join(failures))
+        return None
+
+    def _verified(self, directory: Place, identity: str | None, what: str) -> AbstractContextManager[Verified]:
+        sites = None
+        if isinstance(directory, Path) and identity is not None:  # for what nobody has no directory is made
+            sites = self._survey.at(directory.parent, what)
+        return verified(self.context, self.meeting, directory, sites=sites, identity=identity)
+
+    def _offers(self, root: CheckpointRoot | RemoteRoot | None) -> list[Any]:
+        """What this machine has below *root*, told by one of its ranks, and what kept it from looking."""
+        if root is None or not looks(self.context, root):
+            return [[], None]
+        return list(attempt(lambda: offers(root)))
+
+    def _choose(self, bids: list[Any]) -> tuple[int | None, str | None]:
+        asked = [given for given, *_ in bids]
+        if len(set(asked)) > 1:
+            raise CheckpointError(f"load_state was called with different directories on different ranks: {asked}")
+        found = newest_first([bid for _, *bid in bids])
+        if asked[0] is not None:
+            return None, found[0][1] if found else None
+        root = self.root
+        if root is None:
+            raise CheckpointError(
+                "load_state needs a directory: pass input_dir, or use automatic checkpoint naming, or set "
+                "ORC_CHECKPOINT_DIR"
+            )
+        if not found:
+            raise CheckpointError(f"{root.path} holds no complete checkpoint")
+        return found[0]
+
+    def _load(
+        self,
+        path: Place,
+        checked: Verified,
+        hooks: Sequence[LoadHook],
+        map_location: Any = None,
+        model_options: Mapping[str, Any] | None = None,
+        *,
+        roll_over: bool = False,
+    ) -> Resumed:
+        load(
+            self.context,
+            self.meeting,
+            self.prepared,
+            checked,
+            hooks=tuple(hooks),
+            map_location=map_location,
+            model_options=model_options,
+            roll_over=roll_over,
+        )
+        manifest = checked.manifest
+        self.base_step = manifest.step - self.prepared.steps()
+        self.saved_step = manifest.step
+        number = number_of(path)
+        if number is not None:
+            self.project.iteration = max(self.project.iteration, number + 1)
+        if isinstance(path, Path):
+            path = checked.directory
+        return Resumed(path, manifest.step, manifest.epoch, manifest.offset)
+
+
+# Number, identity and time of a checkpoint that a machine has.
+Offer = tuple[int, str, float]
+
+
+def offers(root: CheckpointRoot | RemoteRoot) -> list[Offer]:
+    """The complete checkpoints below *root* that can be seen from this machine."""
+    found: list[Offer] = []
+    for number, directory in root.committed():
+        if isinstance(directory, Path):
+            found += [(number, identity, created_at) for _, identity, created_at in offer(directory)]
+        else:
+            found.append((number, "", 0.0))
+    return found
+
+
+def offer(directory: Place) -> list[Offer]:
+    """The checkpoint *directory*, if this machine has one there."""
+    if isinstance(directory, Remote):
+        return []
+    try:
+        manifest = read_manifest(locate(directory))
+    except CheckpointError:
+        return []  # why is said by whoever has to load it
+    return [(0, manifest.id, manifest.created_at)]
+
+
+def newest_first(bids: list[Any]) -> list[tuple[int, str]]:
+    """Number and identity of all checkpoints that any machine has; of *bids*: offers, and an error or `None`."""
+    agree_on_no_error([error for _, error in bids])
+    offered: list[list[Offer] | None] = [some for some, _ in bids]
+    every = {(number, created_at, identity) for some in offered for number, identity, created_at in some or ()}
+    return [(number, identity) for number, _, identity in sorted(every, reverse=True)]
+
+
+def training_loader(loaders: Sequence[Any]) -> Any | None:
+    """The loader that training reads: one that ran while the optimizer stepped, else one that runs, else the first."""
+
+    def rank(loader: Any) -> tuple[bool, bool]:
+        cursor = loader.cursor
+        return cursor.trained, cursor.live is not None
+
+    return max(loaders, key=rank) if loaders else None

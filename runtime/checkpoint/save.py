@@ -1,0 +1,320 @@
+"""Saving: every rank writes its files into a temporary directory, and one rename makes them a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from orc.runtime.checkpoint import layout, rng
+from orc.runtime.checkpoint.destination import Destination, LocalDestination, RemoteDestination
+from orc.runtime.checkpoint.durable import FileRecord, Hashing
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.manifest import NAME, Manifest, plain
+from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.naming import CheckpointRoot
+from orc.runtime.checkpoint.remote import Place, Remote, RemoteRoot
+from orc.runtime.checkpoint.replicas import complete
+from orc.runtime.checkpoint.safetensors_file import without_aliases, write_tensors
+from orc.runtime.checkpoint.sites import Sites, Survey
+from orc.runtime.checkpoint.staging import Stage
+from orc.runtime.parallel import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from orc.runtime.context import Prepared, RunContext
+
+_WRITERS = 4  # files at a time
+_COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk
+T = TypeVar("T")
+Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is: optimizer steps, and the place of the loader that training reads."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One save, as every rank asks for it.
+
+    directory:
+        Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
+    """
+
+    directory: Place | None
+    root: CheckpointRoot | RemoteRoot | None
+    at_least: int
+    progress: Progress
+    safe: bool = True
+    hooks: Sequence[Hook] = ()
+
+
+Task = Callable[[Hashing], None]
+# What a rank is going to write, by file name; or the error that keeps it from doing so.
+Content = dict[str, Task] | str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A save that is under way: where its files go, on which sites, and what makes it this save."""
+
+    destination: Destination
+    sites: Sites
+    id: str
+    created_at: float
+
+
+def save(
+    context: RunContext, meeting: Meeting, survey: Survey, prepared: Prepared, request: SaveRequest
+) -> Destination:
+    """Write a checkpoint; its destination when it is complete and durable.
+
+    Raises:
+        CheckpointError: nothing was changed; the text says which rank failed and how, or which rank did not come.
+    """
+    opened = open_destination(context, meeting, survey, request)
+    destination = opened.destination
+    try:
+        write(context, meeting, request, opened, capture(context, prepared, request, destination))
+    except BaseException:
+        destination.abandon()
+        raise
+    return destination
+
+
+def open_destination(context: RunContext, meeting: Meeting, survey: Survey, request: SaveRequest) -> Opened:
+    """Agree on the directory and make it ready; the first part of a save."""
+    root = request.root
+    asked = None if request.directory is None else str(request.directory)
+    number: int | None = None
+    error: str | None = None
+    if request.directory is None and root is not None and looks(context, root):
+        number, error = attempt(lambda: root.next(request.at_least)[0])
+    bid = [asked, number, error]
+    number, token, created_at = meeting.hold("save_state", bid, lambda bids: _choose(bids, request.directory))
+    where: Place
+    if request.directory is not None:
+        where = request.directory if isinstance(request.directory, Remote) else request.directory.absolute()
+    else:
+        assert root is not None
+        where = root.numbered(number)
+    destination: Destination
+    if isinstance(where, Remote):
+        sites = Sites(context.rank, (0,) * context.world_size)
+        taken = meeting.hold("save_state", None, lambda _: NAME in where.entries())
+        destination = RemoteDestination(where, f".{token}-" if taken else "", context.is_main)
+    else:
+        sites = survey.at(where.parent, "save_state")
+        destination = LocalDestination(where, token, sites.leads, sites.mine if sites.several else None)
+    try:
+        error = attempt(destination.prepare)[1] if destination.leads else None
+        meeting.hold("save_state (making the directory)", error, agree_on_no_error)
+    except BaseException:
+        destination.abandon()
+        raise
+    return Opened(destination, sites, token, created_at)
+
+
+def capture(
+    context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination, stage: Stage | None = None
+) -> Content:
+    """Collect this rank's states, the second part of a save; with *stage* copied, so that training may go on.
+
+    The hooks run on every rank, before; they may take weights off the list.
+    """
+    tasks: dict[str, Task] = {}
+    error = attempt(lambda: tasks.update(_tasks(context, prepared, request, destination, stage)))[1]
+    return tasks if error is None else error
+
+
+def _tasks(
+    context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination, stage: Stage | None
+) -> dict[str, Task]:
+    destination.check_visible()
+    models = list(prepared.models)
+    weights = [dict(extract_model_from_parallel(model).state_dict()) for model in models]
+    for hook in request.hooks:
+        hook(models, weights, str(destination.hook_directory()))
+    states = _states(prepared) if destination.leads else []
+    if not destination.leads:
+        weights = []
+    if context.xla is not None:  # its tensors have no memory that could be looked at
+        weights, states = context.xla.to_cpu((weights, states))
+    random_states = rng.capture(context.xla)
+    if stage is not None:
+        weights, states = stage.take((weights, states))
+    write_model = _write_weights if request.safe else _pickle
+    tasks: dict[str, Task] = {}
+    for index, state in enumerate(weights):
+        tasks[layout.model_file(index, request.safe)] = partial(write_model, state)
+    for name, state, check in states:
+        if check:
+            _check_loadable(name, state)
+        tasks[name] = partial(_pickle, state)
+    tasks[layout.random_states_file(context.rank)] = partial(_pickle, random_states)
+    return tasks
+
+
+def write(
+    context: RunContext,
+    meeting: Meeting,
+    request: SaveRequest,
+    opened: Opened,
+    content: Content,
+    *,
+    writers: int = _WRITERS,
+) -> None:
+    """Write and commit what `capture` collected, the last part of a save.
+
+    Raises:
+        CheckpointError: a rank could not; nothing has changed.
+    """
+    destination, sites = opened.destination, opened.sites
+    records: dict[str, FileRecord] = {}
+    error = content if isinstance(content, str) else None
+    if not isinstance(content, str):
+        tasks = content
+        error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
+    crew = meeting.hold(
+        "save_state (writing)",
+        {"error": error, "site": sites.mine, "files": {n: asdict(r) for n, r in records.items()}},
+        _files_by_site,
+        timeout_s=max(meeting.timeout_s, _COMMIT_PATIENCE_S),
+    )
+    files = {name: FileRecord(record["size"], tuple(record["sums"])) for name, record in crew[str(sites.mine)].items()}
+    error = None
+    if sites.several:
+        error = attempt(lambda: files.update(complete(meeting, sites, destination)))[1]
+    progress = request.progress
+    manifest = Manifest(
+        opened.id, progress.step, progress.epoch, progress.offset, context.world_size, opened.created_at, files
+    )
+    if destination.leads:
+        error = error or attempt(lambda: destination.seal(manifest))[1]
+    if sites.several:
+        # Nothing appears anywhere before it is complete everywhere.
+        meeting.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+    if destination.leads:
+        error = error or attempt(lambda: destination.commit(manifest))[1]
+    meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+
+
+def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:
+    def put(name: str) -> FileRecord:
+        file = destination.create(name)
+        try:
+            tasks[name](file)
+        except BaseException:
+            file.abandon()
+            raise
+        return file.close()
+
+    # One file is checksummed and written while the disk works on another.
+    if writers > 1:
+        with ThreadPoolExecutor(writers) as pool:
+            records = dict(zip(tasks, pool.map(put, tasks), strict=True))
+    else:  # no pool may be started while the interpreter waits for its last threads
+        records = {name: put(name) for name in tasks}
+    return records | destination.hook_files()
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What *action* returns, and its error as text, to be brought to the meeting: the others must not wait for it."""
+    try:
+        return action(), None
+    except CheckpointError as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001 - raised on every rank by the meeting
+        return None, f"{type(error).__name__}: {error}"
+
+
+def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
+    """Whether this rank is the one that looks what is there: one per machine, which may have a disk of its own."""
+    return context.is_main if isinstance(root, RemoteRoot) else context.is_local_main
+
+
+def _choose(bids: list[Any], directory: Place | None) -> tuple[int | None, str, float]:
+    """The number after all that are taken, an identity of this one save, and its time."""
+    asked = [given for given, _, _ in bids]
+    if len(set(asked)) > 1:
+        raise CheckpointError(f"save_state was called with different directories on different ranks: {asked}")
+    agree_on_no_error([error for _, _, error in bids])
+    numbers = [number for _, number, _ in bids if number is not None]
+    return max(numbers) if directory is None else None, secrets.token_hex(8), time.time()
+
+
+def _files_by_site(reports: list[Any]) -> dict[str, Any]:
+    agree_on_no_error([report["error"] for report in reports])
+    files: dict[str, Any] = {}
+    for report in reports:
+        files.setdefault(str(report["site"]), {}).update(report["files"])
+    return files
+
+
+def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
+    """Name and state of everything but models, and whether it can hold what only the user knows."""
+    named: list[tuple[str, Any, bool]] = []
+    for index, optimizer in enumerate(prepared.optimizers):
+        named.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), optimizer.state_dict(), False))
+    for index, scheduler in enumerate(prepared.schedulers):
+        named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
+    for index, loader in enumerate(prepared.dataloaders):
+        named.append((layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader.state_dict(), False))
+    if prepared.scaler is not None:
+        named.append((layout.SCALER_NAME, prepared.scaler.state_dict(), False))
+    for index, registered in enumerate(prepared.custom):
+        named.append((layout.custom_file(index), registered.state_dict(), True))
+    return named
+
+
+def _write_weights(state: Mapping[str, Any], file: Hashing) -> None:
+    tensors, aliases = without_aliases(state)
+    metadata = {"format": "pt"}
+    if aliases:
+        metadata["orc.aliases"] = json.dumps(aliases)
+    write_tensors(file, tensors, metadata)
+
+
+def _pickle(state: Any, file: Hashing) -> None:
+    torch.save(plain(state), file)
+
+
+def _check_loadable(name: str, state: Any) -> None:
+    """Make sure that the safe loader will take *state*. Its tensors are left out: they can always be loaded."""
+    memory = io.BytesIO()
+    torch.save(_without_tensors(plain(state)), memory)
+    memory.seek(0)
+    try:
+        torch.load(memory, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever the loader objects to
+        reason = str(error).split("\n")[-1] or type(error).__name__
+        raise CheckpointError(
+            f"{name} could not be loaded again: its state_dict holds something else than tensors, numbers, "
+            f"strings, lists and dictionaries ({reason.strip()}); return plain values, or allow the type with "
+            "torch.serialization.add_safe_globals"
+        ) from None
+
+
+def _without_tensors(state: Any) -> Any:
+    """*state* with dense tensors as `None`, in dictionaries, lists and tuples of the plain kinds."""
+    if type(state) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if type(state) in (dict, OrderedDict):
+        return {key: _without_tensors(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return [_without_tensors(value) for value in state]
+    return state

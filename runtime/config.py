@@ -1,0 +1,317 @@
+"""The runtime's configuration: one table of keys, read by training processes and by the launch layer. Torch-free.
+
+A value comes from the first of: an argument in the script, ``ORC_<KEY>`` in the environment, the documented
+``ACCELERATE_<KEY>`` (fall-back), the default. It is resolved once, with its provenance, and never written back to the
+environment. The launch layer uses the same table the other way round: `to_env` turns the ``runtime:`` section of a job
+file into the ``ORC_*`` variables that `resolve` reads on the nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
+_FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot be used; the message names the key, the value and the source."""
+
+
+def parse_bool(text: str) -> bool:
+    """``1 true yes y on t`` and ``0 false no n off f`` (any case). Raises `ValueError` for anything else."""
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError(f"not a truth value: {text!r}")
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return parse_bool(value)
+    raise ValueError("expected true or false")
+
+
+def _integer(minimum: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError("expected a whole number")
+        number = int(value)
+        if number < minimum:
+            raise ValueError(f"expected a whole number of at least {minimum}")
+        return number
+
+    return parse
+
+
+def _number(minimum: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError("expected a number")
+        number = float(value)
+        if not number >= minimum:
+            raise ValueError(f"expected a number of at least {minimum}")
+        return number
+
+    return parse
+
+
+def _choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        # YAML 1.1 reads a bare `no` as false; it is a documented precision name.
+        text = "no" if value is False and "no" in allowed else str(value).strip().lower()
+        if text not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _word(value: Any) -> str:
+    text = "no" if value is False else str(value).strip().lower()  # YAML 1.1 reads a bare `no` as false
+    if not text:
+        raise ValueError("expected a word")
+    return text
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    return value
+
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def _level(value: Any) -> str:
+    text = str(value).strip().upper()
+    if text not in LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
+    return text
+
+
+@dataclass(frozen=True)
+class Key:
+    """One configuration key: its name, how a value is read, its default and what it means."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    doc: str
+    accelerate: str | None = None  # the documented variable of Accelerate, when there is one
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that carries it."""
+        return f"ORC_{self.name.upper()}"
+
+
+KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key(
+            "mixed_precision",
+            _choice("no", "fp16", "bf16", "fp8"),
+            "no",
+            "Precision of forward and backward.",
+            "ACCELERATE_MIXED_PRECISION",
+        ),
+        Key(
+            "downcast_bf16",
+            _boolean,
+            False,
+            "On a TPU with bf16: keep float as bfloat16 and double as float32, instead of both as bfloat16.",
+        ),
+        Key(
+            "gradient_accumulation_steps",
+            _integer(1),
+            1,
+            "Batches per optimizer step.",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        ),
+        Key(
+            "strategy",
+            _choice("auto", "ddp", "none"),
+            "auto",
+            "How the model is replicated: auto means ddp when there is more than one process.",
+        ),
+        Key(
+            "use_cpu",
+            _boolean,
+            False,
+            "Train on the CPU even where an accelerator is present.",
+            "ACCELERATE_USE_CPU",
+        ),
+        Key(
+            "debug_mode",
+            _boolean,
+            False,
+            "Check shapes and structure before every collective.",
+            "ACCELERATE_DEBUG_MODE",
+        ),
+        Key("seed", _integer(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
+        Key("timeout_s", _number(1), None, "Time-out of collectives in seconds; torch's default when unset."),
+        Key(
+            "log_level",
+            _level,
+            None,
+            "Level of loggers from get_logger: DEBUG, INFO, WARNING, ERROR or CRITICAL.",
+            "ACCELERATE_LOG_LEVEL",
+        ),
+        Key(
+            "dynamo_backend",
+            _word,
+            "no",
+            "Back end of torch.compile for prepared models; `no` leaves them as they are.",
+            "ACCELERATE_DYNAMO_BACKEND",
+        ),
+        Key("dynamo_mode", _word, None, "Mode of torch.compile.", "ACCELERATE_DYNAMO_MODE"),
+        Key(
+            "dynamo_use_fullgraph",
+            _boolean,
+            None,
+            "torch.compile raises instead of breaking the graph.",
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        ),
+        Key(
+            "dynamo_use_dynamic",
+            _boolean,
+            None,
+            "torch.compile expects varying shapes.",
+            "ACCELERATE_DYNAMO_USE_DYNAMIC",
+        ),
+        Key(
+            "stall_timeout_s",
+            _number(0),
+            None,
+            "End the run after so many seconds without a step or batch on a rank; 0 is never. Unset: inside a job a "
+            "stall of 1800 s is reported.",
+        ),
+        Key(
+            "stall_factor",
+            _number(1),
+            None,
+            "Report ranks that are behind the others for this many times the median step.",
+        ),
+        Key(
+            "stall_action",
+            _choice("exit", "warn"),
+            None,
+            "What follows the report of a stall: exit (status 79) or nothing; exit when stall_timeout_s is set.",
+        ),
+        Key(
+            "spike_action",
+            _choice("off", "warn", "raise", "skip"),
+            "off",
+            "What to do about a loss or gradient norm that is NaN, infinite or far above the usual.",
+        ),
+        Key("spike_factor", _number(1), 10.0, "How many times the usual value counts as a spike."),
+        Key("spike_every", _integer(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
+        Key("metrics", _boolean, None, "Write metrics.jsonl; when unset, inside a job only."),
+        Key("metrics_interval_s", _number(0.05), 10.0, "Seconds between two lines of metrics.jsonl."),
+        Key("peak_tflops", _number(0.001), None, "Peak TFLOP/s of one device, for MFU; known for common GPUs."),
+        Key(
+            "notices",
+            _choice("auto", "off"),
+            "auto",
+            "Ask the platform (EC2, Google Cloud, Slurm) for preemption notices where it is detected.",
+        ),
+        Key("notice_file", _text, None, "A file whose appearance is a preemption notice."),
+        Key("checkpoint_dir", _text, None, "Where save_state writes when it is given no directory."),
+        Key("checkpoint_every", _integer(1), None, "Save automatically every so many optimizer steps."),
+        Key("checkpoint_keep", _integer(1), None, "How many committed checkpoints to keep; all when unset."),
+        Key(
+            "checkpoint_shared",
+            _choice("auto", "1", "0"),
+            "auto",
+            "Whether the machines of a run share checkpoint directories: 1 all, 0 none, auto looks.",
+        ),
+        Key(
+            "resume",
+            _choice("auto", "never"),
+            "auto",
+            "Whether Accelerator.resume() loads the newest checkpoint.",
+        ),
+    )
+}
+
+# Keys of the job file's `runtime:` section. The checkpoint keys have a section of their own there.
+JOB_KEYS = tuple(name for name in KEYS if not name.startswith("checkpoint_") and name != "resume")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A resolved value and where it came from: ``argument``, ``ORC_X``, ``ACCELERATE_X`` or ``default``."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Every key of `KEYS`, resolved. ``config.mixed_precision`` is the value, ``config.source("seed")`` its origin."""
+
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name].value
+        except KeyError:
+            raise AttributeError(f"no configuration key {name!r}") from None
+
+    def source(self, name: str) -> str:
+        """Where the value of *name* came from."""
+        return self.values[name].source
+
+
+def check(name: str, value: Any) -> Any:
+    """*value* as key *name* wants it. Raises `ConfigError` for an unknown key (with the nearest) or a bad value."""
+    key = KEYS.get(name)
+    if key is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, KEYS, n=1)
+        raise ConfigError(f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    try:
+        return key.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} = {value!r}: {error}") from None
+
+
+def to_env(values: Mapping[str, Any]) -> dict[str, str]:
+    """The ``ORC_*`` variables that carry *values*; ``None`` means unset. Raises `ConfigError`."""
+    env: dict[str, str] = {}
+    for name, value in values.items():
+        if value is not None:
+            parsed = check(name, value)
+            env[KEYS[name].variable] = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
+    return env
+
+
+def resolve(arguments: Mapping[str, Any], env: Mapping[str, str]) -> RuntimeConfig:
+    """The configuration for *arguments* (``None`` means not given) in the environment *env*. Raises `ConfigError`."""
+    for name in arguments:
+        if name not in KEYS:
+            check(name, None)
+    values: dict[str, Value] = {}
+    for name, key in KEYS.items():
+        if arguments.get(name) is not None:
+            values[name] = Value(check(name, arguments[name]), "argument")
+            continue
+        for variable in filter(None, (key.variable, key.accelerate)):
+            if variable in env:
+                try:
+                    values[name] = Value(key.parse(env[variable]), variable)
+                except ValueError as error:
+                    raise ConfigError(f"{variable}={env[variable]!r}: {error}") from None
+                break
+        else:
+            values[name] = Value(key.default, "default")
+    return RuntimeConfig(values)

@@ -1,0 +1,215 @@
+"""Batch samplers of prepared loaders: they know the pass they serve and can start anywhere in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from orc.runtime.data.order import Order, check_key
+from orc.runtime.data.plan import IndexPlan, PositionError
+from orc.runtime.data.position import Pass, Position, Share
+from orc.runtime.data.samplers import BatchSamplerShard
+
+
+class PassSampler(Sampler[Any]):
+    """Base: `begin` hands over the next pass, the following ``iter()`` serves it.
+
+    Batches are drawn when the first is asked for, not before, so that random numbers are consumed in the order in
+    which an unprepared loader consumes them.
+    """
+
+    sampler: Any
+    batch_size: int | None
+    drop_last: bool
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._upcoming: Pass | None = None
+
+    def begin(self, current: Pass) -> None:
+        """The next ``iter()`` is for *current*."""
+        self._upcoming = current
+
+    def __iter__(self) -> Iterator[Any]:
+        # torch makes two iterators per pass with workers and uses the second, so the pass is taken at the first batch.
+        return self._serve_upcoming(self._upcoming)
+
+    def _serve_upcoming(self, current: Pass | None) -> Iterator[Any]:
+        self._upcoming = None
+        yield from self.serve(current or Pass())
+
+    def serve(self, current: Pass) -> Iterator[Any]:
+        """Batches of *current* from ``current.done`` on; sets ``current.key`` when it has none."""
+        raise NotImplementedError
+
+    def batches(self) -> int | None:
+        """This rank's batches per epoch, `None` when unknown."""
+        raise NotImplementedError
+
+    def tail(self) -> int:
+        """Samples of the last round, over all ranks, that are no repetitions; -1 when there are none."""
+        raise NotImplementedError
+
+    def position(self, current: Pass) -> tuple[int, int, int]:
+        """Offset in samples, samples per round, and samples per epoch; 0 for what is unknown."""
+        raise NotImplementedError
+
+    def restore(self, position: Position) -> int:
+        """How many of this rank's batches lie before *position*. Raises `PositionError`."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass *epoch* on to the sampler if it takes it."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class PlanBatches(PassSampler):
+    """Batches of a map-style dataset with a known order: slices of one permutation.
+
+    single:
+        Yield bare indices, for a loader without batching (``batch_size=None``).
+    """
+
+    def __init__(
+        self, plan: IndexPlan, order: Order, rank: int, share: Share, *, sampler: Any = None, single: bool = False
+    ) -> None:
+        super().__init__(share)
+        self.plan = plan
+        self.order = order
+        self.rank = rank
+        self.sampler = sampler
+        self.single = single
+        self.batch_size = None if single else plan.rows
+        self.drop_last = plan.drop_last
+
+    def __len__(self) -> int:
+        return self.plan.batches(self.rank)
+
+    def serve(self, current: Pass) -> Iterator[Any]:
+        """Slices of the order; one range object each where it is sequential."""
+        if current.key is None:
+            current.key = self.order.draw(current.epoch, self.share)
+        indices = self.order.indices(current.key)
+        plan, single = self.plan, self.single
+        rows, stride = plan.rows, plan.global_batch
+        first = current.done * stride + self.rank * rows
+        stop = plan.full_rounds * stride
+        for begin in range(first, stop, stride):
+            chunk = list(range(begin, begin + rows)) if indices is None else indices[begin : begin + rows].tolist()
+            yield chunk[0] if single else chunk
+        if current.done <= plan.full_rounds:
+            last: list[int] = []
+            for begin, end in plan.last_ranges(self.rank):
+                last += range(begin, end) if indices is None else indices[begin:end].tolist()
+            if last:
+                yield last[0] if single else last
+
+    def batches(self) -> int:
+        """As the plan says."""
+        return len(self)
+
+    def tail(self) -> int:
+        """The plan's remainder where it is filled up."""
+        return self.plan.remainder if self.plan.fills_up else -1
+
+    def position(self, current: Pass) -> tuple[int, int, int]:
+        """Exact: offsets are arithmetic."""
+        plan = self.plan
+        done = plan.rounds if current.done >= plan.batches(self.rank) else current.done
+        return plan.offset(done), plan.global_batch, plan.length
+
+    def restore(self, position: Position) -> int:
+        """A division, at any number of processes that keeps the samples per round."""
+        if position["length"] != self.plan.length:
+            raise PositionError(
+                f"saved in the middle of an epoch of {position['length']} samples, this loader's epoch has "
+                f"{self.plan.length}: the dataset changed"
+            )
+        if position["key"] is not None:
+            check_key(self.order, position["key"])
+        return self.plan.seek(position["offset"], position["global_batch"])
+
+
+class CustomBatches(PassSampler):
+    """Batches of the user's own sampler or batch sampler, dealt out by a `BatchSamplerShard`.
+
+    The order cannot be computed, so it is replayed: the state of the sampler's generator at the start of the pass is
+    remembered, and a continued pass draws the indices again without reading their samples.
+    """
+
+    def __init__(self, shard: BatchSamplerShard, share: Share, world_size: int) -> None:
+        super().__init__(share)
+        self.shard = shard
+        self.world_size = world_size
+        self.sampler = shard.sampler if shard.sampler is not None else shard.batch_sampler
+        self.batch_size = shard.batch_size
+        if shard.split_batches and shard.batch_size is not None:
+            self.batch_size = shard.batch_size // shard.num_processes
+        self.drop_last = shard.drop_last
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator of the sampler, or of the batch sampler."""
+        for holder in (self.shard.sampler, self.shard.batch_sampler):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return None
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def serve(self, current: Pass) -> Iterator[Any]:
+        """The shard's batches; on one process the sampler's own."""
+        generator = self.generator
+        if current.key is None:
+            state = None
+            if generator is not None:
+                state = self.share(generator.get_state())
+                generator.set_state(state)
+            current.key = {"kind": "custom", "state": state}
+        elif generator is not None and current.key["state"] is not None:
+            generator.set_state(current.key["state"])
+        if self.world_size == 1:
+            yield from islice(iter(self.shard.batch_sampler), current.done, None)
+        else:
+            yield from self.shard.batches_from(current.done)
+
+    def batches(self) -> int | None:
+        """`None` where the batch sampler has no length."""
+        if self.shard.total_length is None:
+            return None
+        return self.shard.total_length if self.world_size == 1 else len(self.shard)
+
+    def tail(self) -> int:
+        """What the shard saw when it filled up its last batch."""
+        return -1 if self.shard.tail is None or self.world_size == 1 else self.shard.tail
+
+    def position(self, current: Pass) -> tuple[int, int, int]:
+        """Counted in batches only; the samples per round are known when the batch size is."""
+        size = self.shard.batch_size or 0
+        return 0, size if self.shard.split_batches else size * self.world_size, 0
+
+    def restore(self, position: Position) -> int:
+        """The same number of batches, as long as a round has the same samples."""
+        key = position["key"]
+        if key is not None and key.get("kind") != "custom":
+            raise PositionError(
+                f"saved from a {key.get('kind')} order of samples, this loader has a sampler of its own: give it the "
+                "sampler it had when the checkpoint was written"
+            )
+        here = self.position(Pass())[1]
+        if position["rounds"] and position["global_batch"] != here:
+            raise PositionError(
+                f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is {here}"
+            )
+        return position["rounds"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """To the batch sampler and the sampler under it."""
+        self.shard.set_epoch(epoch)

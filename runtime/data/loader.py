@@ -1,0 +1,401 @@
+"""Prepared loaders: what is common to all (passes, positions, placement), and the one where ranks read their share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from orc.runtime.data.index_batches import CustomBatches, PassSampler
+from orc.runtime.data.iterable import START, Marked, Stream, begin_at, seek_tensor
+from orc.runtime.data.plan import PositionError
+from orc.runtime.data.position import Cursor, Pass, Position
+from orc.runtime.data.samplers import BatchSamplerShard
+from orc.runtime.data.synchronize import align
+from orc.runtime.dist.tree import send_to_device
+
+if TYPE_CHECKING:
+    from orc.runtime.context import RunContext
+    from orc.runtime.metrics.meter import Meter
+
+
+class StepBoundary(Protocol):
+    """Who wants to know that everything of a step is done: called when the loop asks for the next batch."""
+
+    def __call__(self, loader: DataLoaderAdapter) -> None:
+        """The body of the loop has finished with the last batch of *loader*."""
+        ...
+
+    def steps(self) -> int:
+        """Optimizer steps taken so far."""
+        ...
+
+
+class DataLoaderAdapter:
+    """Base of the prepared loaders.
+
+    A loader counts what it yields, so `state_dict` tells at any moment where it is, and `load_state_dict` makes the
+    next pass continue there, in the order that pass had. A pass that is left early leaves nothing behind.
+
+    Attributes:
+        end_of_dataloader: the batch just yielded is the last of its pass.
+        remainder: samples in the global batch just yielded that are no repetitions; -1 when nothing was repeated.
+        total_batch_size: samples per step over all ranks.
+        total_dataset_length: samples of the dataset, over all ranks.
+        simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
+        boundary: is called between steps; the Accelerator puts its own here.
+        meter: measures how long the loop waits for batches; the Accelerator puts its own here.
+    """
+
+    dataset: Any
+    end_of_dataloader: bool
+    remainder: int
+    boundary: StepBoundary | None
+    meter: Meter | None
+
+    def _adopt(
+        self,
+        *,
+        context: RunContext | None,
+        device: torch.device | str | None,
+        non_blocking: bool,
+        rng_types: Sequence[str] | None,
+        synchronized_generator: torch.Generator | None,
+        skip_batches: int,
+        total_batch_size: int,
+        world_size: int | None,
+    ) -> None:
+        if context is None:
+            from orc.runtime.context import current_context
+
+            context = current_context()
+        self.context = context
+        self.gradient = context.gradient
+        self.device = None if device is None else torch.device(device)
+        self.non_blocking = non_blocking
+        self.rng_types = tuple(str(kind) for kind in rng_types or ())
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.skips = skip_batches > 0
+        self.world_size = context.world_size if world_size is None else world_size
+        self.simulated = False
+        self.total_batch_size = total_batch_size
+        self.cursor = Cursor()
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.boundary = None
+        self.meter = None
+        self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset over all ranks. Raises `TypeError` for a stream without a length."""
+        inner = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+        return len(inner)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running pass, or of the next one."""
+        cursor = self.cursor
+        if cursor.live is not None:
+            return cursor.live.epoch
+        return cursor.pending["epoch"] if cursor.pending is not None else cursor.epoch
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that all ranks have taken since the start of the running pass's epoch; 0 between passes."""
+        live = self.cursor.live
+        return live.done * self.total_batch_size if live is not None else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass number *epoch*; samplers and datasets that take an epoch are told."""
+        self.cursor.set_epoch(epoch)
+        self._announce(epoch)
+
+    def _announce(self, epoch: int) -> None:
+        sampler = self._passes()
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        dataset = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def _passes(self) -> PassSampler | None:
+        """The batch sampler that can start anywhere, `None` for streams and for the user's own samplers."""
+        raise NotImplementedError
+
+    def _generator(self) -> torch.Generator | None:
+        """The generator that later epochs draw from: part of the position."""
+        sampler = self._passes()
+        for holder in (getattr(sampler, "sampler", None), sampler, getattr(self.dataset, "dataset", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return self.synchronized_generator
+
+    def _open(self) -> Pass:
+        """Begin a pass: a new one, or the rest of a restored one. `skip_batches` counts from the start of the epoch."""
+        cursor = self.cursor
+        pending, cursor.pending = cursor.pending, None
+        steps = self.boundary.steps() if self.boundary is not None else 0
+        if pending is None:
+            current = Pass(cursor.epoch, self.skip_batches, None, False, steps, steps)
+        else:
+            done = self._restore(pending) if pending["live"] and not self.skips else self.skip_batches
+            current = Pass(pending["epoch"], done, pending["key"], pending["live"], steps, steps)
+        cursor.epoch, cursor.live = current.epoch, current
+        self.end_of_dataloader, self.remainder = False, -1
+        self._announce(current.epoch)
+        if not current.restored and not self.simulated:
+            align(self.rng_types, self.synchronized_generator, self.context)
+        return current
+
+    def _close(self, current: Pass, exhausted: bool) -> None:
+        cursor = self.cursor
+        if cursor.live is current:
+            cursor.live = None
+            taken = current.began_at < self.boundary.steps() if self.boundary is not None else current.done > 1
+            # A look at one batch is not an epoch; a training loop left early is.
+            if exhausted or taken:
+                cursor.epoch = current.epoch + 1
+                cursor.pending = None
+        self.gradient.end(self, exhausted=exhausted)
+
+    def _restore(self, position: Position) -> int:
+        sampler = self._passes()
+        if sampler is not None:
+            return sampler.restore(position)
+        if position["rounds"] and position["global_batch"] != self.total_batch_size:
+            raise PositionError(
+                f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is "
+                f"{self.total_batch_size}: resume with the same samples per step, or from the end of an epoch"
+            )
+        return position["rounds"]
+
+    def state_dict(self) -> Position:
+        """Where this loader is: in the middle of a pass while one runs, otherwise at the start of the next epoch."""
+        cursor, sampler, generator = self.cursor, self._passes(), self._generator()
+        state: Position = {
+            "epoch": self.epoch,
+            "live": False,
+            "rounds": 0,
+            "offset": 0,
+            "global_batch": self.total_batch_size,
+            "length": 0,
+            "key": None,
+            "generator": None if generator is None else generator.get_state(),
+        }
+        live = cursor.live
+        if live is not None:
+            state["live"], state["rounds"], state["key"] = True, live.done, live.key
+            state["finished"] = live.finished
+            if sampler is not None:
+                state["offset"], state["global_batch"], state["length"] = sampler.position(live)
+        elif cursor.pending is not None:
+            state = cursor.pending
+        return state
+
+    def check_position(self, state: Mapping[str, Any]) -> None:
+        """Raise `PositionError` when the next pass cannot continue from *state*."""
+        if state["live"]:
+            self._restore(cast("Position", state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from *state* with the next pass. Raises `PositionError` when that is impossible here."""
+        self.check_position(state)
+        position = cast("Position", dict(state))
+        generator = self._generator()
+        if generator is not None and position["generator"] is not None:
+            generator.set_state(position["generator"])
+        self.cursor.pending = position
+        self.cursor.epoch = position["epoch"]
+
+    def skipping(self, num_batches: int) -> DataLoaderAdapter:
+        """A view of this loader whose passes leave out the first *num_batches* batches of this rank."""
+        view = copy.copy(self)
+        view.skip_batches, view.skips = num_batches, True
+        view.__dict__["_iterator"] = None  # persistent workers belong to the loader that started them
+        return view
+
+    def _place(self, batch: Any) -> Any:
+        assert self.device is not None
+        return send_to_device(batch, self.device, self.non_blocking)
+
+    @property
+    def _moves(self) -> bool:
+        return self.device is not None and self.device.type != "cpu"
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
+    """A `DataLoader` whose batches are this rank's share, on the right device.
+
+    Args:
+        dataset: of torch's kind, map-style or iterable.
+        device: where batches are put; `None` leaves them.
+        rng_types: generators to align over the ranks at the start of each pass (``torch``, ``cuda``, ``generator``).
+        synchronized_generator: what ``generator`` in *rng_types* means.
+        skip_batches: batches to leave out at the start of each pass.
+        use_stateful_dataloader: accepted; every prepared loader has a position (`state_dict`).
+        kwargs: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        non_blocking: bool = False,
+        *,
+        context: RunContext | None = None,
+        world_size: int | None = None,
+        total_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        given = None if is_stream(self) else self.batch_sampler
+        if isinstance(given, Iterable) and not isinstance(given, PassSampler):
+            shard = BatchSamplerShard(given, even_batches=False)
+            # torch forbids replacing it through the attribute
+            self.__dict__["batch_sampler"] = CustomBatches(shard, lambda tensor: tensor, 1)
+        self._adopt(
+            context=context,
+            device=device,
+            non_blocking=non_blocking,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            total_batch_size=0,
+            world_size=world_size,
+        )
+        rows = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
+        self.total_batch_size = total_batch_size or rows * self.world_size
+        self.__dict__["batch_size"] = rows if self.batch_sampler is not None else None
+
+    def _passes(self) -> PassSampler | None:
+        sampler = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        return sampler if isinstance(sampler, PassSampler) else None
+
+    def _stateful(self) -> Any:
+        """The dataset, if it is a stream that can say where it is and go on from there in this process."""
+        if not isinstance(self.dataset, Stream) or self.num_workers or shares_itself(self.dataset.dataset):
+            return None
+        inner = self.dataset.dataset
+        return inner if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict") else None
+
+    def _source(self, current: Pass) -> Iterator[Any]:
+        """torch's iterator over the batches of *current*."""
+        sampler, late, seek = self._passes(), 0, None
+        if sampler is not None:
+            sampler.begin(current)
+        elif isinstance(self.dataset, Stream) and self.num_workers == 0:
+            stateful, key = self._stateful(), current.key
+            if current.restored and stateful is not None and key is not None and key["rounds"] == current.done:
+                stateful.load_state_dict(copy.deepcopy(key["state"]))
+                self.dataset.start = 0
+            else:
+                self.dataset.start = current.done
+        elif isinstance(self.dataset, Stream):
+            seek = self._seek_workers(current.done)
+        else:
+            late = current.done
+        generators = [torch.default_generator] + ([self.generator] if self.generator is not None else [])
+        states = [generator.get_state() for generator in generators] if current.restored else []
+        source = super().__iter__()
+        # Making the iterator draws a seed for workers. The pass that is continued has drawn it already.
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        for _ in range(late):
+            next(source, None)
+        if seek is None:
+            return source
+        self.dataset.seek_of_workers = None  # the workers have it
+        return begin_at(source, current.done, seek) if current.done else source
+
+    def _seek_workers(self, start: int) -> torch.Tensor | None:
+        """Let the workers of the next pass leave out *start* rounds, so that nothing of them is collated or sent."""
+        if self._iterator is not None and self.seek is not None:  # workers that stayed
+            self.seek[START] = start
+        else:  # each set of workers has its own: passes of a loader and its views may overlap
+            self.seek = seek_tensor(start) if start or self.persistent_workers else None
+            self.dataset.seek_of_workers = self.seek
+        return self.seek
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        current = self._open()
+        gradient, place, boundary = self.gradient, self._place if self._moves else None, self.boundary
+        xla = self.context.xla
+        gradient.begin(self)
+        exhausted = False
+        try:
+            sampler = self._passes()
+            total = sampler.batches() if sampler is not None else None
+            source = self._source(current)
+            if total is None:
+                source = self._ahead(source, current)
+            if self.meter is not None:
+                source = self.meter.timed(self, source)
+            for batch in source:
+                if total is not None:
+                    current.done += 1
+                    if current.done == total and sampler is not None:
+                        self.end_of_dataloader, self.remainder = True, sampler.tail()
+                        current.finished = True
+                gradient.current = self
+                yield batch if place is None else place(batch)
+                if xla is not None:
+                    xla.mark()
+                if boundary is not None:
+                    boundary(self)
+            exhausted = True
+        finally:
+            if xla is not None and not exhausted:
+                xla.mark()
+            self._close(current, exhausted)
+
+    def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
+        """Batches of a pass of unknown length: the next one is read before the last can be told."""
+        nothing, state, stateful = object(), None, self._stateful()
+        batch = next(source, nothing)
+        while batch is not nothing:
+            if stateful is not None:
+                state = copy.deepcopy(stateful.state_dict())  # before it reads on
+            following = next(source, nothing)
+            valid = -1
+            if isinstance(batch, Marked):
+                batch, valid = batch.content, batch.valid
+            # Of streams that share themselves out to workers, the end of any worker's part may be filled up.
+            self.remainder = valid
+            if following is nothing:
+                self.end_of_dataloader = current.finished = True
+                sampler = self._passes()
+                if sampler is not None:
+                    self.remainder = sampler.tail()
+            current.done += 1
+            if stateful is not None:
+                current.key = {"kind": "stateful", "rounds": current.done, "state": state}
+            yield batch
+            batch = following
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+
+def shares_itself(dataset: Any) -> bool:
+    """Whether *dataset* yields the samples of one rank only.
+
+    It says so with a true ``__orc_sharded__``, or is what `datasets.distributed.split_dataset_by_node` has made of a
+    stream.
+    """
+    split = getattr(dataset, "_distributed", None)
+    return bool(getattr(dataset, "__orc_sharded__", False)) or getattr(split, "world_size", 1) > 1
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether *loader* reads an iterable dataset."""
+    return isinstance(loader.dataset, IterableDataset)

@@ -1,0 +1,145 @@
+"""In which order an epoch visits the samples, and what must be remembered to visit them in that order again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import RandomSampler
+
+from orc.runtime.data.plan import PositionError
+from orc.runtime.data.position import Key, Share
+from orc.runtime.data.samplers import SeedableRandomSampler
+
+Indices = npt.NDArray[np.int64]
+
+
+def permutation(sampler: RandomSampler, generator: torch.Generator, *, finish: bool = False) -> Indices:
+    """What *sampler* would yield from *generator*; with *finish* that moves exactly as far as the sampler moves it."""
+    n, wanted = len(sampler.data_source), sampler.num_samples
+    if sampler.replacement:
+        # torch draws in pieces of 32, and one last piece that may be empty
+        sizes = [32] * (wanted // 32) + [wanted % 32]
+        parts = [torch.randint(n, (size,), dtype=torch.int64, generator=generator) for size in sizes]
+    elif wanted == n:
+        parts = [torch.randperm(n, generator=generator)]
+        if finish:  # the sampler draws a second permutation and takes nothing of it
+            torch.randperm(n, generator=generator)
+    else:
+        parts = [torch.randperm(n, generator=generator) for _ in range(wanted // n)]
+        parts.append(torch.randperm(n, generator=generator)[: wanted % n])
+    whole: Indices = (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy()
+    return whole
+
+
+class Order(Protocol):
+    """An order of samples. A *key* is all that determines one epoch's order; it survives in checkpoints."""
+
+    kind: str
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        ...
+
+    def draw(self, epoch: int, share: Share) -> Key:
+        """The key of a new epoch, the same on all ranks: *share* replaces a tensor by rank 0's."""
+        ...
+
+    def indices(self, key: Mapping[str, Any]) -> Indices | None:
+        """The whole order for *key*; `None` means 0, 1, 2, ..."""
+        ...
+
+
+class SequentialOrder:
+    """0, 1, 2, ... in every epoch."""
+
+    kind = "sequential"
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def draw(self, epoch: int, share: Share) -> Key:
+        """Nothing to draw."""
+        return {"kind": self.kind}
+
+    def indices(self, key: Mapping[str, Any]) -> Indices | None:
+        """`None`: a range needs no memory."""
+        return None
+
+
+class ShuffledOrder:
+    """What `torch.utils.data.RandomSampler` would yield on rank 0, agreed on by all ranks.
+
+    Draws exactly what the sampler would draw, from the same generator, so that on one process the order equals the
+    unprepared loader's for the same seed.
+    """
+
+    kind = "shuffled"
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self.sampler = sampler
+        self._drawn: tuple[Key, Indices] | None = None
+
+    def __len__(self) -> int:
+        return self.sampler.num_samples
+
+    def draw(self, epoch: int, share: Share) -> Key:
+        """The state of the sampler's generator, or a seed from torch's own where it has none."""
+        generator = self.sampler.generator
+        if generator is None:
+            seed = share(torch.empty((), dtype=torch.int64).random_())
+            return {"kind": self.kind, "seed": int(seed.item())}
+        state = share(generator.get_state())
+        generator.set_state(state)
+        key: Key = {"kind": self.kind, "state": state.clone()}
+        # The generator now stands where the next epoch begins, so the order is kept instead of drawn twice.
+        self._drawn = key, permutation(self.sampler, generator, finish=True)
+        return key
+
+    def indices(self, key: Mapping[str, Any]) -> Indices | None:
+        """The permutation (or the draws with replacement) that *key* stands for."""
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None and drawn[0] is key:
+            return drawn[1]
+        generator = torch.Generator()
+        if "seed" in key:
+            generator.manual_seed(key["seed"])
+        else:
+            generator.set_state(key["state"])
+        return permutation(self.sampler, generator)
+
+
+class SeededOrder:
+    """What `SeedableRandomSampler` yields: a function of its seed and the epoch alone."""
+
+    kind = "seeded"
+
+    def __init__(self, sampler: SeedableRandomSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return self.sampler.num_samples
+
+    def draw(self, epoch: int, share: Share) -> Key:
+        """Rank 0's seed and the epoch."""
+        seed = share(torch.tensor(self.sampler.initial_seed, dtype=torch.int64))
+        return {"kind": self.kind, "seed": int(seed.item()), "epoch": epoch}
+
+    def indices(self, key: Mapping[str, Any]) -> Indices | None:
+        """The permutation of ``seed + epoch``."""
+        return permutation(self.sampler, torch.Generator().manual_seed(key["seed"] + key["epoch"]))
+
+
+def check_key(order: Order, key: Mapping[str, Any]) -> None:
+    """Raise `PositionError` when *key* was drawn by another kind of order."""
+    if key.get("kind") != order.kind:
+        raise PositionError(
+            f"saved from a {key.get('kind')} order of samples, this loader's is {order.kind}: give it the same "
+            "shuffle or sampler as when the checkpoint was written"
+        )

@@ -1,0 +1,297 @@
+"""From the script's `DataLoader` to the loader of one rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
+from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
+from orc.runtime.data.iterable import IterableDatasetShard, MarkedCollate, Stream
+from orc.runtime.data.loader import DataLoaderAdapter, DataLoaderShard, is_stream, shares_itself
+from orc.runtime.data.order import Order, SeededOrder, SequentialOrder, ShuffledOrder
+from orc.runtime.data.plan import IndexPlan
+from orc.runtime.data.position import Share
+from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler, fixed_batch_size
+from orc.runtime.data.synchronize import share_in
+from orc.runtime.data.workers import WorkerStart
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from orc.runtime.context import RunContext
+
+# Arguments of DataLoader that a prepared loader takes over unchanged.
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+_DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "fsdp", "ddp")
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: SliceFunction | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: DeviceMesh | None = None,
+    *,
+    context: RunContext | None = None,
+) -> DataLoaderAdapter:
+    """A loader that yields this rank's share of *dataloader*'s batches.
+
+    torch's sequential and random samplers become slices of one order that all ranks agree on, whatever their seeds.
+    Samplers of the user's own are iterated on every rank, which then takes its batches (`BatchSamplerShard`). An
+    iterable dataset is read on rank 0 and dispatched, or with ``dispatch_batches=False`` read on every rank. What is a
+    rank's share already stays as it is: a dataset whose ``__orc_sharded__`` is true, a `DistributedSampler`.
+
+    Of a stream made of shards (``num_shards`` and ``shard(num_shards, index)``, as Hugging Face datasets have them),
+    read on every rank without *even_batches*, each rank reads its shards alone, where their number is a multiple of the
+    ranks'.
+
+    Args:
+        dataloader: the loader to share; one that is prepared already is given back.
+        device: where batches go with *put_on_device*; the context's by default.
+        num_processes: shares to make, the world size by default.
+        process_index: which of them is this one's, the rank by default.
+        split_batches: a batch of *dataloader* is the global batch and is cut up; otherwise it is one rank's batch.
+        put_on_device: move batches to *device*.
+        rng_types: generators to align at the start of each pass.
+        dispatch_batches: read on rank 0 and hand out; by default for iterable datasets.
+        even_batches: fill up the end from the start, so that all ranks get equally many equal batches.
+        slice_fn_for_dispatch: how dispatching cuts a batch.
+        use_seedable_sampler: make a random sampler a `SeedableRandomSampler`.
+        data_seed: its seed.
+        non_blocking: copy to the device asynchronously.
+        use_stateful_dataloader: accepted; every prepared loader is stateful.
+        torch_device_mesh: ranks that differ in its data dimensions alone get different shares.
+        context: the run; the current one by default.
+
+    Raises:
+        ValueError: batches that cannot be shared this way; the message says what to change.
+    """
+    if isinstance(dataloader, DataLoaderAdapter):
+        return dataloader
+    if context is None:
+        from orc.runtime.context import current_context
+
+        context = current_context()
+    world, rank = context.world_size, context.rank
+    if torch_device_mesh is not None:
+        world, rank = _data_place(torch_device_mesh)
+    if num_processes is not None:
+        world = num_processes
+    if process_index is not None:
+        rank = process_index
+    # A share for another number of processes than there are: a rank by itself, with nobody to agree with.
+    simulated = torch_device_mesh is None and world != context.world_size
+    share = share_in(context, simulated=simulated)
+    shared = _is_shared(dataloader, world)
+    dispatch = is_stream(dataloader) if dispatch_batches is None else dispatch_batches
+    dispatch = dispatch and world > 1 and world == context.world_size and not shared
+    if shared and split_batches:
+        raise ValueError(
+            "split_batches: this loader's data is shared out to the ranks already, so its batches are one rank's; "
+            "divide its batch_size by the number of processes and leave split_batches out"
+        )
+    generator = dataloader.generator if isinstance(dataloader.generator, torch.Generator) else None
+    kept: dict[str, Any] = {
+        name: getattr(dataloader, name)
+        for name in _KEPT
+        if hasattr(dataloader, name) and name in inspect.signature(DataLoader.__init__).parameters
+    }
+    if dataloader.num_workers > 0:
+        kept["worker_init_fn"] = WorkerStart(dataloader.worker_init_fn)
+    common: dict[str, Any] = {
+        "device": (device or context.device) if put_on_device else None,
+        "rng_types": rng_types,
+        "non_blocking": non_blocking,
+        "context": context,
+        **kept,
+    }
+    whole, dataset = dispatch or shared, dataloader.dataset
+    if is_stream(dataloader) and world > 1 and not (whole or even_batches or split_batches):
+        part = _shard(dataset, world, rank)
+        if part is not None:
+            whole, dataset = True, part
+    shares, place = (1, 0) if whole else (world, rank)
+    if is_stream(dataloader):
+        common |= _stream(dataloader, dataset, shares, place, split_batches and not whole)
+        common["synchronized_generator"] = getattr(dataset, "generator", None)
+    else:
+        passes = _passes(
+            dataloader,
+            shares,
+            place,
+            split_batches and not whole,
+            even_batches,
+            _sampler(dataloader, use_seedable_sampler, data_seed, share),
+            share,
+        )
+        common |= {"dataset": dataloader.dataset}
+        common |= {"sampler" if passes.batch_size is None and _unbatched(dataloader) else "batch_sampler": passes}
+        if _unbatched(dataloader):
+            common["batch_size"] = None
+        common["synchronized_generator"] = generator
+    if dispatch:
+        return DataLoaderDispatcher(
+            split_batches=split_batches,
+            slice_fn=slice_fn_for_dispatch,
+            drops_last=_drops_last(dataloader),
+            use_stateful_dataloader=use_stateful_dataloader,
+            **common,
+        )
+    rows = _batch_size(dataloader) or 1
+    loader = DataLoaderShard(
+        world_size=world,
+        total_batch_size=rows if split_batches else rows * world,
+        use_stateful_dataloader=use_stateful_dataloader,
+        **common,
+    )
+    loader.simulated = simulated
+    return loader
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderAdapter:
+    """A loader like *dataloader* whose passes leave out the first *num_batches* batches; nothing is read for those.
+
+    Counts from the start of the epoch: after `load_state` it takes the place of the restored position, so that a
+    script that keeps its own count skips once, not twice.
+    """
+    if num_batches < 0:
+        raise ValueError(f"skip_first_batches: {num_batches} batches cannot be skipped")
+    if not isinstance(dataloader, DataLoaderAdapter):
+        dataloader = prepare_data_loader(dataloader, num_processes=1, process_index=0)  # type: ignore[assignment]
+    assert isinstance(dataloader, DataLoaderAdapter)
+    return dataloader.skipping(num_batches)
+
+
+def _data_place(mesh: DeviceMesh) -> tuple[int, int]:
+    """Number of data shares of *mesh*, and this rank's."""
+    names = mesh.mesh_dim_names
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of torch_device_mesh")
+    world, rank = 1, 0
+    for dimension, (size, index) in enumerate(zip(mesh.mesh.shape, coordinate, strict=True)):
+        if names is None or names[dimension] in _DATA_DIMENSIONS:
+            world, rank = world * size, rank * size + index
+    return world, rank
+
+
+def _is_shared(dataloader: DataLoader[Any], world: int) -> bool:
+    """Whether *dataloader* reads one rank's share as it is."""
+    sampler = getattr(dataloader.batch_sampler, "sampler", getattr(dataloader, "sampler", None))
+    distributed = isinstance(sampler, DistributedSampler) and sampler.num_replicas == world
+    return world > 1 and (distributed or shares_itself(dataloader.dataset))
+
+
+def _unbatched(dataloader: DataLoader[Any]) -> bool:
+    return dataloader.batch_sampler is None
+
+
+def _batch_size(dataloader: DataLoader[Any]) -> int | None:
+    return dataloader.batch_size or fixed_batch_size(dataloader.batch_sampler)
+
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    return bool(dataloader.drop_last or getattr(dataloader.batch_sampler, "drop_last", False))
+
+
+def _shard(dataset: Any, world: int, rank: int) -> Any | None:
+    """The shards of *dataset* that are for *rank* alone; `None` where they cannot be dealt out evenly."""
+    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    if not isinstance(count, int) or not callable(getattr(dataset, "shard", None)) or count < 1 or count % world:
+        return None
+    return dataset.shard(num_shards=world, index=rank)
+
+
+def _stream(dataloader: DataLoader[Any], dataset: Any, world: int, rank: int, split: bool) -> dict[str, Any]:
+    size = dataloader.batch_size or 1
+    shard = IterableDatasetShard(dataset, size, dataloader.drop_last, world, rank, split)
+    arguments: dict[str, Any] = {"dataset": Stream(shard), "drop_last": dataloader.drop_last}
+    arguments["batch_size"] = None if dataloader.batch_size is None else shard.rows
+    if world > 1:
+        arguments["collate_fn"] = MarkedCollate(dataloader.collate_fn)
+    return arguments
+
+
+def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, share: Share) -> Any:
+    """The sampler to share out; one that draws without a generator of its own gets one that all ranks have."""
+    sampler: Any = dataloader.sampler
+    if dataloader.batch_sampler is not None:
+        sampler = getattr(dataloader.batch_sampler, "sampler", sampler)
+    if seedable and type(sampler) is RandomSampler:
+        return SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator,
+            data_seed=data_seed,
+        )
+    if type(sampler) not in (RandomSampler, SequentialSampler) and getattr(sampler, "generator", 0) is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(share(torch.empty((), dtype=torch.int64).random_()).item()))
+        sampler.generator = generator
+    return sampler
+
+
+def _order(sampler: Any) -> Order | None:
+    """The known order of *sampler*; `None` for the user's own. A subclass may yield anything."""
+    if type(sampler) is SequentialSampler and isinstance(sampler.data_source, Sized):
+        return SequentialOrder(len(sampler.data_source))
+    if type(sampler) is RandomSampler:
+        return ShuffledOrder(sampler)
+    if type(sampler) is SeedableRandomSampler:
+        return SeededOrder(sampler)
+    return None
+
+
+def _passes(
+    dataloader: DataLoader[Any], world: int, rank: int, split: bool, even: bool, sampler: Any, share: Share
+) -> PassSampler:
+    batch_sampler: Any = dataloader.batch_sampler
+    known = type(batch_sampler) is BatchSampler or batch_sampler is None
+    order = _order(sampler) if known else None
+    if batch_sampler is None:
+        if split:
+            raise ValueError("split_batches needs batches to split: give the DataLoader a batch_size")
+        if order is None:
+            if world > 1:
+                raise ValueError(
+                    f"a DataLoader with batch_size=None and a sampler of its own ({type(sampler).__name__}) cannot be "
+                    "shared out over processes: pass it as batch_sampler, or give a batch_size"
+                )
+            return CustomBatches(BatchSamplerShard(sampler, even_batches=False), share, 1)
+        plan = IndexPlan(len(order), 1, world, even_batches=even)
+        return PlanBatches(plan, order, rank, share, sampler=sampler, single=True)
+    if order is not None:
+        size, drop = batch_sampler.batch_size, batch_sampler.drop_last
+        plan = IndexPlan(len(order), size, world, split, drop, even)
+        return PlanBatches(plan, order, rank, share, sampler=sampler)
+    fixed = fixed_batch_size(batch_sampler) is not None
+    shard = BatchSamplerShard(batch_sampler, world, rank, split, even if fixed or world > 1 else False)
+    return CustomBatches(shard, share, world)

@@ -1,0 +1,173 @@
+"""Samplers: what the seeds of a shuffle are, and how batches of any batch sampler are dealt out to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order depends on nothing but its seed and the epoch.
+
+    Epoch ``e`` is ``torch.randperm`` under the seed ``initial_seed + e``. A finished pass moves to the next epoch;
+    `set_epoch` goes to any.
+
+    data_seed:
+        The seed; by default the current seed of torch, or of *generator* when one is given.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
+        if data_seed is not None:
+            self.initial_seed = data_seed
+        else:
+            self.initial_seed = torch.initial_seed() if self.generator is None else self.generator.initial_seed()
+        if self.generator is None:
+            self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to *epoch*; the next pass has its order."""
+        self.epoch = epoch
+
+
+def fixed_batch_size(batch_sampler: Any) -> int | None:
+    """Samples in each batch but perhaps the last, which may have fewer; `None` where they vary or nobody can tell."""
+    if not isinstance(batch_sampler, (list, tuple)):
+        return getattr(batch_sampler, "batch_size", None)
+    sizes = [len(batch) for batch in batch_sampler]
+    same = len(set(sizes[:-1])) <= 1
+    return sizes[0] if sizes and same and 0 < sizes[-1] <= sizes[0] else None
+
+
+class BatchSamplerShard(Sampler[list[Any]]):
+    """The batches of one rank, out of a batch sampler that all ranks iterate alike.
+
+    With ``split_batches=False`` rank ``r`` of ``n`` gets whole batches ``r``, ``r + n``, ``r + 2n``, ...; with ``True``
+    it gets the ``r``-th of ``n`` equal pieces of every batch. With ``even_batches=True`` and unless the batch sampler
+    drops its last batch, the end is filled up from the first samples, so that all ranks get equally many batches of
+    one size. A batch sampler without a fixed ``batch_size`` needs ``even_batches=False``; of batches in a list or tuple
+    the size is seen.
+
+    Raises:
+        ValueError: batches that cannot be split evenly, or of varying size with ``even_batches=True``.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = fixed_batch_size(batch_sampler)
+        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
+        # Samples of the last round that are no repetitions; known when the last batch has been yielded.
+        self.tail: int | None = None
+        if self.batch_size is None and even_batches:
+            raise ValueError(
+                f"{type(batch_sampler).__name__} has no batch_size, so its batches may vary: pass even_batches=False"
+            )
+        if split_batches and self.batch_size is not None and self.batch_size % num_processes:
+            raise ValueError(
+                f"split_batches cuts each batch into {num_processes} equal parts: batch_size {self.batch_size} is not "
+                f"a multiple of {num_processes}"
+            )
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler under the batch sampler, when it has one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int | None:
+        """Batches of the batch sampler, `None` where it cannot tell."""
+        try:
+            return len(self.batch_sampler)
+        except TypeError:  # no __len__, or one that needs the length of a sampler without
+            return None
+
+    def __len__(self) -> int:
+        total = len(self.batch_sampler)
+        if self.split_batches or self.num_processes == 1:
+            return total
+        rounds, rest = divmod(total, self.num_processes)
+        if rest == 0 or self.drop_last:
+            return rounds
+        return rounds + (1 if self.even_batches or self.process_index < rest else 0)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.batches_from(0)
+
+    def batches_from(self, start: int) -> Iterator[list[Any]]:
+        """This rank's batches without its first *start*; nothing is built for those."""
+        self.tail = None
+        return self._pieces(start) if self.split_batches else self._whole(start)
+
+    def _pieces(self, start: int) -> Iterator[list[Any]]:
+        first: list[Any] = []
+        for number, whole in enumerate(self.batch_sampler):
+            batch = list(whole)
+            size = self.batch_size or -(-len(batch) // self.num_processes) * self.num_processes
+            rows = size // self.num_processes
+            first = first or batch
+            begin = self.process_index * rows
+            if len(batch) < size:
+                if self.drop_last:
+                    return
+                if self.even_batches:
+                    self.tail = len(batch)
+                    batch = _fill(batch, first, size)
+            piece = batch[begin : begin + rows]
+            if piece and number >= start:
+                yield piece
+
+    def _whole(self, start: int) -> Iterator[list[Any]]:
+        n = self.num_processes
+        samples: list[Any] = []  # of the first round, to fill up the last one
+        number = 0
+        batches = iter(self.batch_sampler)
+        while group := [list(batch) for batch in islice(batches, n)]:
+            full = len(group) == n and (self.batch_size is None or len(group[-1]) == self.batch_size)
+            if number == 0:
+                samples = [sample for batch in group for sample in batch]
+            if not full:
+                if self.drop_last:
+                    return
+                if self.even_batches:
+                    assert self.batch_size is not None
+                    rest = [sample for batch in group for sample in batch]
+                    self.tail = len(rest)
+                    rest = _fill(rest, samples, n * self.batch_size)
+                    group = [rest[i * self.batch_size : (i + 1) * self.batch_size] for i in range(n)]
+            if number >= start and self.process_index < len(group):
+                yield group[self.process_index]
+            number += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass *epoch* on to whatever below takes it."""
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+
+def _fill(batch: list[Any], source: list[Any], size: int) -> list[Any]:
+    filled = list(batch)
+    while len(filled) < size:
+        filled += source[: size - len(filled)]
+    return filled

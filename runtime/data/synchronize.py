@@ -1,0 +1,41 @@
+"""Random numbers that every rank shares with rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from orc.runtime.data.position import Share
+
+if TYPE_CHECKING:
+    from orc.runtime.context import RunContext
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def share_in(context: RunContext, *, simulated: bool = False) -> Share:
+    """A function that gives every rank of *context* rank 0's CPU tensor; what it gets where there are no peers."""
+    if context.world_size == 1 or simulated:
+        return _same
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        shared = tensor.clone()
+        dist.broadcast(shared, src=0, group=context.require_group("aligning random number generators"))
+        return shared
+
+    return share
+
+
+def align(rng_types: Sequence[str], generator: torch.Generator | None, context: RunContext) -> None:
+    """Give every rank rank 0's state of the generators *rng_types* (``generator`` is *generator*, if there is one)."""
+    from orc.runtime.seeding import synchronize_rng_state
+
+    for kind in rng_types:
+        if kind != "generator" or generator is not None:
+            synchronize_rng_state(kind, generator, ctx=context)

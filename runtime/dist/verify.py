@@ -1,0 +1,106 @@
+"""Compare the operands of all processes before a collective, instead of hanging in it.
+
+In debug mode always; otherwise the first time that an operand of its shapes is seen. Processes that do the same see the
+same shapes at the same calls, so all of them take part in that comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from orc.runtime.context import RunContext
+from orc.runtime.dist.tree import elements, recursively_apply
+from orc.runtime.errors import DistributedOperationException
+
+# One element of an operand: its path, its shape with the free dimension masked, its dtype.
+_Element = tuple[str, tuple[int | None, ...], str]
+
+
+# Programs with ever new shapes pay for so many comparisons, no more.
+_FIRST_SIGHTS = 64
+_seen: WeakKeyDictionary[RunContext, set[Any]] = WeakKeyDictionary()
+
+
+def agree(operation: str, data: Any, key: Any, ctx: RunContext, *, free_dim: int | None = None) -> None:
+    """`same` in debug mode, and for the first operand of each *key*, which must be equal on all processes."""
+    if ctx.config.debug_mode:
+        same(operation, data, ctx, free_dim=free_dim)
+        return
+    seen = _seen.get(ctx)
+    if seen is None:
+        seen = _seen[ctx] = set()
+    if len(seen) < _FIRST_SIGHTS and (sight := (operation, key)) not in seen:
+        seen.add(sight)
+        if ctx.backend != "in-memory":  # there every collective is compared
+            same(operation, data, ctx, free_dim=free_dim)
+
+
+def same(operation: str, data: Any, ctx: RunContext, *, free_dim: int | None = None) -> None:
+    """Raise `DistributedOperationException` on all processes unless they agree on structure, shapes and dtypes.
+
+    Sizes along *free_dim* may differ.
+    """
+    mine = (operation, _describe(data, free_dim), str(recursively_apply(_shape, data)))
+    everyone: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(everyone, mine, ctx.require_group(operation))
+    operations = [name for name, _, _ in everyone]
+    if len(set(operations)) > 1:
+        calls = "\n".join(f"  - Process {process}: `orc.runtime.{name}`" for process, name in enumerate(operations))
+        raise DistributedOperationException(
+            "Cannot apply desired operation: the processes call different ones. Every process must make the same "
+            f"calls in the same order.\n\n{calls}"
+        )
+    if message := mismatch(operation, [one for _, one, _ in everyone], [shapes for _, _, shapes in everyone]):
+        raise DistributedOperationException(message)
+
+
+def _shape(tensor: Tensor) -> list[int | None]:
+    # A nested tensor of torch's older kind has no shape, only a number of dimensions.
+    return [None] * tensor.ndim if tensor.is_nested else list(tensor.shape)
+
+
+def _describe(data: Any, free_dim: int | None) -> list[_Element]:
+    described: list[_Element] = []
+    for path, leaf in elements(data, canonical=True):
+        if isinstance(leaf, Tensor):
+            shape: list[int | None] = _shape(leaf)
+            if free_dim is not None and -leaf.ndim <= free_dim < leaf.ndim:
+                shape[free_dim] = None
+            described.append((path, tuple(shape), str(leaf.dtype)))
+    return described
+
+
+def mismatch(operation: str, described: list[list[_Element]], shapes: list[str]) -> str | None:
+    """What differs between the processes, or `None`; *shapes* is how each process's operand is shown."""
+    first = described[0]
+    for rank, other in enumerate(described):
+        if other == first:
+            continue
+        where = _difference(first, other)
+        lines = "\n".join(f"  - Process {process}: {text}" for process, text in enumerate(shapes))
+        return (
+            "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n\n"
+            f"Operation: `orc.runtime.{operation}`\nInput shapes:\n{lines}\n"
+            f"First difference: process {rank} {where}"
+        )
+    return None
+
+
+def _difference(first: list[_Element], other: list[_Element]) -> str:
+    for (path, shape, dtype), (other_path, other_shape, other_dtype) in zip(first, other, strict=False):
+        if path != other_path:
+            return f"has {other_path or 'a tensor'} where process 0 has {path or 'a tensor'}"
+        at = f"at {path}" if path else "in its tensor"
+        if shape != other_shape:
+            return f"differs from process 0 {at}: shape {_show(other_shape)} against {_show(shape)}"
+        if dtype != other_dtype:
+            return f"differs from process 0 {at}: {other_dtype} against {dtype}"
+    return f"has {len(other)} tensors, process 0 has {len(first)}"
+
+
+def _show(shape: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"

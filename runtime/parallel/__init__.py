@@ -1,0 +1,76 @@
+"""Parallelizers: each turns a model into a parallel one, in the order they state.
+
+A new one is a module here with an attribute ``PARALLELIZER``; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from orc.runtime.errors import ContextError
+from orc.runtime.parallel.base import Parallelizer, Request
+
+if TYPE_CHECKING:
+    from orc.runtime.context import RunContext
+
+
+@cache
+def parallelizers() -> tuple[Parallelizer, ...]:
+    """Every parallelizer of this installation, in the order in which they apply."""
+    parts = {module.name for module in pkgutil.iter_modules(__path__)} - {"base", "compression"}
+    found = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in sorted(parts)]
+    return tuple(sorted(found, key=lambda one: one.order))
+
+
+def parallelize(model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+    """*model* transformed by every parallelizer that *ctx* and *request* call for.
+
+    Raises:
+        ContextError: one that was called for cannot work here; the message has the reason.
+    """
+    for one in parallelizers():
+        if one.wanted(model, ctx, request):
+            if reason := one.requires(ctx):
+                raise ContextError(f"strategy {one.name} cannot be used here: {reason}")
+            model = one.apply(model, ctx, request)
+    return model
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The model that the user wrote, without what `prepare` put around it.
+
+    Args:
+        model: a model, prepared or not.
+        keep_fp32_wrapper: leave the mixed-precision forward in place.
+        keep_torch_compile: leave a compiled model compiled.
+        recursive: unwrap the modules inside too, in place.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule  # no public name
+
+    from orc.runtime.precision import unwrap_forward
+
+    compiled = None
+    if isinstance(model, OptimizedModule):
+        compiled, model = model, model._orig_mod
+    inner: nn.Module | None = model
+    while inner is not None:
+        model, inner = inner, next((found for one in parallelizers() if (found := one.unwrap(inner)) is not None), None)
+    if recursive:
+        for name, child in model.named_children():
+            setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+    if not keep_fp32_wrapper:
+        unwrap_forward(model)
+    if compiled is None or not keep_torch_compile:
+        return model
+    # Not by replacing what is in it: that one goes on training.
+    return compiled if compiled._orig_mod is model else OptimizedModule(model, compiled.dynamo_ctx)
+
+
+__all__ = ["Parallelizer", "Request", "extract_model_from_parallel", "parallelize", "parallelizers"]

@@ -1,0 +1,53 @@
+"""The contract of a parallelizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.context import RunContext
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a script asks for when it prepares a model."""
+
+    strategy: str = "auto"
+    evaluation: bool = False  # the model is not trained
+    options: Mapping[str, Any] = field(default_factory=dict)  # option objects by parallelizer name
+
+
+class Parallelizer(Protocol):
+    """One way to spread a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400."""
+
+    name: str
+    order: int
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """Whether it is to be applied."""
+        ...
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """Why it cannot work in *ctx*, or `None`."""
+        ...
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """The transformed model."""
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """The module inside *model* if this parallelizer wrapped it, otherwise `None`."""
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """A context in which backward does not synchronise gradients; `None` for models that are not its own."""
+        ...
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """A context whose backward synchronises although forward ran without; `None` for models not its own."""
+        ...

@@ -1,0 +1,100 @@
+"""Replicas: every process holds the whole model, gradients are averaged during backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from orc.runtime.handlers import DistributedDataParallelKwargs
+from orc.runtime.parallel.base import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.context import RunContext
+
+
+class NoSync:
+    """DDP's ``no_sync`` without a generator: entered on most steps of an accumulating loop."""
+
+    __slots__ = ("_model", "_previous")
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._previous = self._model.require_backward_grad_sync
+        self._model.require_backward_grad_sync = False
+
+    def __exit__(self, *exc: object) -> None:
+        self._model.require_backward_grad_sync = self._previous
+
+
+class DDP:
+    """`torch.nn.parallel.DistributedDataParallel`."""
+
+    name = "ddp"
+    order = 400
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With several processes, for a model that is trained and has something to train."""
+        return (
+            ctx.distributed
+            and ctx.xla is None
+            and not request.evaluation
+            and request.strategy in ("auto", self.name)
+            and not isinstance(model, DistributedDataParallel)
+            and any(parameter.requires_grad for parameter in model.parameters())
+        )
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group."""
+        return None if ctx.group is not None else "the process group is not open"
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Wrap *model*."""
+        options: DistributedDataParallelKwargs = request.options.get(self.name) or DistributedDataParallelKwargs()
+        hooks = ("comm_hook", "comm_wrapper", "comm_state_option")
+        kwargs: dict[str, Any] = {k: v for k, v in options.to_kwargs().items() if k not in hooks}
+        if ctx.device.type == "cuda" and all(p.device == ctx.device for p in model.parameters()):
+            kwargs["device_ids"] = [ctx.device.index]
+        with warnings.catch_warnings():
+            # Documented here, deprecated by torch 2.13, which has nothing that does the same yet.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(model, process_group=ctx.group, **kwargs)
+        if ctx.group is not None and any(options.to_kwargs().keys() & set(hooks)):
+            from orc.runtime.parallel.compression import compress_gradients
+
+            compress_gradients(wrapped, ctx.group, options)
+        return wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """The module inside DDP, or inside torch's older form of it within one process."""
+        return model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else None
+
+    def no_sync(self, model: nn.Module) -> NoSync | None:
+        """Accumulate locally. Must cover forward too: that is where DDP decides."""
+        return NoSync(model) if isinstance(model, DistributedDataParallel) else None
+
+    def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any] | None:
+        """Let the next backward average the accumulated gradients."""
+        return _sync_in_backward(model) if isinstance(model, DistributedDataParallel) else None
+
+
+@contextlib.contextmanager
+def _sync_in_backward(model: DistributedDataParallel) -> Iterator[None]:
+    previous = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # What forward would have done, had it known: an empty list means that every parameter takes part.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = previous
+
+
+PARALLELIZER = DDP()

@@ -1,0 +1,54 @@
+"""Replicas over torch_xla: every process holds the whole model; gradients are averaged when the optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orc.runtime.parallel.base import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.context import RunContext
+
+
+class XlaReplicas:
+    """The same parameters on all processes. The model is not wrapped: there is nothing to do in its backward."""
+
+    name = "xla"
+    order = 400
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With several processes over torch_xla, for a model that is trained."""
+        return (
+            ctx.xla is not None
+            and ctx.distributed
+            and not request.evaluation
+            and request.strategy in ("auto", "ddp")
+            and any(parameter.requires_grad for parameter in model.parameters())
+        )
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """Nothing more."""
+        return None
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Give all processes the parameters of rank 0."""
+        if ctx.xla is not None:
+            ctx.xla.broadcast_parameters(model)
+        return model
+
+    def unwrap(self, model: nn.Module) -> None:
+        """It wraps nothing."""
+        return
+
+    def no_sync(self, model: nn.Module) -> None:
+        """Gradients are local until the optimizer steps in any case."""
+        return
+
+    def sync_in_backward(self, model: nn.Module) -> None:
+        """The optimizer's step averages."""
+        return
+
+
+PARALLELIZER = XlaReplicas()

@@ -1,0 +1,323 @@
+"""The background thread of a rank that looks after the run: stalls, and what the run's measurements are told.
+
+It has its own connection to the run's store and shares no lock with the training thread. What it knows of the training
+loop it reads from counters that the loop keeps anyway.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from orc.runtime.resilience.preemption import _connect, _hung_up
+from orc.runtime.resilience.watchdog import (
+    EXIT_STATUS,
+    Beat,
+    StallRules,
+    holding_up,
+    late_ranks,
+    report,
+    report_path,
+)
+from orc.runtime.resilience.whereabouts import main_place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from orc.runtime.context import Prepared, RunContext
+    from orc.runtime.metrics.reporter import Reporter
+
+POLL_S = 1.0
+ANSWER_S = 5.0  # how long a report waits for the other ranks
+HEAD_START_S = 1.0  # ranks that were held up end after the one that held them up, so that it is the first failure
+
+
+class Watch:
+    """Watches one run from one rank. Made by `of`; `start` begins, `close` ends."""
+
+    def __init__(
+        self, context: RunContext, rules: StallRules, reporter: Reporter | None = None, *, poll_s: float | None = None
+    ) -> None:
+        self.context = context
+        self.rules = rules
+        self.reporter = reporter
+        if poll_s is None:
+            limits = [POLL_S]
+            limits += [rules.timeout_s / 5] if rules.timeout_s is not None else []
+            limits += [reporter.interval_s / 2] if reporter is not None else []
+            poll_s = max(0.02, min(limits))
+        self._poll_s = poll_s
+        self._marks = 0
+        self._prepared: list[tuple[Prepared, Callable[[], int]]] = []
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._incident = 0
+        self._told_at: tuple[int, ...] | None = None  # the position of the stall that was reported already
+        self._told_late: tuple[int, tuple[int, ...]] | None = None
+        self._reported = False
+        self._pid = os.getpid()
+        self._exit: Callable[[int], Any] = os._exit
+
+    @classmethod
+    def of(cls, context: RunContext) -> Watch | None:
+        """The one of *context*; `None` when nothing is to be watched. Several Accelerators of a process share it."""
+        if context not in _known:
+            _known[context] = _make(context)
+            if (watch := _known[context]) is not None:
+                watch.start()
+        return _known[context]
+
+    @classmethod
+    def forget(cls, context: RunContext) -> None:
+        """The run of *context* is over."""
+        watch = _known.pop(context, None)
+        if watch is not None:
+            watch.close()
+
+    def add(self, prepared: Prepared, base_step: Callable[[], int]) -> None:
+        """Watch the objects in *prepared*; *base_step* is the step that the run was resumed at."""
+        if not any(prepared is known for known, _ in self._prepared):
+            self._prepared.append((prepared, base_step))
+
+    def touch(self) -> None:
+        """Something that is not a step has begun or ended: it counts as progress."""
+        self._marks += 1
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self.context.mirrored:
+            return
+        store = self.context.store
+        store = store.clone() if store is not None and self.context.world_size > 1 else None  # type: ignore[attr-defined]
+        self._arm()  # here, not in the thread: the lock may be gone before the thread has run once
+        self._thread = threading.Thread(target=self._run, args=(store,), name="orc-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what is not reported yet is written."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no thread to end, and nothing to report
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        if self.rules.timeout_s is not None and self._thread is not None:
+            faulthandler.cancel_dump_traceback_later()
+        if self.reporter is not None:
+            self.reporter.finish(self.step())
+
+    # ---- where this rank is
+
+    def step(self) -> int:
+        """Optimizer steps of the run."""
+        return max((base() + _steps(prepared) for prepared, base in self._prepared), default=0)
+
+    def position(self) -> tuple[int, ...]:
+        """Grows whenever this rank gets on: steps, batches, marks."""
+        steps = batches = 0
+        for prepared, _ in self._prepared:
+            steps += _steps(prepared)
+            for loader in prepared.dataloaders:
+                live = loader.cursor.live
+                batches += (live.epoch << 32) + live.done + 1 if live is not None else loader.cursor.epoch << 32
+        return steps, batches, self._marks
+
+    # ---- the thread
+
+    def _run(self, store: Store | None) -> None:
+        import torch.distributed as dist
+
+        canary = _connect(store) if store is not None else None
+        place = self.position()
+        pace = _Pace(self.step())
+        since = last = time.monotonic()
+        try:
+            while not self._closing.wait(self._poll_s):
+                now, here = time.monotonic(), self.position()
+                # A process that was stopped (SIGSTOP, a suspended machine) has not stalled.
+                slept = now - last > max(5.0, 5 * self._poll_s)
+                last = now
+                if here != place or slept:
+                    place, since = here, now
+                    self._recovered()
+                pace.see(self.step(), now)
+                self._arm()
+                if canary is not None and _hung_up(canary):
+                    store = None
+                beat = Beat(self.context.rank, self.step(), here, now - since, pace.step_s)
+                if store is None:
+                    self._alone(beat)
+                else:
+                    try:
+                        self._together(store, beat)
+                    except (dist.DistError, RuntimeError, OSError):
+                        store = None  # it went with the process that holds it; this rank watches itself
+        finally:
+            if canary is not None:
+                canary.close()
+
+    def _arm(self) -> None:
+        """Should an extension hold the interpreter's lock, this thread cannot speak; a thread in C then dumps."""
+        limit = self.rules.timeout_s
+        if limit is not None:
+            after = max(limit - 2 * self._poll_s, limit / 2)
+            faulthandler.dump_traceback_later(after, exit=self.rules.ends, file=2)
+
+    def _stalled(self, beat: Beat) -> bool:
+        limit = self.rules.timeout_s
+        return limit is not None and beat.idle_s > limit and self._told_at != beat.position
+
+    def _alone(self, beat: Beat) -> None:
+        if self.reporter is not None:
+            self.reporter.poll(beat.step)
+        if self._stalled(beat):
+            self._report("stalled", {beat.rank: self._answer(beat)}, beat, None)
+
+    def _together(self, store: Store, beat: Beat) -> None:
+        prefix, ranks = f"orc/watch/{_generation(self.context)}", range(self.context.world_size)
+        if self.reporter is not None:
+            self.reporter.poll(beat.step, store, prefix)
+        if self.rules.factor is not None:
+            store.set(f"{prefix}/beat/{beat.rank}", beat.to_json())
+        incident = f"{prefix}/incident/{self._incident}"
+        if not store.check([incident]):
+            kind = "stalled" if self._stalled(beat) else None
+            if kind is None and self.rules.factor is not None and self.context.is_main:
+                keys = [f"{prefix}/beat/{rank}" for rank in ranks]
+                if store.check(keys):
+                    beats = [Beat.from_json(value) for value in store.multi_get(keys)]
+                    late = late_ranks(beats, self.rules.factor, self.rules.late_floor_s)
+                    told = next(((one.rank, one.position) for one in beats if one.rank in late), None)
+                    if told is not None and told != self._told_late:
+                        kind, self._told_late = "late", told
+            if kind is None:
+                return
+            store.set(incident, kind)
+        kind = store.get(incident).decode()
+        self._incident += 1
+        store.set(f"{incident}/where/{beat.rank}", self._answer(beat).to_json())
+        keys = [f"{incident}/where/{rank}" for rank in ranks]
+        self._await(store, keys)
+        answers = {
+            rank: Beat.from_json(store.get(key)) if store.check([key]) else None
+            for rank, key in zip(ranks, keys, strict=True)
+        }
+        self._report(kind, answers, beat, store, f"{incident}/done")
+
+    def _answer(self, beat: Beat) -> Beat:
+        return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_place())
+
+    def _await(self, store: Store, keys: list[str]) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while not store.check(keys) and time.monotonic() < deadline and not self._closing.wait(0.05):
+            pass
+
+    def _report(
+        self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Store | None, done: str = ""
+    ) -> None:
+        ends = kind == "stalled" and self.rules.ends
+        if kind == "stalled":
+            self._told_at = beat.position
+        self._reported = True
+        idle_s = max(one.idle_s for one in answers.values() if one is not None)
+        report(self.context, kind, answers, idle_s=idle_s, ends=ends)
+        if not ends:
+            return
+        if store is not None:  # the store goes with its process: everybody must have heard everybody first
+            store.set(f"{done}/{beat.rank}", "1")
+            self._await(store, [f"{done}/{rank}" for rank, one in answers.items() if one is not None])
+        if holding_up(answers) and beat.rank not in holding_up(answers):
+            time.sleep(HEAD_START_S)
+        self._exit(EXIT_STATUS)
+
+    def _recovered(self) -> None:
+        if not self._reported:
+            return
+        self._told_at, self._reported = None, False
+        path = report_path(self.context)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        os.write(2, f"orc: rank {self.context.rank} goes on at step {self.step()}\n".encode())
+
+
+class _Pace:
+    """The typical duration of a step, from how many happened between two looks; the median over the last few."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._at = step, time.monotonic()
+        self._times: deque[float] = deque(maxlen=32)
+
+    def see(self, step: int, now: float) -> None:
+        if step > self._step:
+            self._times.append((now - self._at) / (step - self._step))
+            self._step, self._at = step, now
+
+    @property
+    def step_s(self) -> float | None:
+        if len(self._times) < 2:
+            return None
+        ordered = sorted(self._times)
+        return round(ordered[len(ordered) // 2], 6)
+
+
+def _steps(prepared: Prepared) -> int:
+    return max((optimizer.steps for optimizer in prepared.optimizers), default=0)
+
+
+def _make(context: RunContext) -> Watch | None:
+    job = context.env.job
+    rules = StallRules.of(context.config, in_job=job.attempt_dir is not None)
+    reporter = None
+    wanted = context.config.metrics
+    if wanted or (wanted is None and job.job_dir is not None):
+        from orc.runtime.metrics.reporter import Reporter
+
+        reporter = Reporter.of(context)
+    if not rules.on and reporter is None:
+        return None
+    return Watch(context, rules, reporter)
+
+
+def _generation(context: RunContext) -> int:
+    """Which watch of this store it is: a process may make several runs on one store, the same on every rank."""
+    if context not in _generations:
+        _generations[context] = next(_numbers)
+    return _generations[context]
+
+
+@contextlib.contextmanager
+def aside(context: RunContext) -> Iterator[None]:
+    """A block of work that is no training step (saving, loading): progress at both ends, not part of step times."""
+    watch = _known.get(context)
+    if watch is None:
+        yield
+        return
+    watch.touch()
+    meter = watch.reporter.meter if watch.reporter is not None else None
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        watch.touch()
+        if meter is not None:
+            meter.away_s += time.perf_counter() - began
+
+
+def close_all() -> None:
+    """End the watches of this process."""
+    for context in list(_known):
+        Watch.forget(context)
+
+
+_known: WeakKeyDictionary[RunContext, Watch | None] = WeakKeyDictionary()
+_generations: WeakKeyDictionary[RunContext, int] = WeakKeyDictionary()
+_numbers = itertools.count()
+atexit.register(close_all)

@@ -1,0 +1,113 @@
+"""Which trackers a script's ``log_with`` means here: names are looked up, missing libraries sorted out."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from orc.runtime.availability import is_package
+from orc.runtime.enums import LoggerType
+from orc.runtime.tracking.aim import AimTracker
+from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
+from orc.runtime.tracking.clearml import ClearMLTracker
+from orc.runtime.tracking.comet import CometMLTracker
+from orc.runtime.tracking.dvclive import DVCLiveTracker
+from orc.runtime.tracking.mlflow import MLflowTracker
+from orc.runtime.tracking.swanlab import SwanLabTracker
+from orc.runtime.tracking.tensorboard import TensorBoardTracker
+from orc.runtime.tracking.trackio import TrackioTracker
+from orc.runtime.tracking.wandb import WandBTracker
+
+Tracker: TypeAlias = str | LoggerType | GeneralTracker
+
+TRACKERS: dict[LoggerType, type[LibraryTracker]] = {
+    LoggerType(tracker.name): tracker
+    for tracker in (
+        TensorBoardTracker,
+        WandBTracker,
+        TrackioTracker,
+        AimTracker,
+        CometMLTracker,
+        MLflowTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+    )
+}
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The built-in trackers whose library is installed."""
+    return [kind for kind, tracker in TRACKERS.items() if any(is_package(module) for module in tracker.modules)]
+
+
+def filter_trackers(
+    log_with: Tracker | Iterable[Tracker] | None, logging_dir: str | os.PathLike[str] | None = None
+) -> list[LoggerType | GeneralTracker]:
+    """The trackers that *log_with* means here, each once, in order.
+
+    Args:
+        log_with: names, `LoggerType` members and trackers of the script's own, one or several; ``"all"`` means every
+            built-in tracker whose library is installed.
+        logging_dir: where trackers write that need a folder.
+
+    Returns:
+        Members of `LoggerType` for built-in trackers, and the script's own trackers. Named trackers whose library is
+        not installed are left out with a warning; so is, of ``"all"``, what needs a folder when there is none.
+
+    Raises:
+        ValueError: an unknown name, or a named tracker needs a folder and there is none.
+        TypeError: an element is neither a name nor a tracker.
+        NotImplementedError: a tracker of the script's own is incomplete.
+    """
+    if log_with is None:
+        return []
+    if isinstance(log_with, (str, GeneralTracker)) or not isinstance(log_with, Iterable):
+        log_with = [log_with]
+    wanted = [_known(one) for one in log_with]
+    available = get_available_trackers()
+    chosen: list[LoggerType | GeneralTracker] = []
+    for one in wanted:
+        for tracker in _installed(available, logging_dir) if one == LoggerType.ALL else [one]:
+            if any(tracker is known for known in chosen):
+                continue
+            if isinstance(tracker, LoggerType):
+                if tracker not in available:
+                    LOGGER.warning(
+                        "log_with: %s is left out, its library is not installed: pip install %s",
+                        tracker, TRACKERS[tracker].package,
+                    )  # fmt: skip
+                    continue
+                if logging_dir is None and TRACKERS[tracker].requires_logging_directory:
+                    raise ValueError(
+                        f"log_with: {tracker} requires a `logging_dir`; give Accelerator project_dir, or "
+                        "project_config=ProjectConfiguration(logging_dir=...)"
+                    )
+            chosen.append(tracker)
+    return chosen
+
+
+def _known(one: Tracker) -> LoggerType | GeneralTracker:
+    if isinstance(one, GeneralTracker):
+        check_tracker(one)
+        return one
+    if not isinstance(one, str):
+        kind = f"the class {one.__name__}; give an instance" if isinstance(one, type) else repr(one)
+        raise TypeError(f"log_with: expected names and trackers, not {kind}")
+    name = str(one).lower()
+    if name not in {*LoggerType}:
+        near = difflib.get_close_matches(name, LoggerType, n=1)
+        hint = f", did you mean {str(near[0])!r}?" if near else ""
+        raise ValueError(f"log_with: unsupported tracker {one!r}{hint}; choose from {', '.join(LoggerType)}")
+    return LoggerType(name)
+
+
+def _installed(available: list[LoggerType], logging_dir: str | os.PathLike[str] | None) -> list[LoggerType]:
+    if not available:
+        LOGGER.warning("log_with='all': no library of a built-in tracker is installed")
+    usable = [kind for kind in available if logging_dir is not None or not TRACKERS[kind].requires_logging_directory]
+    if left_out := [str(kind) for kind in available if kind not in usable]:
+        LOGGER.warning("log_with='all': left out for want of a project_dir or logging_dir: %s", ", ".join(left_out))
+    return usable

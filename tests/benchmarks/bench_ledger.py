@@ -1,0 +1,148 @@
+"""The orchestrator's own share: listing 10,000 jobs, submitting, one pass over 1,000 jobs. No cluster, no agents.
+
+    python tests/benchmarks/bench_ledger.py
+
+Budgets (seconds, medians): a process that lists the newest of 10,000 jobs 0.1; two calls at most for the status of
+1,000 jobs. What submitting costs beside the backend is printed; the whole is measured by bench_cli.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import Row, report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrator"))  # the fake backend of the orchestrator's tests
+
+from fake_backend import FakeBackend
+
+from orc.launchers.backends.base import Phase
+from orc.launchers.spec import load_job
+from orc.orchestrator.client import Client
+from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.lifecycle import Event, Kind
+
+
+def median_of(rounds: int, action: Callable[[], object]) -> float:
+    """Seconds, after one round to warm up."""
+    action()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FakeBackend:
+    return FakeBackend(tmp_path / "fake")
+
+
+@pytest.fixture
+def client(orc_home: Path, backend: FakeBackend) -> Iterator[Client]:
+    with Client(backend_of=lambda _: backend) as made:
+        yield made
+
+
+def fill(client: Client, count: int, state: str) -> list[str]:
+    """So many jobs with a realistic specification, two tags and six events each, in *state*."""
+    spec = {
+        "name": "bench",
+        "args": [f"--option-{i}=value" for i in range(60)],
+        "retry": {"max_attempts": 3, "on": [], "backoff": 10.0},
+    }
+    ids = [f"bench-{i:06d}" for i in range(count)]
+    with client.workspace.ledger.transaction() as tx:
+        for job_id in ids:
+            new = NewJob(
+                job_id,
+                "bench",
+                "local",
+                "fake",
+                "job.yaml",
+                spec,
+                {"code": "c", "runtime": "r"},
+                {"team": "vision", "run": job_id},
+            )
+            marker = f"orc-{job_id}-a1"
+            job = tx.create(new, marker, "p" * 64, "nobody", 0.0)
+            handle = {
+                "cluster": "local",
+                "backend": "fake",
+                "marker": marker,
+                "native_id": f"native-{marker}",
+                "submitted_at": 1.0,
+            }
+            events = [Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1)]
+            if state == "SUCCEEDED":
+                events += [Event(Kind.SUCCEEDED, 1), Event(Kind.JOB_SUCCEEDED)]
+            tx.record(job, *events, attempt_set={"handle": handle})
+    with client.workspace.ledger.database.write() as connection:  # as if they had come one after the other
+        connection.execute("UPDATE jobs SET created_at = created_at - 1e5 + CAST(substr(id, 7) AS INTEGER)")
+    return ids
+
+
+def test_list_of_ten_thousand_jobs(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(client, 10_000, "SUCCEEDED")
+    code = "from orc.orchestrator.client import Client; assert len(Client().jobs()) == 50"
+    process = median_of(9, lambda: subprocess.run([sys.executable, "-c", code], check=True))
+    newest = median_of(20, client.jobs)
+    by_tag = median_of(20, lambda: client.jobs(tags={"run": "bench-000007"}))
+    everything = median_of(5, lambda: client.jobs(limit=None))
+    with capsys.disabled():
+        print(
+            f"\nlist, 10,000 jobs in the ledger: process {process * 1e3:.0f} ms; newest 50 {newest * 1e3:.2f} ms; "
+            f"one tag {by_tag * 1e3:.2f} ms; all 10,000 {everything * 1e3:.0f} ms"
+        )
+        report([Row("process that lists 10,000 jobs", "none", process, None, "s", None, 0.1, "ours")])
+
+
+def test_status_of_a_thousand_jobs(client: Client, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = fill(client, 1_000, "PENDING")
+    for job_id in ids:
+        (backend.root / "jobs" / f"orc-{job_id}-a1.json").write_text('{"phase": "running"}')
+    began = time.perf_counter()
+    client.refresh()
+    changed = time.perf_counter() - began
+    assert backend.calls("poll") == ["1000"]
+    unchanged = median_of(5, client.refresh)
+    for job_id in ids:
+        backend.set(f"orc-{job_id}-a1", Phase.SUCCEEDED)
+    began = time.perf_counter()
+    client.refresh()
+    ended = time.perf_counter() - began
+    looking = median_of(3, lambda: [backend._observe(f"orc-{job_id}-a1") for job_id in ids])
+    with capsys.disabled():
+        print(
+            f"\npass over 1,000 jobs, one call each: all start running {changed * 1e3:.0f} ms; nothing changed "
+            f"{unchanged * 1e3:.0f} ms; all end {ended * 1e3:.0f} ms "
+            f"({looking * 1e3:.0f} ms of each are the fake backend's)"
+        )
+        calls = len(backend.calls("poll")) / 8  # one pass each: to running, six times nothing, to the end
+        report([Row("status of 1,000 jobs", "none", calls, None, "calls", None, 2, "ours")])
+    assert len(backend.calls("poll")) == 8
+    assert len(client.jobs(states=["SUCCEEDED"], limit=None)) == 1_000
+
+
+def test_submission(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "project").mkdir()
+    path = tmp_path / "project" / "job.yaml"
+    path.write_text("name: bench\ncommand: 'true'\nlauncher: python\n")
+    loaded = load_job(path)
+    submit = median_of(20, lambda: client.submit(loaded))
+    with capsys.disabled():
+        print()
+        what = "submit beside the backend (snapshot, durable writes)"
+        report([Row(what, "none", submit * 1e3, None, "ms", None, None)])
+    assert len({row.id for row in client.jobs(limit=None)}) == 21
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-p", "no:cacheprovider"]))

@@ -1,0 +1,73 @@
+"""What every test relies on: its own state and configuration, one thread per torch process, no silent skips in CI."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = (
+    *("slurm_testbed", "login_node", "hosts_testbed"),
+    *("postgres_testbed", "sagemaker_testbed", "tpu_testbed"),
+)
+
+_KEPT = ("ORC_REQUIRE_TESTBEDS", "SLURM_TESTBED_", "HOSTS_", "ORC_UPDATE_GOLDEN")
+_FOREIGN = ("ORC_", "ACCELERATE_", "TORCHELASTIC_", "SLURM_", "SBATCH_", "OMPI_", "PMI_")
+_RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+
+for _name in list(os.environ):
+    if (_name.startswith(_FOREIGN) and not _name.startswith(_KEPT)) or _name in _RENDEZVOUS:
+        del os.environ[_name]
+# Several processes share few cores; with more threads than cores they mostly wait for each other.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+# Neither the ignore rules nor the identity of the person who runs the tests may decide their outcome.
+os.environ["GIT_CONFIG_GLOBAL"] = os.environ["GIT_CONFIG_SYSTEM"] = os.devnull
+for _role in ("AUTHOR", "COMMITTER"):
+    os.environ[f"GIT_{_role}_NAME"], os.environ[f"GIT_{_role}_EMAIL"] = "Test", "test@example.org"
+
+# A shell that runs the tests in its background has them ignore these, and what they start inherits that.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+_homes = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def _all_homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orc-homes", numbered=True)
+
+
+@pytest.fixture(autouse=True)
+def orc_home(_all_homes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own ``state`` and ``config`` directories lie below this one; neither exists yet."""
+    home = _all_homes / str(next(_homes))
+    monkeypatch.setenv("ORC_STATE_DIR", str(home / "state"))
+    monkeypatch.setenv("ORC_CONFIG_DIR", str(home / "config"))
+    return home
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Where all testbeds must be up, a test that did not run is a failure."""
+    if report.skipped and os.environ.get("ORC_REQUIRE_TESTBEDS") == "1" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"skipped although ORC_REQUIRE_TESTBEDS=1: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
+    return report

@@ -1,0 +1,100 @@
+"""The command line as a test uses it, with one cluster that the test has made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orc.launchers.clusters import Cluster
+
+EPOCH = re.compile(r"^epoch +(\d+)/", re.MULTILINE)
+
+
+class Orc:
+    """``orc`` in *directory*, with *cluster* in the clusters file; *env* goes over the test's own."""
+
+    def __init__(self, directory: Path, cluster: Cluster, env: Mapping[str, str] | None = None) -> None:
+        self.directory = directory
+        self.cluster = cluster
+        self.env = {**os.environ, **(env or {})}
+        config = Path(self.env["ORC_CONFIG_DIR"])
+        config.mkdir(parents=True, exist_ok=True)
+        described = {key: value for key, value in cluster.model_dump(mode="json").items() if key != "name" and value}
+        (config / "clusters.yaml").write_text(yaml.safe_dump({cluster.name: described}))
+
+    def start(self, *args: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "orc.orchestrator.cli.main", *args]
+        everything = {**self.env, **(env or {})}
+        return subprocess.Popen(argv, cwd=self.directory, env=everything, text=True, stdout=-1, stderr=-1, **more)
+
+    def __call__(self, *args: str, status: int | Sequence[int] = 0, timeout_s: float = 300) -> str:
+        """Standard output; the exit status must be *status*."""
+        with self.start(*args) as process:
+            out, err = process.communicate(timeout=timeout_s)
+        expected = (status,) if isinstance(status, int) else status
+        assert process.returncode in expected, f"orc {' '.join(args)}: {process.returncode}\n{out}\n{err}"
+        return out
+
+    def init(self, starter: str) -> None:
+        """Fill the directory, which is empty, with a starter project."""
+        self.directory.rmdir()
+        argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "init", starter, str(self.directory)]
+        subprocess.run(argv, env=self.env, check=True, capture_output=True)
+
+    def write_job(self, script: str, **spec: Any) -> None:
+        """A small job with one script."""
+        (self.directory / "train.py").write_text(script)
+        job = {"name": "small", "script": "train.py", "launcher": "python", "grace": 10, **spec}
+        (self.directory / "job.yaml").write_text(yaml.safe_dump(job))
+
+    def submit(self, *args: str) -> str:
+        """The new job's id."""
+        job: str = json.loads(self("submit", "job.yaml", "--cluster", self.cluster.name, "--json", *args))["id"]
+        return job
+
+    def job(self, job: str) -> dict[str, Any]:
+        """What ``orc status --json`` says about one job."""
+        (found,) = json.loads(self("status", job, "--json", status=(0, 1, 3)))["jobs"]
+        view: dict[str, Any] = found
+        return view
+
+    def log(self, job: str, rank: int, *args: str) -> str:
+        """One rank's output so far; empty before there is any."""
+        return self("logs", job, "--rank", str(rank), *args, status=(0, 2))
+
+    def until(self, job: str, done: Callable[[dict[str, Any]], bool], timeout_s: float = 240) -> dict[str, Any]:
+        """Look at the job until *done* says so; its last view."""
+        deadline = time.monotonic() + timeout_s
+        while not done(view := self.job(job)):
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {view}"
+            time.sleep(0.2)
+        return view
+
+    def until_log(self, job: str, rank: int, text: str, timeout_s: float = 240) -> None:
+        """Wait until a rank of a running job has said so."""
+
+        def said(view: dict[str, Any]) -> bool:
+            assert view["state"] not in ("FAILED", "SUCCEEDED", "CANCELLED"), view
+            return view["state"] == "RUNNING" and text in self.log(job, rank)
+
+        self.until(job, said, timeout_s)
+
+    def until_epoch(self, job: str, epoch: int, timeout_s: float = 240) -> None:
+        """Wait until rank 0 has trained that many epochs."""
+
+        def reached(view: dict[str, Any]) -> bool:
+            assert view["state"] not in ("FAILED", "SUCCEEDED", "CANCELLED"), view
+            if view["state"] != "RUNNING":
+                return False
+            return max(map(int, EPOCH.findall(self.log(job, 0))), default=0) >= epoch
+
+        self.until(job, reached, timeout_s)

@@ -1,0 +1,169 @@
+"""The main job, end to end through the command line, on a real Slurm cluster: 2 nodes, 2 processes each."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from command_line import EPOCH, Orc
+from slurm_testbed import SlurmTestbed, eventually
+
+from orc.launchers.clusters import Cluster
+
+SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=2")
+
+
+@pytest.fixture
+def orc(slurm: SlurmTestbed, slurm_cluster: Cluster, tmp_path: Path) -> Orc:
+    directory = tmp_path / "job"
+    directory.mkdir()
+    return Orc(directory, slurm_cluster)
+
+
+@pytest.fixture
+def digits(orc: Orc) -> Orc:
+    orc.init("digits")
+    return orc
+
+
+@pytest.mark.slow
+def test_digits_trains_on_two_nodes_and_everything_can_be_seen(digits: Orc) -> None:
+    shown = digits("submit", "job.yaml", "--cluster", "testbed", *SIZE, "--follow")
+    accuracy = re.search(r"test accuracy (0\.\d+)", shown)
+    assert accuracy, shown
+    assert float(accuracy[1]) >= 0.9
+
+    view = digits.job("@last")
+    (attempt,) = view["attempts"]
+    assert (view["state"], view["backend"], attempt["state"]) == ("SUCCEEDED", "slurm", "SUCCEEDED")
+    assert attempt["hosts"] == ["node1", "node2"]
+    assert sorted(attempt["exit"]["ranks"]) == ["0", "1", "2", "3"]
+    assert EPOCH.findall(digits.log("@last", 0)) == [str(epoch) for epoch in range(1, 13)]
+    for rank in (1, 3):
+        assert not EPOCH.findall(digits.log("@last", rank))  # only one process per node prints
+    assert "succeeded" in digits("logs", "@last", "--node", "1")
+    saved = sorted((Path(str(digits.cluster.root)) / "jobs" / view["id"] / "checkpoints").iterdir())
+    assert len(saved) == 2  # keep: 2
+    text = digits("status", "@last")
+    assert "node1, node2" in text
+    assert json.loads(digits("list", "--json"))["jobs"][0]["id"] == view["id"]
+
+
+def test_a_failing_rank_is_named_with_its_traceback(orc: Orc) -> None:
+    script = """
+import os, time
+if os.environ["RANK"] == "3":
+    raise ValueError("the loss is not a number")
+time.sleep(60)
+"""
+    orc.write_job(script)
+    began = time.monotonic()
+    orc("submit", "job.yaml", "--cluster", "testbed", *SIZE, "--follow", status=1)
+    assert time.monotonic() - began < 45  # nobody waits for the ranks that hang
+    view = orc.job("@last")
+    failure = view["attempts"][0]["exit"]["first_failure"]
+    assert (view["state"], view["attempts"][0]["cause"]) == ("FAILED", "crash")
+    assert (failure["rank"], failure["node"], failure["exit_code"]) == (3, 1, 1)
+    text = orc("status", "@last", status=(0, 1))
+    assert "rank 3" in text
+    assert "node2" in text
+    assert "ValueError: the loss is not a number" in text
+    assert 'train.py", line 4' in text
+
+
+def test_a_running_job_is_cancelled_with_grace(orc: Orc) -> None:
+    script = """
+import signal, sys, time
+def end(*_):
+    print("saving", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+    orc.write_job(script)
+    job = orc.submit(*SIZE)
+    eventually(lambda: orc.job(job)["state"] == "RUNNING" and "up" in orc.log(job, 3))
+    orc("cancel", job)
+    orc("wait", job, status=3)
+    view = orc.job(job)
+    assert (view["state"], view["attempts"][0]["state"]) == ("CANCELLED", "CANCELLED")
+    for rank in range(4):
+        assert orc.log(job, rank).split() == ["up", "saving"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "hint"),
+    [
+        ({"partition": "nope"}, "no partition 'nope'", "cpu, gpu, short, spot, spotgrace"),
+        ({"account": "closed"}, "AssocMaxSubmitJobLimit", "choose another `account`"),
+    ],
+)
+def test_what_slurm_would_refuse_is_one_clear_error(
+    orc: Orc, slurm: SlurmTestbed, options: dict[str, str], said: str, hint: str
+) -> None:
+    orc.write_job("print(1)", name="refused", resources={"options": {"slurm": options}})
+    with orc.start("submit", "job.yaml", "--cluster", "testbed") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 70)
+    assert said in err
+    assert hint in err
+    assert "Traceback" not in err
+    assert "orc-refused-" not in slurm.run("squeue", "--noheader", "--states=all", "--format=%j")
+    for job in json.loads(orc("list", "--json"))["jobs"]:
+        assert job["state"] == "FAILED"
+
+
+def test_a_misspelt_option_is_found_before_anything_is_sent(orc: Orc) -> None:
+    orc.write_job("print(1)", resources={"options": {"slurm": {"partitoin": "cpu"}}})
+    with orc.start("render", "job.yaml", "--cluster", "testbed") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "did you mean 'partition'?" in err
+
+
+@pytest.mark.slow
+def test_a_preempted_training_resumes_from_its_checkpoint(digits: Orc, slurm: SlurmTestbed) -> None:
+    spot = ("--set", "resources.options.slurm.partition=spot", "--set", "args=[--epochs, '20']")
+    job = digits.submit(*SIZE, *spot)
+    digits.until_epoch(job, 2)
+    slurm.preempt()
+    digits("wait", job, timeout_s=150)
+    view = digits.job(job)
+    (attempt,) = view["attempts"]
+    assert (view["state"], attempt["restarts"]) == ("SUCCEEDED", 1)
+    assert_resumed(digits.log(job, 0), epochs=20)
+
+
+@pytest.mark.slow
+def test_a_training_that_loses_a_node_goes_on_in_a_new_attempt(digits: Orc, slurm: SlurmTestbed) -> None:
+    options = ("--set", "resources.options.slurm.requeue=false", "--set", "args=[--epochs, '20']")
+    job = digits.submit(*SIZE, *options)
+    digits.until_epoch(job, 2)
+    lost = digits.job(job)["attempts"][0]["hosts"][1]
+    slurm.set_down(lost)
+    try:
+        digits("wait", job, timeout_s=150)
+    finally:
+        slurm.resume(lost)
+    view = digits.job(job)
+    first, second = view["attempts"]
+    assert (view["state"], first["cause"], second["state"]) == ("SUCCEEDED", "node_failure", "SUCCEEDED")
+    assert lost in first["reason"]
+    assert lost not in second["hosts"]
+    assert_resumed(digits.log(job, 0, "--attempt", "1") + digits.log(job, 0, "--attempt", "2"), epochs=20)
+
+
+def assert_resumed(log: str, epochs: int) -> None:
+    """The second run went on where the first had saved: no epoch is missing, none was trained again from the start."""
+    before, resumed, after = log.partition("resumed from ")
+    assert resumed, log
+    first = [int(epoch) for epoch in EPOCH.findall(before)]
+    second = [int(epoch) for epoch in EPOCH.findall(after)]
+    assert first == list(range(1, len(first) + 1)), log
+    assert second[0] in (first[-1], first[-1] + 1), log
+    assert second == list(range(second[0], epochs + 1)), log

@@ -1,0 +1,305 @@
+"""What the link accepts and from whom; and that one node 0 is enough for 256."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+
+import pytest
+
+from orc.launchers import agent, agent_channel, agent_shared
+
+from .conftest import TOKEN, Linked, until
+from .test_link import IDLE
+
+
+def pair(server_token=TOKEN, client_token=TOKEN):
+    """Two channels that have shaken hands as hub and joiner do."""
+    left, right = socket.socketpair(socket.AF_UNIX)
+    return Loop(left, server_token.encode()), Loop(right, client_token.encode())
+
+
+class Loop(agent_channel.Channel):
+    """A channel over a pair of Unix sockets, which know no TCP options."""
+
+    def __init__(self, sock, token):
+        class Plain:
+            def __getattr__(self, name):
+                return getattr(sock, name)
+
+            def setsockopt(self, *_):
+                pass
+
+        super().__init__(Plain(), token)
+
+
+def shake(hub, joiner):
+    def over(sender, receiver, label):
+        sender.flush()
+        receiver.read()
+        return receiver.greeting(label)
+
+    hub.greet(b"", {"nonce": "aa"})
+    hub.nonces = b"a"
+    assert over(hub, joiner, b"") == {"nonce": "aa"}
+    joiner.nonces = b"a"
+    joiner.greet(b"join", {"node": 1})
+    assert over(joiner, hub, b"join") == {"node": 1}
+    hub.nonces += b"b"
+    joiner.nonces += b"b"
+    hub.greet(b"hub", {"welcome": 1})
+    assert over(hub, joiner, b"hub") == {"welcome": 1}
+    hub.agree(hub=True)
+    joiner.agree(hub=False)
+
+
+def test_messages_arrive_whole_and_in_order_in_both_directions():
+    hub, joiner = pair()
+    shake(hub, joiner)
+    for number in range(3):
+        hub.send({"number": number, "text": "ä" * 100})
+        joiner.send({"from": "joiner", "number": number})
+    hub.flush()
+    joiner.flush()
+    hub.read()
+    joiner.read()
+    assert [joiner.receive()["number"] for _ in range(3)] == [0, 1, 2]
+    assert [hub.receive()["number"] for _ in range(3)] == [0, 1, 2]
+    assert hub.receive() is joiner.receive() is None
+
+
+@pytest.mark.parametrize(("server", "client"), [(TOKEN, "other"), ("other", TOKEN)])
+def test_who_does_not_know_the_token_does_not_get_past_the_handshake(server, client):
+    hub, joiner = pair(server, client)
+    with pytest.raises(agent_channel.Broken, match="token"):
+        shake(hub, joiner)
+
+
+def frames(data):
+    found = []
+    while data:
+        (length,) = struct.unpack_from(">I", data)
+        found.append(data[: 4 + length + 32])
+        data = data[4 + length + 32 :]
+    return found
+
+
+@pytest.mark.parametrize("change", ["altered", "repeated", "left out", "reflected"])
+def test_what_is_changed_on_the_way_ends_the_connection(change):
+    hub, joiner = pair()
+    shake(hub, joiner)
+    for number in range(2):
+        hub.send({"number": number})
+    first, second = frames(bytes(hub._out))
+    hub._out.clear()
+    if change == "reflected":
+        joiner.send({"number": 0})
+        first = bytes(joiner._out)
+        joiner._out.clear()
+    sent = {
+        "altered": first.replace(b'"number": 0', b'"number": 9'),
+        "repeated": first + first,
+        "left out": second,
+        "reflected": first,
+    }[change]
+    hub._out += sent
+    hub.flush()
+    joiner.read()
+    if change == "repeated":
+        assert joiner.receive() == {"number": 0}
+    with pytest.raises(agent_channel.Broken, match="changed on the way"):
+        joiner.receive()
+
+
+def test_a_stranger_cannot_make_it_wait_for_a_gigabyte():
+    hub, joiner = pair()
+    joiner._out += struct.pack(">I", 1 << 30) + b"x" * 100
+    joiner.flush()
+    hub.read()
+    with pytest.raises(agent_channel.Broken, match="does not speak"):
+        hub.greeting(b"join")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "node-1/../../../etc/passwd.json",
+        "node-1/secrets.json",
+        "node-1/pids.json",
+        "secrets.json",
+        "link.json",
+        "agent.json",
+        "calls/../stop-r0.json",
+        "calls/a.b.json",
+        "/etc/cron.d/x.json",
+        "stacks/a.node-1.json.x",
+        "heartbeat.json\n",
+    ],
+)
+def test_only_records_travel(name):
+    assert not agent_shared.is_record(name)
+    assert not agent_shared.may_send(1, name)
+
+
+def test_a_node_speaks_for_itself_alone():
+    own = ["node-1/lease.json", "node-1/heartbeat.json", "node-1/exit.json", "stacks/1.node-1.json"]
+    common = ["stop-r0.json", "cancel.json", "calls/1-2-3.json", "calls/1-2-3.done.json", "stacks/1.json"]
+    assert all(agent_shared.is_record(name) and agent_shared.may_send(1, name) for name in own + common)
+    assert not any(agent_shared.may_send(2, name) for name in own)
+    assert not agent_shared.may_send(1, "rendezvous-r0.json")
+
+
+def test_records_go_to_those_whom_they_concern():
+    call = {"node": 2, "from": 1}
+    told = {
+        name: [node for node in (1, 2, 3) if agent_shared.concerns(node, name, call)]
+        for name in (
+            "node-0/heartbeat.json",
+            "node-1/heartbeat.json",
+            "node-1/exit.json",
+            "rendezvous-r0.json",
+            "calls/x.json",
+            "calls/x.end.json",
+            "calls/x.done.json",
+            "stacks/x.json",
+            "stacks/x.node-1.json",
+        )
+    }
+    assert list(told.values()) == [[1, 2, 3], [], [], [1, 2, 3], [2], [2], [1], [1, 2, 3], []]
+
+
+def test_noise_on_the_port_disturbs_nobody(linked):
+    both = linked(IDLE)
+    both.start(0)
+    noise = []
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, os.urandom(70000), b""):
+        sock = socket.create_connection(("127.0.0.1", both.hub["port"]))
+        sock.sendall(data)
+        noise.append(sock)
+    assert both.start(1)["state"] == "held"
+    both.until_ready()
+    for sock in noise:
+        sock.close()
+    os.kill(both.lease(0)["pid"], signal.SIGTERM)
+    both.until_over()
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(linked):
+    both = linked(IDLE)
+    both.start(0)
+    crowd = [socket.create_connection(("127.0.0.1", both.hub["port"])) for _ in range(560)]
+    assert both.start(1)["state"] == "held"
+    both.until_ready()
+    for sock in crowd:
+        sock.close()
+    os.kill(both.lease(0)["pid"], signal.SIGTERM)
+    both.until_over()
+
+
+def test_what_is_nested_without_end_ends_the_connection():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+    with here, there:
+        channel = agent_channel.Channel(here, TOKEN.encode())
+        payload = b"[" * 4000
+        there.sendall(len(payload).to_bytes(4, "big") + payload + b"\0" * 32)
+        here.setblocking(True)
+        channel.read()
+        with pytest.raises(agent_channel.Broken):
+            channel.greeting(b"")
+
+
+class Many:
+    """Joiners in one process, as small as can be: they say that they wait, and take what comes."""
+
+    def __init__(self, port, count):
+        self.selector = selectors.DefaultSelector()
+        self.channels = {}
+        self.got = {node: set() for node in range(1, count + 1)}
+        for node in range(1, count + 1):
+            channel = agent_channel.Channel(socket.create_connection(("127.0.0.1", port)), TOKEN.encode())
+            self.channels[node] = channel
+            self.selector.register(channel.sock, selectors.EVENT_READ, (node, channel))
+
+    def step(self):
+        for key, _ in self.selector.select(0.05):
+            node, channel = key.data
+            try:
+                channel.read()
+            except agent_channel.Broken:  # node 0 has ended
+                self.selector.unregister(channel.sock)
+                continue
+            if channel.keys is None:
+                self.greet(node, channel)
+            while (message := channel.receive()) is not None:
+                if "name" in message:
+                    channel.received += 1
+                    self.got[node].add(message["name"])
+            if channel.keys:
+                channel.send({"stored": channel.received})
+            channel.flush()
+
+    def greet(self, node, channel):
+        if not channel.nonces:
+            first = channel.greeting(b"")
+            if first is None:
+                return
+            nonce = os.urandom(32)
+            channel.nonces = bytes.fromhex(first["nonce"])
+            hello = {"node": node, "marker": "orc-job-1-a1", "restart": 0, "nonce": nonce.hex()}
+            channel.greet(b"join", hello)
+            channel.nonces += nonce
+        elif channel.greeting(b"hub") is not None:
+            channel.agree(hub=False)
+            now = time.time()
+            self.send(channel, f"node-{node}/lease.json", {"restart": 0, "host": f"h{node}", "at": now})
+            self.send(channel, f"node-{node}/heartbeat.json", {"restart": 0, "state": "waiting", "at": now})
+
+    def send(self, channel, name, record):
+        channel.sent += 1
+        channel.send({"name": name, "record": record})
+
+    def until_all_have(self, name, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while not all(name in names for names in self.got.values()):
+            assert time.monotonic() < deadline, (
+                f"{sum(name not in names for names in self.got.values())} without {name}"
+            )
+            self.step()
+
+
+def test_256_nodes_meet_and_stop_over_one_node(attempt):
+    job = attempt(IDLE, nnodes=256, link=True, peer_timeout_s=60.0)
+    first = Linked([job])
+    try:
+        first.start(0)
+        began = time.monotonic()
+        many = Many(first.hub["port"], 255)
+        many.until_all_have("rendezvous-r0.json")
+        met = time.monotonic() - began
+        job.until_log("ready")
+        memory = resident(first.process_of_link(0))
+        (job.directory / "cancel.json").write_text('{"grace_s": 0}')
+        many.until_all_have("cancel.json")
+        assert met < 20, "seconds"
+        assert memory < 40 << 20, "bytes"
+        for node, channel in many.channels.items():
+            many.send(channel, f"node-{node}/exit.json", {"restart": 0, "outcome": "cancelled", "exit_status": 143})
+        many.until_all_have("node-0/exit.json")
+        for _ in range(3):
+            many.step()
+        until(lambda: first.over(0), what="the end of node 0")
+        assert agent.read_json(str(job.directory / "node-255/exit.json"))["outcome"] == "cancelled"
+    finally:
+        if not first.over(0):
+            os.kill(first.lease(0)["pid"], signal.SIGKILL)
+
+
+def resident(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS:"))

@@ -1,0 +1,314 @@
+"""The plans for SageMaker, byte for byte. ``ORC_UPDATE_GOLDEN=1`` writes them anew; read the diff before a commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers.backends.sagemaker.names import MAX_NAME, training_job_name
+from orc.launchers.errors import RenderError
+from orc.launchers.ids import AttemptId
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "sagemaker"
+EVERYTHING = {
+    "instance_type": "ml.g5.12xlarge",
+    "image_uri": "registry.example.org/train:1",
+    "volume_size": 200,
+    "volume_kms_key": "alias/volume",
+    "keep_alive_period_in_seconds": "30m",
+    "training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/plan",
+    "use_spot_instances": True,
+    "max_run": "2h",
+    "max_wait": "10h",
+    "max_pending": "1h",
+    "inputs": {
+        "train": "s3://my-data/train",
+        "val": {"s3_data": "s3://my-data/val", "distribution": "ShardedByS3Key", "content_type": "text/csv"},
+        "shared": {"file_system_id": "fs-0123456789abcdef0", "file_system_type": "FSxLustre", "directory_path": "/x"},
+        "list": {
+            "s3_data": "s3://my-data/list.json",
+            "s3_data_type": "AugmentedManifestFile",
+            "attribute_names": ["source", "label"],
+            "record_wrapping": "RecordIO",
+            "input_mode": "Pipe",
+            "compression": "None",
+            "shuffle_seed": 7,
+        },
+    },
+    "input_mode": "FastFile",
+    "metric_definitions": {"loss": "loss=([0-9.]+)"},
+    "enable_sagemaker_metrics": True,
+    "output_path": "s3://my-models/digits",
+    "output_kms_key": "alias/output",
+    "disable_output_compression": True,
+    "checkpoint_s3_uri": "s3://my-models/checkpoints/",
+    "checkpoint_local_path": "/opt/ml/kept",
+    "subnets": ["subnet-1", "subnet-2"],
+    "security_group_ids": "sg-1",
+    "enable_network_isolation": True,
+    "encrypt_inter_container_traffic": True,
+    "environment": {"NCCL_DEBUG": "INFO"},
+    "max_retry_attempts": 2,
+    "tags": {"team": "vision"},
+    "tensorboard_output_config": {"S3OutputPath": "s3://my-models/board"},
+    "profiler_config": {"S3OutputPath": "s3://my-models/profile"},
+    "disable_profiler": False,
+    "experiment_config": {"ExperimentName": "digits"},
+    "training_repository_credentials_provider_arn": "arn:aws:lambda:us-east-1:123456789012:function:credentials",
+    "enable_infra_check": True,
+    "enable_remote_debug": False,
+    "enable_session_tag_chaining": True,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "smallest": {},
+    "documented": {
+        "args": ["--epochs", "3", "--fp16", "True"],
+    },
+    "two-nodes": {
+        "resources": {"nodes": 2, "procs_per_node": 2, "time": "1:00:00"},
+        "secrets": ["WANDB_API_KEY"],
+        "setup": ["echo ready"],
+        "env": {"NOTE": "it's $5 ~here"},
+        "checkpoint": {"every": 100, "keep": 2},
+        "tags": {"team": "nlp", "odd tag!": "not for AWS"},
+        "grace": 90,
+    },
+    "everything": {"own": EVERYTHING, "resources": {"nodes": 3}},
+    "mpi": {
+        "own": {"distribution": {"mpi": {"enabled": True, "processes_per_host": 4, "custom_mpi_options": "-x A -x B"}}},
+        "resources": {"nodes": 2},
+    },
+}
+
+
+@pytest.fixture
+def shaped(documented) -> Any:
+    """The arguments of one of SHAPES."""
+    given = {**dict.fromkeys(("account", "bucket", "role", "instance_type")), **documented}
+    return lambda name: {**({"options": given} if name == "documented" else {}), **SHAPES[name]}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plan_is_what_its_golden_file_says(shape, plan, shaped) -> None:
+    text = json.dumps(plan(**shaped(shape)).to_dict(), indent=2, ensure_ascii=False) + "\n"
+    path = GOLDEN / f"{shape}.json"
+    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_request_keeps_to_the_api(shape, request_for, shaped) -> None:
+    import re
+
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    made = request_for(**shaped(shape))
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shape_of = model.operation_model("CreateTrainingJob").input_shape
+    report = ParamValidator().validate(made, shape_of)
+    assert not report.has_errors(), report.generate_report()
+
+    def walk(value: Any, kind: Any) -> None:
+        if kind.type_name == "structure":
+            for key, each in value.items():
+                walk(each, kind.members[key])
+        elif kind.type_name == "list":
+            assert len(value) <= kind.metadata.get("max", len(value))
+            for each in value:
+                walk(each, kind.member)
+        elif kind.type_name == "string" and "<account>" not in value:
+            assert not kind.enum or value in kind.enum
+            assert len(value) <= kind.metadata.get("max", len(value))
+            if "pattern" in kind.metadata and "\\p{" not in kind.metadata["pattern"]:
+                assert re.fullmatch(kind.metadata["pattern"], value)
+
+    walk(made, shape_of)
+
+
+def test_the_documented_example_is_the_job_that_it_describes(plan, request_for, agents_for, shaped) -> None:
+    made = request_for(**shaped("documented"))
+    assert made["ResourceConfig"] == {"InstanceType": "ml.p3.16xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30}
+    assert made["RoleArn"].endswith(":role/xxxxx")
+    assert made["AlgorithmSpecification"]["TrainingImage"].endswith(
+        "huggingface-pytorch-training:1.10.2-transformers4.17.0-gpu-py38-cu113-ubuntu20.04"
+    )
+    assert made["TrainingJobName"] == "accelerate-sagemaker-1-k3f9a2-a1"
+    assert made["HyperParameters"] == {"epochs": "3", "fp16": "True"}
+    assert made["EnableManagedSpotTraining"] is True
+    assert made["EnableNetworkIsolation"] is True
+    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 86400}
+    agents = agents_for(**shaped("documented"))
+    assert agents["nproc"] == 8
+    assert agents["env"]["ORC_COLLECTIVES"] == "smddp"
+    assert agents["env"]["ORC_MIXED_PRECISION"] == "fp16"
+    assert agents["command"]["program"][-4:] == ["--epochs", "3", "--fp16", "True"]
+    assert plan(**shaped("documented")).commands[0].purpose == "start it in us-east-1"
+
+
+def test_rendering_gives_the_same_bytes_and_holds_no_secret(plan) -> None:
+    first, second = (plan(secrets=["TOKEN"], resources={"nodes": 2}) for _ in range(2))
+    assert first.digest == second.digest
+    assert '"token"' not in json.dumps(first.to_dict())
+
+
+def test_rendering_imports_no_sdk_and_reads_no_clock() -> None:
+    program = """
+import sys
+from orc.launchers.backends import open_backend
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.bundle import Bundle
+from orc.launchers.clusters import Cluster
+from orc.launchers.ids import AttemptId
+from orc.launchers.manifest import Entry
+from orc.launchers.spec import JobSpec
+options = {"region": "us-east-1", "role": "r", "instance_type": "ml.c5.xlarge"}
+backend = open_backend(Cluster(name="sm", kind="sagemaker", options=options))
+snapshot = Snapshot(Bundle.of([Entry.link("a", "b")]), Bundle.of([]))
+backend.render(JobSpec(name="x", script="t.py"), snapshot, AttemptId("x-000000", 1))
+heavy = {"boto3", "botocore", "sagemaker", "torch", "urllib3", "tarfile", "concurrent"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    env = {**os.environ, "ORC_STATE_DIR": "/nonexistent/state"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("job", "base", "expected"),
+    [
+        ("digits-k3f9a2", None, "orc-digits-k3f9a2-a12"),
+        ("digits-k3f9a2", "train", "train-k3f9a2-a12"),
+        ("x" * 40 + "-k3f9a2", None, "orc-" + "x" * 40 + "-k3f9a2-a12"),
+        ("digits-k3f9a2", "b" * 60, "b" * 52 + "-k3f9a2-a12"),
+    ],
+)
+def test_names_of_training_jobs_follow_from_the_attempt(job, base, expected) -> None:
+    name = training_job_name(AttemptId(job, 12), base)
+    assert name == expected
+    assert len(name) <= MAX_NAME
+
+
+def test_long_names_are_cut_and_stay_apart() -> None:
+    long = [training_job_name(AttemptId("x" * 60 + end, 123456), None) for end in ("a", "b")]
+    assert all(len(name) <= MAX_NAME for name in long)
+    assert long[0] != long[1]
+    plain = [training_job_name(AttemptId(job, 1), "base") for job in ("mine", "yours")]
+    assert plain[0] != plain[1]
+
+
+def test_the_account_is_left_open_where_nobody_has_named_it(request_for) -> None:
+    made = request_for(options={"account": None, "bucket": None})
+    assert made["RoleArn"] == "arn:aws:iam::<account>:role/training"
+    assert made["OutputDataConfig"]["S3OutputPath"].startswith("s3://sagemaker-us-east-1-<account>/orc/jobs/")
+    made = request_for(options={"role": "arn:aws:iam::210987654321:role/x", "account": None})
+    assert "<account>" not in json.dumps(made)
+
+
+def test_other_parts_of_aws_have_other_names(request_for) -> None:
+    made = request_for(options={"region": "cn-north-1"})
+    assert made["RoleArn"].startswith("arn:aws-cn:iam::")
+    assert ".dkr.ecr.cn-north-1.amazonaws.com.cn/" in made["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_the_jobs_own_time_limit_comes_before_sagemakers(request_for, agents_for) -> None:
+    limit = {"resources": {"time": "1h"}, "grace": 20}
+    assert request_for(**limit)["StoppingCondition"] == {"MaxRuntimeInSeconds": 3680}
+    assert agents_for(**limit)["deadline_s"] == 3600
+
+
+def test_requirements_beside_the_script_are_installed_first(agents_for) -> None:
+    install = "python3 -m pip install --disable-pip-version-check -r requirements.txt"
+    assert agents_for(setup=["echo x"])["setup"] == [install, "echo x"]
+    assert agents_for(python="/opt/py", setup=[])["setup"][0].startswith("/opt/py -m pip")
+    assert agents_for({"install_requirements": False})["setup"] == []
+    assert agents_for(environment={"venv": {"requirements": "requirements.txt"}})["setup"] == []
+
+
+def test_arguments_as_they_are_make_no_hyperparameters(request_for, agents_for) -> None:
+    own, args = {"arguments": "plain"}, ["--flag", "value"]
+    assert "HyperParameters" not in request_for(own, args=args)
+    assert agents_for(own, args=args)["command"]["program"][-2:] == args
+
+
+def test_secrets_are_named_and_where_they_are_is_said(agents_for) -> None:
+    assert agents_for(secrets=["TOKEN"])["sagemaker"]["secrets"] == {"from": "channel"}
+    kept = agents_for(None, {"secrets": "secretsmanager"}, secrets=["TOKEN"])["sagemaker"]["secrets"]
+    assert kept == {"from": "secretsmanager", "id": "orc/orc-digits-k3f9a2-a1", "region": "us-east-1"}
+    assert "secrets" not in agents_for()["sagemaker"]
+
+
+REFUSALS = {
+    "no role": ({}, {"role": None}, {}, "no execution role"),
+    "no instance type": ({}, {"instance_type": None}, {}, "no instance type"),
+    "unknown instance type": ({"instance_type": "ml.c5.xlrage"}, {}, {}, "unknown instance type"),
+    "elastic": ({}, {}, {"resources": {"nodes": "1:2"}}, "fixed number of instances"),
+    "long grace": ({}, {}, {"grace": 300}, "120 seconds"),
+    "containers": ({}, {}, {"environment": {"container": {"image": "x"}}}, "one container already"),
+    "two counts": ({"instance_count": 3}, {}, {"resources": {"nodes": 2}}, "instance_count = 3"),
+    "too many GPUs": ({}, {}, {"resources": {"gpus_per_node": 1}}, "1 GPUs per node"),
+    "too many cores": ({}, {}, {"resources": {"cpus_per_proc": 5}}, "5 CPU cores"),
+    "too much memory": ({}, {}, {"resources": {"memory": "64G"}}, "GiB of memory"),
+    "wait without spot": ({"max_wait": 60}, {}, {}, "spot instances alone"),
+    "short wait": ({"use_spot_instances": True, "max_wait": 60, "max_run": 120}, {}, {}, "is less than"),
+    "two limits": ({"max_run": 60}, {}, {"resources": {"time": "1h"}}, "max_run = 60"),
+    "half a VPC": ({"subnets": ["subnet-1"]}, {}, {}, "given together"),
+    "lost checkpoints": ({}, {}, {"checkpoint": {"dir": "/data/ckpt"}}, "is lost"),
+    "data parallel": ({"distributed_type": "DATA_PARALLEL"}, {}, {}, "does not run on ml.c5.xlarge"),
+    "two launchers": ({"distribution": {"mpi": {"enabled": True}}}, {}, {"launcher": "python"}, "launcher: python"),
+    "trainium": ({"instance_type": "ml.trn1.2xlarge"}, {}, {}, "AWS's own accelerators"),
+    "a file": ({"inputs": {"train": "file:///data"}}, {}, {}, "cannot read file:///data"),
+    "a flag": ({}, {}, {"args": {"verbose": True}}, "the flag --verbose has no value"),
+    "many tags": ({"tags": {f"t{n}": "x" for n in range(50)}}, {}, {}, "53 tags"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_what_sagemaker_cannot_carry_is_refused_before_anything_is_sent(why, plan) -> None:
+    own, options, spec, what = REFUSALS[why]
+    with pytest.raises(RenderError) as caught:
+        plan(own, options, **spec)
+    assert what in f"{caught.value.what} {caught.value.hint}"
+    assert caught.value.where
+
+
+def test_the_nearest_instance_type_is_named(plan) -> None:
+    with pytest.raises(RenderError) as caught:
+        plan({"instance_type": "ml.c5.xlrage"})
+    assert "did you mean 'ml.c5.xlarge'" in caught.value.what
+
+
+PROCESSES = {
+    "CPU": ({}, {}, (1, "torchrun")),
+    "all GPUs": ({"instance_type": "ml.g5.12xlarge"}, {}, (4, "torchrun")),
+    "as asked": ({"instance_type": "ml.g5.12xlarge"}, {"resources": {"procs_per_node": 2}}, (2, "torchrun")),
+    "nothing to distribute": ({"instance_type": "ml.g5.12xlarge", "distributed_type": "NO"}, {}, (1, "torchrun")),
+    "on the CPU": ({"instance_type": "ml.g5.12xlarge", "use_cpu": True}, {}, (1, "torchrun")),
+    "mpi": ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 3}}}, {}, (3, "mpirun")),
+}
+
+
+@pytest.mark.parametrize("why", PROCESSES)
+def test_processes_follow_from_the_instances_and_the_distribution(why, agents_for) -> None:
+    own, spec, (nproc, launcher) = PROCESSES[why]
+    found = agents_for(own, **spec)
+    assert found["nproc"] == nproc
+    assert ("torch.distributed.run" in found["command"]["launcher"]) == (launcher == "torchrun")
+
+
+def test_jobs_on_this_machine_need_neither_role_nor_bucket(plan, request_for) -> None:
+    own, options = {"local": "contract"}, {"role": None, "bucket": None, "account": None, "instance_type": None}
+    made = plan(own, options)
+    assert made.commands[0].argv[0] == "local:contract:CreateTrainingJob"
+    assert request_for(own, options)["ResourceConfig"]["InstanceType"] == "local"
+    assert plan({"instance_type": "local"}).commands[0].argv[0] == "local:docker:CreateTrainingJob"
+    files = request_for({**own, "inputs": {"train": "file:///data"}})
+    assert files["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"] == "file:///data"

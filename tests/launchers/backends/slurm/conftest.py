@@ -1,0 +1,137 @@
+"""Running small jobs on the Slurm testbed through the backend alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_testbed import SlurmTestbed
+
+from orc.launchers.backends.base import Handle, LogSelector, Observation, Phase, Snapshot
+from orc.launchers.backends.slurm import SlurmBackend
+from orc.launchers.bundle import Bundle, runtime_bundle
+from orc.launchers.clusters import Cluster
+from orc.launchers.directories import state_dir
+from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.manifest import Entry
+from orc.launchers.plan import Plan
+from orc.launchers.spec import JobSpec
+from orc.launchers.store import ContentStore
+
+
+@dataclasses.dataclass
+class Run:
+    """One attempt, prepared or submitted."""
+
+    backend: SlurmBackend
+    plan: Plan
+    secrets: Mapping[str, str]
+    handle: Handle | None = None
+
+    @property
+    def directory(self) -> Path:
+        return Path(str(self.backend.layout.attempt(self.plan.attempt)))
+
+    def submit(self) -> Run:
+        self.handle = self.backend.submit(self.plan, self.secrets)
+        return self
+
+    def poll(self) -> Observation:
+        assert self.handle is not None
+        return self.backend.poll([self.handle])[self.handle]
+
+    def until(self, *phases: Phase, timeout_s: float = 60, restarts: int = 0) -> Observation:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            seen = self.poll()
+            if seen.phase in phases and seen.restarts >= restarts:
+                return seen
+            if seen.phase.ended or time.monotonic() > deadline:
+                raise AssertionError(f"waited for {phases}, restarts {restarts}, saw {seen}\n{self.everything()}")
+            time.sleep(0.1)
+
+    def ended(self, timeout_s: float = 90) -> Observation:
+        return self.until(Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED, Phase.LOST, timeout_s=timeout_s)
+
+    def until_said(self, text: str, rank: int = 0, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.log(rank):
+            assert time.monotonic() < deadline, f"rank {rank} did not say {text!r}\n{self.everything()}"
+            assert not self.poll().phase.ended, self.everything()
+            time.sleep(0.1)
+
+    def log(self, rank: int) -> str:
+        assert self.handle is not None
+        return b"".join(c.data for c in self.backend.logs(self.handle, LogSelector(rank=rank))).decode()
+
+    def cancel(self, grace_s: float) -> None:
+        assert self.handle is not None
+        self.backend.cancel([self.handle], timedelta(seconds=grace_s))
+
+    def everything(self) -> str:
+        logs = sorted((self.directory / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs)
+
+
+class Runs:
+    """Prepares attempts of one script."""
+
+    def __init__(self, slurm: SlurmTestbed, cluster: Cluster, tmp_path: Path) -> None:
+        self.slurm = slurm
+        self.cluster = cluster
+        self._workdir = tmp_path / "code"
+        self._workdir.mkdir()
+        self._store = ContentStore(state_dir() / "store")
+
+    def render(
+        self, script: str, *, cluster: Mapping[str, Any] | None = None, **spec: Any
+    ) -> tuple[SlurmBackend, Plan, Snapshot]:
+        (self._workdir / "train.py").write_text(script)
+        snapshot = Snapshot(self._store.snapshot(self._workdir).bundle, self._store.ingest(runtime_bundle()))
+        options = {**self.cluster.options, **(cluster or {})}
+        backend = SlurmBackend(self.cluster.model_copy(update={"options": options}))
+        values: dict[str, Any] = {
+            "name": "t",
+            "script": "train.py",
+            "launcher": "python",
+            "grace": 5,
+            "retry": {"on": []},
+        }
+        job = JobSpec.model_validate({**values, **spec})
+        return backend, backend.render(job, snapshot, AttemptId(new_job_id("t"), 1)), snapshot
+
+    def prepare(self, script: str, *, secrets: Mapping[str, str] | None = None, **more: Any) -> Run:
+        backend, plan, snapshot = self.render(script, secrets=list(secrets or {}), **more)
+        backend.stage(snapshot)
+        return Run(backend, plan, secrets or {})
+
+    def start(self, script: str, **spec: Any) -> Run:
+        return self.prepare(script, **spec).submit()
+
+
+@pytest.fixture
+def runs_on(slurm: SlurmTestbed, tmp_path: Path) -> Callable[[Cluster], Runs]:
+    return lambda cluster: Runs(slurm, cluster, tmp_path)
+
+
+@pytest.fixture
+def runs(runs_on: Callable[[Cluster], Runs], slurm_cluster: Cluster) -> Runs:
+    return runs_on(slurm_cluster)
+
+
+@pytest.fixture
+def plan_of() -> Callable[..., Plan]:
+    """The plan of a job with these keys, on a cluster that is nowhere."""
+
+    def render(**spec: Any) -> Plan:
+        job = JobSpec.model_validate({"name": "digits", "script": "train.py", **spec})
+        snapshot = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
+        backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root="/shared/orc"))
+        return backend.render(job, snapshot, AttemptId("digits-k3f9a2", 1))
+
+    return render

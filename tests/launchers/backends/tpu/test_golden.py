@@ -1,0 +1,180 @@
+"""The plans for TPUs, byte for byte. ``ORC_UPDATE_GOLDEN=1`` writes them anew; read the diff before a commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.backends.tpu import TpuBackend
+from orc.launchers.backends.tpu.rendering import hosts_of, on_workers
+from orc.launchers.backends.tpu.request import API, Place, in_plan, tpu_id
+from orc.launchers.backends.tpu.workers import Worker, Workers
+from orc.launchers.bundle import Bundle
+from orc.launchers.clusters import Cluster
+from orc.launchers.errors import RenderError
+from orc.launchers.ids import AttemptId
+from orc.launchers.manifest import Entry
+from orc.launchers.plan import Plan
+from orc.launchers.spec import JobSpec
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "tpu"
+SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
+Make = Callable[..., Cluster]
+EVERYTHING: dict[str, Any] = {
+    "zones": ["us-central2-b", "europe-west4-a"],
+    "runtime_version": "v2-alpha-tpuv6e",
+    "accelerator_type": "v6e",
+    "spot": True,
+    "valid_until": "6h",
+    "network": "projects/demo-project/global/networks/ml",
+    "subnetwork": "projects/demo-project/regions/us-central2/subnetworks/ml",
+    "external_ips": False,
+    "tags": ["ssh"],
+    "labels": {"team": "vision", "cost-center": "1234"},
+    "metadata": {"serial-port-logging-enable": "TRUE"},
+    "startup_script": "#!/bin/sh\napt-get install -y gcsfuse\n",
+    "data_disks": [{"source": "projects/demo-project/zones/us-central2-b/disks/data", "mode": "read_only"}],
+    "service_account": {"email": "tpu@demo-project.iam.gserviceaccount.com"},
+    "on_finish": "idle",
+    "idle_timeout": "45m",
+    "user": "me",
+    "peer_timeout": 20,
+}
+# Options of the cluster, and the job.
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "smallest": ({}, {"script": "train.py"}),
+    "every-option": (
+        EVERYTHING,
+        {
+            "script": "train.py",
+            "resources": {"nodes": 4, "procs_per_node": 4, "time": "1:30:00"},
+            "secrets": ["WANDB_API_KEY"],
+        },
+    ),
+    "node-at-once": (
+        {"queued": False, "reserved": True, "os_login": True, "on_finish": "keep"},
+        {"script": "train.py", "launcher": "python"},
+    ),
+    "reservation": (
+        {"reservation": "projects/demo-project/locations/us-central2-b/reservations/r"},
+        {"script": "t.py"},
+    ),
+    "existing": ({"name": "my-tpu"}, {"script": "train.py"}),
+}
+
+
+def render(cluster: Cluster, number: int = 1, job_id: str = "digits-k3f9a2", **spec: Any) -> Plan:
+    job = JobSpec.model_validate({"name": "digits", **spec})
+    return TpuBackend(cluster).render(job, SNAPSHOT, AttemptId(job_id, number))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plan_is_what_its_golden_file_says(shape: str, cluster: Make, tmp_path: Path) -> None:
+    options, spec = SHAPES[shape]
+    if "user" in options:
+        key = tmp_path / "key"
+        key.with_suffix(".pub").write_text("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5 me@laptop\n")
+        options = {**options, "ssh_key": str(key)}
+    text = json.dumps(render(cluster(**options), **spec).to_dict(), indent=2, ensure_ascii=False) + "\n"
+    assert str(tmp_path) not in text
+    path = GOLDEN / f"{shape}.json"
+    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_requests_are_messages_of_the_api(shape: str, cluster: Make) -> None:
+    from google.cloud.tpu_v2.types import cloud_tpu
+
+    options, spec = SHAPES[shape]
+    for request in in_plan(render(cluster(**options), **spec)).get("requests", ()):
+        kind = cloud_tpu.CreateQueuedResourceRequest if "queued_resource" in request else cloud_tpu.CreateNodeRequest
+        sent = kind.from_json(json.dumps(request))
+        assert sent.parent == request["parent"]
+
+
+def test_every_attempt_asks_under_a_name_of_its_own_and_the_same_each_time(cluster: Make) -> None:
+    first, again, second = (in_plan(render(cluster(), n, script="t.py"))["requests"][0] for n in (1, 1, 2))
+    assert first == again
+    assert (first["queued_resource_id"], second["queued_resource_id"]) == (
+        "orc-digits-k3f9a2-a1",
+        "orc-digits-k3f9a2-a2",
+    )
+    assert first["request_id"] != second["request_id"]
+
+
+def test_a_marker_that_is_too_long_for_the_api_is_shortened_and_stays_unique() -> None:
+    long = [AttemptId("a" * 61, n).marker for n in (1, 2)]
+    names = [tpu_id(marker) for marker in long]
+    assert all(len(name) <= 63 for name in names)
+    assert len(set(names)) == 2
+    assert tpu_id("orc-digits-k3f9a2-a1") == "orc-digits-k3f9a2-a1"
+
+
+def test_nodes_are_the_workers_of_the_type(cluster: Make) -> None:
+    assert hosts_of(render(cluster(accelerator_type="v4-32"), script="t.py")) == tuple(f"worker-{n}" for n in range(4))
+    plan = render(cluster(accelerator_type="v4"), script="t.py", resources={"nodes": 2})
+    assert in_plan(plan)["accelerator_type"] == "v4-16"
+    assert json.loads(plan.files[1].content)["nnodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("resources", "says"),
+    [
+        ({"nodes": 3}, "v4-16 has 2 worker machines, and the job asks for 3 nodes"),
+        ({"nodes": "1:2"}, "a TPU has a fixed number of worker machines"),
+        ({"gpus_per_node": 1}, "TPUs have no GPUs"),
+    ],
+)
+def test_what_no_tpu_can_carry_is_refused(cluster: Make, resources: dict[str, Any], says: str) -> None:
+    with pytest.raises(RenderError, match=says):
+        render(cluster(), script="t.py", resources=resources)
+
+
+def test_on_the_workers_the_plan_has_their_addresses_and_nothing_of_the_request(cluster: Make) -> None:
+    plan = render(cluster(), script="t.py")
+    machines = (Worker("worker-0", "34.1.2.3", "10.0.0.2"), Worker("worker-1", "34.1.2.4", "10.0.0.3"))
+    made = on_workers(plan, Workers(machines, "/tmp/ssh_config"))
+    (file,) = made.files
+    assert [host["address"] for host in json.loads(file.content)["hosts"]] == ["10.0.0.2", "10.0.0.3"]
+    assert API not in {f.host for f in made.files}
+    assert made.commands == plan.commands
+
+
+def test_a_place_tells_whose_tpu_it_is(cluster: Make) -> None:
+    own = Place.parse(in_plan(render(cluster(), script="t.py"))["place"])
+    named = Place.parse(in_plan(render(cluster(name="my-tpu"), script="t.py"))["place"])
+    assert own.is_made_for("orc-digits-k3f9a2-a1")
+    assert not named.is_made_for("orc-digits-k3f9a2-a1")
+
+
+def test_rendering_needs_neither_google_nor_grpc_nor_ssh(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: small\nscript: train.py\ncluster: pod\n")
+    (tmp_path / "train.py").write_text("print()\n")
+    (tmp_path / "clusters.yaml").write_text(
+        "pod:\n  kind: tpu\n  options: {project: demo-project, zones: us-central2-b, accelerator_type: v4-32}\n"
+    )
+    program = (
+        "import sys; from orc.orchestrator.cli.main import main; assert main(['render', 'job.yaml']) == 0; "
+        "print([m for m in ('google.api_core', 'google.cloud', 'grpc', 'paramiko', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "ORC_CLUSTERS": str(tmp_path / "clusters.yaml")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "orc-small-000000-a1" in done.stdout

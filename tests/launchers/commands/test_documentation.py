@@ -1,0 +1,33 @@
+"""The reference page: every option has its row, and every example is a job that renders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orc.launchers.commands import build_command, command_kinds, deepspeed, mpirun, torchrun, xla
+from orc.launchers.spec import JobSpec
+
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "commands.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_every_command_has_a_section() -> None:
+    assert set(command_kinds()) <= set(SECTIONS)
+
+
+@pytest.mark.parametrize("module", [torchrun, mpirun, deepspeed, xla], ids=lambda module: module.COMMAND.kind)
+def test_every_option_has_a_row_and_every_row_an_option(module) -> None:
+    cells = re.findall(r"^\| (`[a-z_`, ]+) \|", SECTIONS[module.COMMAND.kind], re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(module.OPTIONS)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_examples_render(text: str) -> None:
+    assert "launcher" in yaml.safe_load(text)
+    job = JobSpec.model_validate({"name": "example", "script": "train.py", **yaml.safe_load(text)})
+    assert build_command(job).program == ("{python}", "train.py") or job.launcher.options.get("launcher") == "pdsh"

@@ -1,0 +1,84 @@
+"""What the launchers are started with, byte for byte. ``ORC_UPDATE_GOLDEN=1`` writes it anew; read the diff first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers.commands.base import NodeCommand
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "commands"
+LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torchrun": ("torchrun", {}),
+    "torchrun-c10d": ("torchrun", {"rdzv_backend": "c10d", "max_restarts": 3, "monitor_interval": 1}),
+    "mpirun": ("mpirun", {}),
+    "mpirun-openmpi": (
+        "mpirun",
+        {
+            "dialect": "openmpi",
+            "program": "/opt/open mpi/bin/mpirun",
+            "bind_to": "core",
+            "map_by": "ppr:2:socket",
+            "mca": {"oob_tcp_if_include": "10.0.0.0/8", "oob_tcp_keepalive_time": 60},
+            "arguments": ["--report-bindings", "--tag-output"],
+        },
+    ),
+    "mpirun-mpich": (
+        "mpirun",
+        {"dialect": "mpich", "program": "mpiexec.hydra", "bind_to": "numa", "map_by": "hwthread", "arguments": ["-v"]},
+    ),
+    "mpirun-intel": (
+        "mpirun",
+        {"dialect": "intel", "bind_to": "socket", "ccl_worker_count": 2, "ccl_atl_transport": "ofi"},
+    ),
+    "deepspeed": ("deepspeed", {}),
+    "deepspeed-slurm": ("deepspeed", {"launcher": "slurm", "log_level": "warning"}),
+    "deepspeed-local-rank": ("deepspeed", {"local_rank": True, "bind_cores_to_rank": True, "bind_core_list": "0-3,7"}),
+    "deepspeed-pdsh": ("deepspeed", {"launcher": "pdsh", "include": "node1@node2:0,2", "launcher_args": ["-u", "5 0"]}),
+    "deepspeed-openmpi": ("deepspeed", {"launcher": "openmpi", "launcher_args": ["--mca", "a", "b c"]}),
+    "deepspeed-mpich": ("deepspeed", {"launcher": "mpich"}),
+    "deepspeed-impi": ("deepspeed", {"launcher": "impi"}),
+    "xla": ("xla", {}),
+    "xla-variables": ("xla", {"metadata": "variables", "accelerator_type": "v4-16", "topology": "2x2x2"}),
+}
+SHELL = ("mpirun", "deepspeed")
+
+
+def told(command: NodeCommand) -> str:
+    """All of it, to be read by people."""
+    lines = [f"where: {command.where}", f"settle_s: {command.settle_s:g}", f"only_on: {', '.join(command.only_on)}"]
+    lines += [f"env {name}={value}" for name, value in command.env.items()]
+    lines += [f"hostfile {name}: {line!r}" for name, line in command.hostfiles.items()]
+    lines += [f"host env {name}={text}" for name, text in command.host_env.items()]
+    lines += [f"rank env {name}={' | '.join(texts)}" for name, texts in command.rank_env.items()]
+    lines += [f"launcher: {word}" for word in command.launcher]
+    lines += [f"program: {word}" for word in command.program]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_what_is_started_is_known_to_the_byte(name: str, build) -> None:
+    kind, options = LAUNCHERS[name]
+    text = told(build(kind, options, args=["--note", "it's $5"], resources={"nodes": 2, "procs_per_node": 4}))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs; ORC_UPDATE_GOLDEN=1 accepts the new text"
+
+
+def test_every_golden_file_belongs_to_a_test() -> None:
+    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(LAUNCHERS)
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in LAUNCHERS.items() if kind in SHELL])
+def test_scripts_are_shell(name: str, build) -> None:
+    kind, options = LAUNCHERS[name]
+    shell, flag, text, *_ = build(kind, options).launcher
+    assert (shell, flag) == ("/bin/sh", "-c")
+    done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,387 @@
+"""The backends that must behave the same, and the jobs that show whether they do.
+
+A backend joins with a fixture ``<kind>_backend`` that returns a ready `Backend` and one more entry in `BACKENDS`. Where
+its attempts do not lie on a file system of this machine, it joins with a `View` of them too.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from hosts_testbed import USER, HostsTestbed
+from sagemaker_testbed import SagemakerTestbed, in_containers
+from tpu_testbed import Pods
+
+from orc.launchers.agent import marked_processes
+from orc.launchers.backends import open_backend
+from orc.launchers.backends.base import (
+    Backend,
+    Handle,
+    LogSelector,
+    Observation,
+    Phase,
+    Provisioning,
+    Snapshot,
+)
+from orc.launchers.backends.sagemaker import SagemakerBackend
+from orc.launchers.backends.sagemaker.names import training_job_name
+from orc.launchers.backends.slurm import SlurmBackend
+from orc.launchers.backends.ssh import SshBackend
+from orc.launchers.backends.tpu import TpuBackend
+from orc.launchers.bundle import runtime_bundle
+from orc.launchers.clusters import Cluster, builtin_local
+from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan
+from orc.launchers.spec import JobSpec
+from orc.launchers.store import ContentStore
+
+BACKENDS = [
+    "local",
+    pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")]),
+    pytest.param("slurm-ssh", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")]),
+    pytest.param("ssh", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
+    pytest.param("sagemaker", marks=[pytest.mark.xdist_group("sagemaker")]),
+    pytest.param("sagemaker-local", marks=[pytest.mark.xdist_group("sagemaker")]),
+    pytest.param("tpu", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
+]
+LAUNCHERS = ["python", "torchrun", "mpirun"]
+# Behind a login node only the way to Slurm is another one: these show everything that goes that way.
+REPRESENTATIVE = {
+    "slurm-ssh": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_two_submissions_at_the_same_time_run_the_job_once",
+        "test_the_job_outlives_the_process_that_submitted_it",
+        "test_cancelling_lets_the_ranks_save[slurm-ssh-torchrun]",
+        "test_the_next_attempt_finds_the_files_of_the_one_before",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[slurm-ssh-python]",
+        "test_a_failing_setup_is_a_failed_launch_and_the_script_never_runs",
+        "test_arguments_environment_and_secrets_arrive_verbatim[slurm-ssh-python]",
+        "test_a_secret_is_in_no_file_once_the_attempt_is_over",
+        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
+        "test_many_attempts_are_polled_in_one_look",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+    # The same containers, without AWS: these show everything that stands in for it.
+    "sagemaker-local": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_the_job_outlives_the_process_that_submitted_it",
+        "test_cancelling_lets_the_ranks_save[sagemaker-local-python]",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[sagemaker-local-python]",
+        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+    # Every test starts containers; what only concerns the agents is shown elsewhere.
+    "sagemaker": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_submitting_twice_runs_the_job_once",
+        "test_the_job_outlives_the_process_that_submitted_it",
+        "test_cancelling_lets_the_ranks_save[sagemaker-torchrun]",
+        "test_all_ranks_of_two_nodes_see_who_they_are[sagemaker-python]",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[sagemaker-python]",
+        "test_a_failing_setup_is_a_failed_launch_and_the_script_never_runs",
+        "test_ranks_that_exit_75_were_preempted_and_want_to_run_again[sagemaker-python]",
+        "test_arguments_environment_and_secrets_arrive_verbatim[sagemaker-python]",
+        "test_a_secret_is_in_no_file_once_the_attempt_is_over",
+        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
+        "test_many_attempts_are_polled_in_one_look",
+        "test_progress_that_a_rank_reports_is_seen",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+    # On the workers everything is as on SSH hosts: these show how a job gets there, and back.
+    "tpu": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_submitting_twice_runs_the_job_once",
+        "test_two_submissions_at_the_same_time_run_the_job_once",
+        "test_the_job_outlives_the_process_that_submitted_it",
+        "test_cancelling_lets_the_ranks_save[tpu-python]",
+        "test_cancelling_what_has_ended_changes_nothing",
+        "test_all_ranks_of_two_nodes_see_who_they_are[tpu-python]",
+        "test_processes_of_xla_are_told_which_part_of_the_tpu_is_theirs",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[tpu-python]",
+        "test_a_failing_setup_is_a_failed_launch_and_the_script_never_runs",
+        "test_ranks_that_exit_75_were_preempted_and_want_to_run_again[tpu-python]",
+        "test_arguments_environment_and_secrets_arrive_verbatim[tpu-python]",
+        "test_a_secret_is_in_no_file_once_the_attempt_is_over",
+        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
+        "test_many_attempts_are_polled_in_one_look",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a backend that has them, only the representative tests."""
+    kept = [item for item in items if _wanted(item)]
+    left_out = [item for item in items if not _wanted(item)]
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _wanted(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    chosen = REPRESENTATIVE.get(callspec.params.get("backend_under_test")) if callspec else None
+    return chosen is None or bool(chosen & {item.name, getattr(item, "originalname", "")})
+
+
+@pytest.fixture
+def local_backend() -> Backend:
+    return open_backend(builtin_local())
+
+
+@pytest.fixture
+def slurm_backend(slurm_cluster: Cluster) -> Backend:
+    # Slurm itself would run a preempted attempt again; its own tests show that.
+    options = {**slurm_cluster.options, "requeue": False}
+    return open_backend(slurm_cluster.model_copy(update={"options": options}))
+
+
+@pytest.fixture
+def slurm_ssh_backend(login_cluster: Cluster) -> Iterator[Backend]:
+    options = {**login_cluster.options, "requeue": False}
+    backend = SlurmBackend(login_cluster.model_copy(update={"options": options}))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def ssh_backend(hosts: HostsTestbed) -> Iterator[Backend]:
+    backend = SshBackend(hosts.cluster(slots=8, connect_timeout=10, peer_timeout=10))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def sagemaker_backend(sagemaker: SagemakerTestbed) -> Iterator[Backend]:
+    # Its programs get arguments as the test gives them, named or not.
+    options = sagemaker.options(arguments="plain", instance_type="ml.c5.2xlarge")
+    backend = open_backend(Cluster(name="sagemaker", kind="sagemaker", options=options))
+    yield backend
+    backend.close()  # type: ignore[attr-defined]  # those with connections have it
+
+
+@pytest.fixture
+def tpu_backend(tpu_pods: Pods) -> Iterator[Backend]:
+    # Kept, so that a test can look at the workers' files afterwards.
+    backend = TpuBackend(tpu_pods.cluster(on_finish="keep"))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def sagemaker_local_backend() -> Backend:
+    options = {"region": "us-east-1", "instance_type": "ml.c5.2xlarge", "image_uri": "none", "arguments": "plain"}
+    return open_backend(Cluster(name="sagemaker", kind="sagemaker", options={**options, "local": "contract"}))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend_under_test(request: pytest.FixtureRequest) -> Backend:
+    backend: Backend = request.getfixturevalue(f"{request.param.replace('-', '_')}_backend")
+    return backend
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> str:
+    if request.param == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun (Debian: openmpi-bin)")
+    return str(request.param)
+
+
+# Where the attempts of a backend are, as this test sees them: from the plan and the path over there to paths here, one
+# for each machine that has a copy.
+View = Callable[[Plan, PurePosixPath], Sequence[Path]]
+
+
+def on_this_machine(plan: Plan, path: PurePosixPath) -> Sequence[Path]:
+    """The machine's own files, or a file system that all nodes share."""
+    return [Path(path)]
+
+
+@pytest.fixture
+def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
+    if backend_under_test.kind == "sagemaker":
+        jobs: Path = request.getfixturevalue("orc_home") / "state" / "sagemaker" / "jobs"
+        if isinstance(backend_under_test, SagemakerBackend) and not backend_under_test.cluster.options.get("local"):
+            jobs = request.getfixturevalue("sagemaker").directory / "jobs"
+        return lambda plan, path: in_containers(jobs / training_job_name(plan.attempt), path)
+    if backend_under_test.kind == "tpu":
+        pods: Pods = request.getfixturevalue("tpu_pods")
+        return lambda plan, path: [home / path.relative_to(f"/home/{USER}") for home in pods.homes(plan.marker)]
+    if backend_under_test.kind != "ssh":
+        return on_this_machine
+    hosts: HostsTestbed = request.getfixturevalue("hosts")
+
+    def on_hosts(plan: Plan, path: PurePosixPath) -> Sequence[Path]:
+        names = [command.host for command in plan.commands if command.host]
+        return [hosts.home(name) / path.relative_to(f"/home/{USER}") for name in names]
+
+    return on_hosts
+
+
+SUBMIT = """
+import os, pickle, signal, sys
+from orc.launchers.backends import open_backend
+cluster, plan, secrets, then_die = pickle.load(sys.stdin.buffer)
+open_backend(cluster).submit(plan, secrets)
+if then_die:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@dataclass
+class Job:
+    """A job on its way through a backend."""
+
+    backend: Backend
+    plan: Plan
+    view: View
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    handle: Handle | None = None
+
+    @property
+    def directory(self) -> PurePosixPath:
+        """The attempt's directory, as the job sees it."""
+        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
+        return PurePosixPath(config["attempt_dir"])
+
+    @property
+    def work(self) -> PurePosixPath:
+        """The working directory of its ranks."""
+        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
+        return PurePosixPath(config.get("work_dir") or self.directory.parent / "work")
+
+    @property
+    def directories(self) -> Sequence[Path]:
+        """The same as this test sees it: one for each machine that does not share it."""
+        return self.view(self.plan, self.directory)
+
+    def read(self, name: str) -> bytes:
+        """What the file *name* in the job's directory holds, over all machines."""
+        return b"".join((directory.parent / name).read_bytes() for directory in self.directories)
+
+    def go(self) -> None:
+        """Make the file ``go`` in the job's directory, for which its script waits."""
+        for directory in self.directories:
+            (directory.parent / "go").touch()
+
+    def submit(self) -> Job:
+        self.handle = self.backend.submit(self.plan, self.secrets)
+        return self
+
+    def submit_elsewhere(self, *, then_die: bool = False) -> subprocess.Popen[bytes]:
+        """The same in a process of its own, which may be killed as soon as that has worked."""
+        cluster = self.backend.cluster  # type: ignore[attr-defined]  # all of ours have it
+        process = subprocess.Popen([sys.executable, "-c", SUBMIT], stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with process.stdin:
+            pickle.dump((cluster, self.plan, dict(self.secrets), then_die), process.stdin)
+        return process
+
+    def poll(self) -> Observation:
+        assert self.handle is not None
+        seen = self.backend.poll([self.handle])[self.handle]
+        if seen.due and isinstance(self.backend, Provisioning):
+            return self.backend.advance(self.handle, self.plan, self.secrets)
+        return seen
+
+    def until(self, done: Callable[[Observation], bool], timeout_s: float = 150.0) -> Observation:
+        deadline = time.monotonic() + timeout_s
+        while not done(seen := self.poll()):
+            assert time.monotonic() < deadline, f"still {seen}; logs: {self.all_logs()}"
+            time.sleep(0.05)
+        return seen
+
+    def wait(self, timeout_s: float = 150.0) -> Observation:
+        """The last observation; by then nothing of the job may be running any more."""
+        seen = self.until(lambda o: o.phase.ended, timeout_s)
+        deadline = time.monotonic() + 60
+        while left := marked_processes(str(self.directory)):
+            assert time.monotonic() < deadline, f"still running: {left}"
+            time.sleep(0.02)
+        return seen
+
+    def cancel(self, grace_s: float) -> None:
+        assert self.handle is not None
+        self.backend.cancel([self.handle], timedelta(seconds=grace_s))
+
+    def log(self, rank: int | None = None, node: int | None = None, offset: int = 0) -> str:
+        assert self.handle is not None
+        chunks = self.backend.logs(self.handle, LogSelector(rank=rank, node=node), offset)
+        return b"".join(chunk.data for chunk in chunks).decode()
+
+    def until_log(self, rank: int, text: str, timeout_s: float = 150.0) -> None:
+        self.until(lambda _: text in self.log(rank), timeout_s)
+
+    def all_logs(self) -> dict[str, str]:
+        assert self.handle is not None
+        return {str(s): self.log(s.rank, s.node) for s in self.backend.log_selectors(self.handle)}
+
+
+@pytest.fixture
+def make_job(backend_under_test: Backend, view: View, tmp_path: Path, orc_home: Path) -> Callable[..., Job]:
+    """``make_job(source, nodes=1, procs=1, launcher="python", ...)``: rendered and staged, not yet submitted."""
+    store = ContentStore(Path(Layout.at((orc_home / "state").as_posix()).store))
+
+    def make(
+        source: str,
+        /,
+        *,
+        nodes: int = 1,
+        procs: int = 1,
+        launcher: str = "python",
+        args: Sequence[str] = (),
+        secrets: Mapping[str, str] | None = None,
+        resources: Mapping[str, Any] | None = None,
+        number: int = 1,
+        job_id: str | None = None,
+        **spec: Any,
+    ) -> Job:
+        workdir = tmp_path / "workdir"
+        workdir.mkdir(exist_ok=True)
+        (workdir / "train.py").write_text(textwrap.dedent(source))
+        job = JobSpec.model_validate(
+            {
+                "name": "conformance",
+                "script": "train.py",
+                "args": list(args),
+                "launcher": launcher,
+                "resources": {"nodes": nodes, "procs_per_node": procs, **(resources or {})},
+                "secrets": list(secrets or {}),
+                "grace": 5,
+                **spec,
+            }
+        )
+        snapshot = Snapshot(store.snapshot(workdir).bundle, store.ingest(runtime_bundle()))
+        plan = backend_under_test.render(job, snapshot, AttemptId(job_id or new_job_id("conformance"), number))
+        assert [f for f in backend_under_test.preflight(plan) if f.level == "error"] == []
+        backend_under_test.stage(snapshot, plan)
+        return Job(backend_under_test, plan, view, secrets or {})
+
+    return make
+
+
+@pytest.fixture
+def run(make_job: Callable[..., Job]) -> Callable[..., tuple[Job, Observation]]:
+    """Submit and wait."""
+
+    def run(source: str, /, **options: Any) -> tuple[Job, Observation]:
+        job = make_job(source, **options).submit()
+        return job, job.wait()
+
+    return run
+
+
+__all__ = ["BACKENDS", "LAUNCHERS", "Job", "Phase"]

@@ -1,0 +1,32 @@
+"""docs/reference/cli.md says what the commands take: no option more, none less."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN
+
+REFERENCE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+SHARED = {"submit": set(), "resubmit": {"--follow", "--rank", "--all-ranks"}}
+
+
+def _section(name: str) -> str:
+    (section,) = re.findall(rf"^### `orc {name}\b.*?(?=^##|\Z)", REFERENCE, re.MULTILINE | re.DOTALL)
+    return section
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN])
+def test_the_reference_names_every_option(name: str) -> None:
+    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.{COMMANDS[name][0]}").command
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    taken = {text for option in options for text in (*option.opts, *option.secondary_opts)} - {"--json"}
+    section = _section(name)
+    named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    assert {t for t in taken if t.startswith("--")} - SHARED.get(name, set()) <= named
+    shown = set(re.findall(r"^\| `(--?[a-z][a-z-]*)|^\| `-.`, `(--[a-z-]+)", section, re.MULTILINE))
+    assert {text for pair in shown for text in pair if text} <= taken

@@ -1,0 +1,133 @@
+"""`orc doctor`, `orc clusters`, `orc completion`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+
+JobFile = Callable[..., str]
+
+
+def _levels(run: Run, *arguments: str) -> dict[str, str]:
+    return {check["name"]: check["level"] for check in run("doctor", *arguments, "--json").json["checks"]}
+
+
+def test_the_doctor_finds_a_working_machine_well(orc: Run, job_file: JobFile) -> None:
+    assert orc("submit", job_file(), "--follow").code == 0
+    result = orc("doctor", "--deep", "--json")
+    assert result.code == 0
+    assert result.json["ok"] is True
+    names = {check["name"] for check in result.json["checks"]}
+    assert {"python", "torch", "git", "slurm", "state directory", "ledger", "snapshots", "cluster local"} <= names
+    assert all(check["what"] for check in result.json["checks"])
+    text = orc("doctor")
+    assert text.code == 0
+    assert "jobs: 1, under way: 0" in text.out
+
+
+def test_the_doctor_counts_snapshots_of_no_job(orc: Run, job_file: JobFile) -> None:
+    assert orc("submit", job_file("name: x\ncommand: 'true'\nsecrets: [NOT_SET]\n")).code == 2
+    assert "2 in " in orc("doctor").out
+    assert ", 2 of no job" in orc("doctor").out
+    assert orc("submit", job_file("name: x\ncommand: 'true'\nlauncher: python\n"), "--follow").code == 0
+    assert ", 1 of no job" in orc("doctor").out
+
+
+def test_the_doctor_does_not_import_torch(place: Path) -> None:
+    code = (
+        "import sys\nfrom orc.orchestrator.cli.main import main\nmain(['doctor'])\nsys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_the_doctor_sees_a_damaged_snapshot_when_it_looks_deep(orc: Run, orc_home: Path, job_file: JobFile) -> None:
+    orc("submit", job_file(), "--follow")
+    (victim,) = (orc_home / "state" / "store" / "trees").glob("*/job.yaml")
+    victim.chmod(0o644)
+    victim.write_text("something else")
+    assert _levels(orc)["snapshots"] == "ok"
+    assert orc("doctor", "--deep").code == 1
+    assert _levels(orc, "--deep")["snapshots"] == "error"
+
+
+def test_the_doctor_names_a_damaged_ledger_and_goes_on(orc: Run, orc_home: Path) -> None:
+    (orc_home / "state").mkdir(mode=0o700, parents=True)
+    (orc_home / "state" / "ledger.db").write_bytes(b"rubbish" * 1000)
+    assert orc("doctor").code == 1
+    levels = _levels(orc)
+    assert levels["ledger"] == "error"
+    assert levels["cluster local"] == "ok"
+
+
+def test_the_doctor_names_a_state_directory_that_others_can_read(orc: Run, orc_home: Path) -> None:
+    (orc_home / "state").mkdir(mode=0o755, parents=True)
+    result = orc("doctor")
+    assert result.code == 0
+    assert "chmod 700" in result.out
+
+
+def test_the_doctor_names_a_broken_clusters_file(orc: Run, orc_home: Path) -> None:
+    (orc_home / "config").mkdir(parents=True)
+    (orc_home / "config" / "clusters.yaml").write_text("a: {kind: slrum}\nb: [\n")
+    result = orc("doctor")
+    assert result.code == 1
+    assert "clusters.yaml" in result.out
+
+
+def test_clusters_are_listed_shown_and_checked(orc: Run, orc_home: Path, place: Path) -> None:
+    (orc_home / "config").mkdir(parents=True)
+    (orc_home / "config" / "clusters.yaml").write_text(f"here: {{kind: local, root: {place}/root, env: {{A: '1'}}}}\n")
+    listed = orc("clusters", "--json").json
+    assert listed == orc("clusters", "list", "--json").json
+    assert [cluster["name"] for cluster in listed["clusters"]] == ["local", "here"]
+    assert "here" in orc("clusters").out
+    shown = orc("clusters", "show", "here", "--json").json
+    assert (shown["kind"], shown["root"], shown["env"]) == ("local", f"{place}/root", {"A": "1"})
+    assert "kind: local" in orc("clusters", "show", "here").out
+    checked = orc("clusters", "check", "here", "--json")
+    assert checked.code == 0
+    assert checked.json["cluster"] == "here"
+    assert orc("clusters", "check", "local").code == 0
+
+
+def test_an_unknown_cluster_is_refused_with_the_known_ones(orc: Run) -> None:
+    for command in ("show", "check"):
+        result = orc("clusters", command, "locale")
+        assert result.code == 2
+        assert "local" in result.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_those_of_the_shell(shell: str, orc: Run) -> None:
+    result = orc("completion", shell)
+    assert result.code == 0
+    assert "_ORC_COMPLETE" in result.out
+    assert orc("completion", shell, "--json").json["script"] in result.out
+
+
+def test_completion_works_in_a_real_bash(orc: Run, place: Path) -> None:
+    script = orc("completion", "bash").out
+    words = 'COMP_WORDS=(orc init dig); COMP_CWORD=2; _orc_completion orc; echo "${COMPREPLY[@]}"'
+    folder = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{words}"],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "digits", done.stderr
+
+
+def test_an_unknown_shell_is_refused(orc: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert orc("completion").code == 2
+    monkeypatch.setenv("SHELL", "/usr/bin/zsh")
+    assert "compdef" in orc("completion").out

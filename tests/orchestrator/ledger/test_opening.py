@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from orc.orchestrator.ledger.database import SqliteDatabase, explained
+from orc.orchestrator.ledger.engine import CoreDatabase
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.version import HEAD
+
+
+def version(path) -> str:
+    with sqlite3.connect(path) as connection:
+        return connection.execute("SELECT version_num FROM alembic_version").fetchone()[0]
+
+
+def test_the_first_use_makes_a_private_file_in_a_private_directory(tmp_path):
+    open_database(tmp_path / "deep" / "state").close()
+    file = tmp_path / "deep" / "state" / "ledger.db"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert version(file) == HEAD
+
+
+def test_files_beside_the_ledger_are_private_too(tmp_path):
+    database = open_database(tmp_path)
+    with database.write() as connection:
+        connection.execute("INSERT INTO job_tags (job_id, key, value) SELECT id, 'a', 'b' FROM jobs")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+    database.close()
+
+
+def test_the_file_is_durable_checked_and_in_wal_mode(tmp_path):
+    database = open_database(tmp_path)
+    with database.read() as connection:
+        pragmas = ("journal_mode", "synchronous", "foreign_keys")
+        assert [connection.tuples(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 1]
+    database.close()
+
+
+def test_an_open_of_a_current_ledger_imports_neither_sqlalchemy_nor_alembic(tmp_path):
+    code = f"""
+        import sys
+        from pathlib import Path
+        from orc.orchestrator.ledger.opening import open_database
+        for _ in range(2):
+            open_database(Path({str(tmp_path)!r})).close()
+        print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"sqlalchemy", "alembic"}}))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_many_first_users_at_once_make_one_ledger(tmp_path):
+    code = (
+        "from pathlib import Path; from orc.orchestrator.ledger.opening import open_database; "
+        f"open_database(Path({str(tmp_path)!r}))"
+    )
+    users = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(6)]
+    assert [(user.communicate()[1], user.returncode) for user in users] == [("", 0)] * 6
+    assert version(tmp_path / "ledger.db") == HEAD
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "ledger.db").write_bytes(b"precious notes\n" * 100)
+    with pytest.raises(LedgerError) as caught:
+        open_database(tmp_path)
+    assert str(tmp_path / "ledger.db") in str(caught.value)
+    assert "not a database" in str(caught.value)
+    assert "move it away" in caught.value.hint
+    assert (tmp_path / "ledger.db").read_bytes() == b"precious notes\n" * 100
+
+
+def test_a_damaged_ledger_is_refused_and_left_alone(tmp_path):
+    open_database(tmp_path).close()
+    file = tmp_path / "ledger.db"
+    content = bytearray(file.read_bytes())
+    content[4096 : 4096 + 2048] = os.urandom(2048)
+    content[100:2000] = os.urandom(1900)
+    file.write_bytes(content)
+    with pytest.raises(LedgerError, match="malformed") as caught:
+        open_database(tmp_path)
+    assert caught.value.where == str(file)
+    assert "backup" in caught.value.hint
+    assert file.read_bytes() == content
+
+
+def test_another_programs_database_is_refused_and_left_alone(tmp_path):
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    with pytest.raises(LedgerError, match="not an orc ledger"):
+        open_database(tmp_path)
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
+
+
+def test_a_ledger_of_a_newer_orc_is_refused_and_left_alone(tmp_path):
+    open_database(tmp_path).close()
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(LedgerError, match="'9999'") as caught:
+        open_database(tmp_path)
+    assert "upgrade orc" in caught.value.hint
+    assert version(tmp_path / "ledger.db") == "9999"
+
+
+@pytest.mark.parametrize("where", ["/proc/orc-state", "/dev/null/state"])
+def test_a_state_directory_that_cannot_be_made_is_one_clear_error(where):
+    from pathlib import Path
+
+    with pytest.raises(LedgerError, match="cannot make the state directory") as caught:
+        open_database(Path(where))
+    assert "ORC_STATE_DIR" in caught.value.hint
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_no_half_made_ledger(tmp_path):
+    code = f"""
+        import resource, signal, sys
+        from pathlib import Path
+        from orc.orchestrator.ledger.errors import LedgerError
+        from orc.orchestrator.ledger.opening import open_database
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        try:
+            open_database(Path({str(tmp_path)!r}))
+        except LedgerError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert "cannot use the ledger" in done.stdout
+    assert "free some space" in done.stdout
+    database = open_database(tmp_path)
+    database.close()
+    assert version(tmp_path / "ledger.db") == HEAD
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_ledger_that_may_only_be_read_says_what_to_do(tmp_path):
+    open_database(tmp_path).close()
+    path = tmp_path / "ledger.db"
+    read_only = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    with pytest.raises(LedgerError, match="readonly") as caught, explained(path):
+        read_only.execute("DELETE FROM jobs")
+    read_only.close()
+    assert "ORC_STATE_DIR" in caught.value.hint
+
+
+def test_a_sqlite_url_names_the_file(tmp_path):
+    database = open_database(tmp_path / "state", f"sqlite:///{tmp_path}/elsewhere.db")
+    assert isinstance(database, SqliteDatabase)
+    database.close()
+    assert version(tmp_path / "elsewhere.db") == HEAD
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("url", ["sqlite:///", "sqlite:///:memory:"])
+def test_a_ledger_in_memory_is_refused(tmp_path, url):
+    with pytest.raises(LedgerError, match="outlive"):
+        open_database(tmp_path, url)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nosuchdb://host/x", "postgresql+nosuchdriver://host/x"])
+def test_a_bad_url_is_one_clear_error(tmp_path, url):
+    with pytest.raises(LedgerError) as caught:
+        open_database(tmp_path, url)
+    assert caught.value.where == "ORC_LEDGER_URL"
+
+
+@pytest.mark.parametrize("scheme", ["sqlite+pysqlite", "postgresql+nosuchdriver", "not a scheme"])
+def test_an_error_never_shows_the_password_of_a_url(tmp_path, scheme):
+    with pytest.raises(LedgerError) as caught:
+        open_database(tmp_path, f"{scheme}://user:hunter2@host:99999/x")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_any_other_url_is_opened_through_sqlalchemy_and_migrated(tmp_path):
+    url = f"sqlite+pysqlite:///{tmp_path}/core.db"
+    for _ in range(2):
+        database = open_database(tmp_path / "state", url)
+        assert isinstance(database, CoreDatabase)
+        with database.read() as connection:
+            assert connection.tuples("SELECT count(*) FROM jobs") == [(0,)]
+        database.close()
+    assert version(tmp_path / "core.db") == HEAD
+
+
+def test_errors_behind_a_url_are_as_clear(tmp_path):
+    url = f"sqlite+pysqlite:///{tmp_path}/core.db"
+    (tmp_path / "core.db").write_bytes(b"precious notes\n" * 100)
+    with pytest.raises(LedgerError, match="not a database"):
+        open_database(tmp_path, url)
+    (tmp_path / "core.db").unlink()
+    open_database(tmp_path, url).close()
+    with sqlite3.connect(tmp_path / "core.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(LedgerError, match="'9999'"):
+        open_database(tmp_path, url)
+    with pytest.raises(LedgerError, match="unable to open"):
+        open_database(tmp_path, f"sqlite+pysqlite:///{tmp_path}/missing/core.db")
+
+
+def test_a_ledger_whose_directory_is_missing_is_one_clear_error(tmp_path):
+    with pytest.raises(LedgerError, match="No such file or directory"):
+        open_database(tmp_path, f"sqlite:///{tmp_path}/missing/ledger.db")

@@ -1,0 +1,141 @@
+"""What is particular to the ledger in PostgreSQL; that it is a ledger like any other is tested with the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+
+from orc.orchestrator.ledger import schema, upgrade
+from orc.orchestrator.ledger.engine import CoreDatabase
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.version import HEAD
+
+
+def test_an_empty_database_becomes_a_ledger(tmp_path, postgres_database):
+    for _ in range(2):
+        database = open_database(tmp_path, postgres_database)
+        with database.read() as connection:
+            assert connection.tuples("SELECT version_num FROM alembic_version") == [(HEAD,)]
+        database.close()
+
+
+def test_alembic_sees_no_difference_between_migrations_and_tables(postgres_url):
+    engine = sa.create_engine(postgres_url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
+    engine.dispose()
+
+
+def test_many_first_users_at_once_make_one_ledger(tmp_path, postgres_database):
+    code = (
+        "import sys; from pathlib import Path; from orc.orchestrator.ledger.opening import open_database; "
+        "open_database(Path(sys.argv[1]), sys.argv[2]).close()"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path), postgres_database]
+    users = [subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [(user.communicate()[1], user.returncode) for user in users] == [("", 0)] * 3
+
+
+def test_a_ledger_of_the_first_version_is_brought_up_with_what_is_in_it(tmp_path, postgres_database):
+    config = Config()
+    config.set_main_option("script_location", str(upgrade.Path(upgrade.__file__).with_name("migrations")))
+    engine = sa.create_engine(postgres_database)
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        columns = {c["name"] for c in sa.inspect(connection).get_columns("jobs")}
+        numbers = {"attempt", "revision", "created_at", "updated_at"}
+        values = {name: 1 if name in numbers else None if name.endswith(("_at", "_s")) else "x" for name in columns}
+        names = sorted(values)
+        connection.execute(
+            sa.text(f"INSERT INTO jobs ({', '.join(names)}) VALUES ({', '.join(':' + n for n in names)})"), values
+        )
+        connection.commit()
+    engine.dispose()
+    database = open_database(tmp_path, postgres_database)
+    with database.read() as connection:
+        assert connection.tuples("SELECT id FROM jobs") == [("x",)]
+        assert connection.tuples("SELECT count(*) FROM reservations") == [(0,)]
+    database.close()
+
+
+def test_a_ledger_of_a_newer_orc_is_refused_and_left_alone(tmp_path, postgres_url):
+    database = CoreDatabase(postgres_url)
+    with database.write() as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(LedgerError, match="'9999'"):
+        open_database(tmp_path, postgres_url)
+    database.close()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE events SET kind = 'x'", "DELETE FROM events"])
+def test_events_cannot_be_changed_or_removed(ledger_with_a_job, statement):
+    with pytest.raises(LedgerError, match="append-only"), ledger_with_a_job.write() as connection:
+        connection.execute(statement)
+
+
+@pytest.fixture
+def ledger_with_a_job(tmp_path, postgres_url, clock):
+    from orc.orchestrator.ledger.records import NewJob
+    from orc.orchestrator.ledger.store import Ledger
+
+    database = open_database(tmp_path, postgres_url)
+    with Ledger(database, clock).transaction() as tx:
+        tx.enqueue(NewJob("a-aaaaaa", "a", "lab", "fake", "", {}, {}, {}))
+    yield database
+    database.close()
+
+
+def test_a_lock_is_held_until_its_transaction_ends_and_only_against_the_same_name(tmp_path, postgres_url):
+    one, two = open_database(tmp_path, postgres_url), open_database(tmp_path, postgres_url)
+    order = []
+
+    def second():
+        with two.write() as connection:
+            connection.lock("lab")
+            order.append("second")
+
+    with one.write() as connection:
+        connection.lock("lab")
+        waiter = threading.Thread(target=second)
+        waiter.start()
+        third = CoreDatabase(postgres_url)
+        with third.write() as other:
+            other.lock("elsewhere")
+        third.close()
+        with one.engine.connect() as looking:
+            waiting = sa.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+            while not looking.execute(waiting).scalar():
+                looking.rollback()
+        order.append("first")
+    waiter.join(30)
+    assert order == ["first", "second"]
+    one.close()
+    two.close()
+
+
+def test_a_server_that_is_not_there_is_one_clear_error(tmp_path):
+    with pytest.raises(LedgerError, match="cannot use the ledger") as caught:
+        open_database(tmp_path, f"postgresql+psycopg://orc:hunter2@/x?host={tmp_path}/nowhere")
+    assert "hunter2" not in str(caught.value)
+    assert "/nowhere" in str(caught.value)
+
+
+def test_a_connection_that_was_cut_is_made_again(postgres, tmp_path, postgres_url):
+    database = open_database(tmp_path, postgres_url)
+    with database.read() as connection:
+        connection.tuples("SELECT 1")
+    postgres.do("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_type = 'client backend' "
+                "AND pid <> pg_backend_pid()")  # fmt: skip
+    with database.read() as connection:
+        assert connection.tuples("SELECT 1") == [(1,)]
+    database.close()

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.lifecycle import ATTEMPT_KINDS, Event, IllegalTransition, Kind, advance, fold
+
+
+def new_job(job_id: str = "digits-aaaaaa", **changes) -> NewJob:
+    values = {
+        "id": job_id,
+        "name": "digits",
+        "cluster": "local",
+        "backend": "fake",
+        "source": "job.yaml",
+        "spec": {"name": "digits", "args": ["é", "'; DROP TABLE jobs; --"]},
+        "digests": {"code": "c" * 64, "runtime": "r" * 64},
+        "tags": {},
+    }
+    return NewJob(**{**values, **changes})
+
+
+def create(ledger: Ledger, job_id: str = "digits-aaaaaa", **changes):
+    with ledger.transaction() as tx:
+        return tx.create(new_job(job_id, **changes), f"orc-{job_id}-a1", "p" * 64, "me", tx.now + 60)
+
+
+def history(ledger: Ledger, job_id: str):
+    return fold(Event(Kind(e.kind), e.attempt, e.data) for e in ledger.events(job_id))
+
+
+def test_what_is_written_is_read_back(ledger):
+    created = create(ledger, tags={"team": "vision"})
+    job = ledger.job("digits-aaaaaa")
+    assert job == created
+    assert (job.state, job.number, job.attempt.state, job.attempt.marker) == (
+        "PREPARED",
+        1,
+        "PREPARED",
+        "orc-digits-aaaaaa-a1",
+    )
+    assert ledger.spec(job.id)["args"] == ["é", "'; DROP TABLE jobs; --"]
+    assert ledger.tags(job.id) == {"team": "vision"}
+    assert ledger.attempts(job.id) == [job.attempt]
+
+
+def test_a_change_of_a_job_that_has_changed_since_is_refused_and_changes_nothing(ledger):
+    stale = create(ledger)
+    with ledger.transaction() as tx:
+        tx.record(stale, Event(Kind.SUBMITTING, 1))
+    before = (ledger.job(stale.id), ledger.events(stale.id))
+    with pytest.raises(Conflict), ledger.transaction() as tx:
+        tx.record(stale, Event(Kind.SUBMITTING, 1))
+    assert (ledger.job(stale.id), ledger.events(stale.id)) == before
+
+
+def test_one_refused_change_leaves_the_others_of_its_transaction(ledger):
+    stale, fresh = create(ledger, "a-aaaaaa"), create(ledger, "b-bbbbbb")
+    with ledger.transaction() as tx:
+        tx.record(stale, Event(Kind.SUBMITTING, 1))
+    with ledger.transaction() as tx:
+        with pytest.raises(Conflict):
+            tx.record(stale, Event(Kind.SUBMITTING, 1))
+        tx.record(fresh, Event(Kind.SUBMITTING, 1))
+    assert [job.state for job in ledger.jobs(["a-aaaaaa", "b-bbbbbb"])] == ["SUBMITTING", "SUBMITTING"]
+    assert len(ledger.events("a-aaaaaa")) == 3
+
+
+def test_a_failure_in_a_transaction_undoes_all_of_it(ledger):
+    def create_then_fail() -> None:
+        with ledger.transaction() as tx:
+            tx.create(new_job(), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        create_then_fail()
+    assert ledger.job("digits-aaaaaa") is None
+    create(ledger)
+
+
+def test_two_jobs_cannot_have_one_id_and_two_attempts_cannot_have_one_marker(ledger):
+    create(ledger)
+    with pytest.raises(LedgerError, match=r"(?i)unique"):
+        create(ledger)
+    with pytest.raises(LedgerError, match=r"(?i)unique"), ledger.transaction() as tx:
+        tx.create(new_job("other-bbbbbb"), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
+    assert ledger.job("other-bbbbbb") is None
+
+
+def test_a_claim_is_given_once_and_taken_over_only_as_it_was_seen(ledger):
+    job = create(ledger)
+    assert (job.claim_owner, job.claim_expires_at) == ("me", job.created_at + 60)
+    assert ledger.claim(job, "you", 60)
+    assert not ledger.claim(job, "they", 60)
+    ledger.release(job.id, "they")
+    assert ledger.job(job.id).claim_owner == "you"
+    ledger.release(job.id, "you")
+    freed = ledger.job(job.id)
+    assert (freed.claim_owner, freed.claim_expires_at) == (None, None)
+    assert ledger.claim(freed, "they", 60)
+    assert not ledger.claim(freed, "you", 60)
+    assert ledger.job(job.id).revision == job.revision  # a claim is not a change of the job
+
+
+def test_active_jobs_are_those_that_have_not_ended(ledger, clock):
+    for name in ("a-aaaaaa", "b-bbbbbb", "c-cccccc"):
+        create(ledger, name)
+        clock.now += 1
+    with ledger.transaction() as tx:
+        tx.record(tx.find("b-bbbbbb"), Event(Kind.FAILED, 1), Event(Kind.JOB_FAILED))
+    assert [job.id for job in ledger.active()] == ["a-aaaaaa", "c-cccccc"]
+    assert [job.id for job in ledger.active(["b-bbbbbb", "c-cccccc", "unknown"])] == ["c-cccccc"]
+    assert ledger.active([]) == []
+
+
+def test_rows_are_filtered_by_state_name_and_tags_newest_first(ledger, clock):
+    for i, (name, tags) in enumerate([("x", {}), ("y", {"t": "1"}), ("x", {"t": "1", "u": "2"}), ("x", {"t": "2"})]):
+        create(ledger, f"{name}-{i}", name=name, tags=tags)
+        clock.now += 1
+
+    def ids(**filters):
+        return [row[0] for row in ledger.rows(**filters)]
+
+    assert ids() == ["x-3", "x-2", "y-1", "x-0"]
+    assert ids(limit=2) == ["x-3", "x-2"]
+    assert ids(name="x", limit=2) == ["x-3", "x-2"]
+    assert ids(tags={"t": "1"}) == ["x-2", "y-1"]
+    assert ids(tags={"t": "1", "u": "2"}) == ["x-2"]
+    assert ids(states=["PREPARED"], name="y") == ["y-1"]
+    assert ids(states=["RUNNING"]) == ids(states=[]) == []
+    assert [row[-1] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
+
+
+def test_ids_are_found_by_their_start_and_wildcards_mean_nothing(ledger):
+    create(ledger, "digits-aaaaaa")
+    create(ledger, "digits-bbbbbb")
+    assert set(ledger.matching_ids("digits", 5)) == {"digits-aaaaaa", "digits-bbbbbb"}
+    assert ledger.matching_ids("digits-a", 5) == ["digits-aaaaaa"]
+    assert ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
+
+
+def test_the_list_of_jobs_is_read_through_an_index(tmp_path, clock):
+    ledger = Ledger(open_database(tmp_path), clock)
+    with ledger.database.read() as connection:
+        for where in ("", "WHERE state IN ('RUNNING')", "WHERE name = 'x'"):
+            plan = connection.tuples(
+                f"EXPLAIN QUERY PLAN SELECT id FROM jobs {where} ORDER BY created_at DESC LIMIT 50"
+            )
+            assert all("USING INDEX" in row[3] for row in plan), plan
+            assert not any(row[3] == "SCAN jobs" for row in plan), plan
+    ledger.close()
+
+
+class RandomHistories(RuleBasedStateMachine):
+    """Whatever is tried, the columns say what the events say, and what is refused leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.ledger = Ledger(open_database(Path(self.directory.name)), lambda: 1.0)
+        self.ids: list[str] = []
+
+    @initialize()
+    def first(self) -> None:
+        self.create()
+
+    @rule()
+    def create(self) -> None:
+        if len(self.ids) < 3:
+            self.ids.append(f"job-{len(self.ids)}")
+            create(self.ledger, self.ids[-1])
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data(), kind=st.sampled_from(sorted(Kind)), off=st.sampled_from([0, 0, 0, 0, 1]))
+    def record(self, data, kind, off) -> None:
+        job = self.ledger.job(data.draw(st.sampled_from(self.ids)))
+        number = job.number + off if kind in ATTEMPT_KINDS else None
+        event = Event(kind, number, {"n": 1})
+        before = self.ledger.events(job.id)
+        try:
+            if kind is Kind.PREPARED:
+                with self.ledger.transaction() as tx:
+                    tx.prepare(job, f"orc-{job.id}-a{job.number + 1}", "plan")
+                event = Event(kind, job.number + 1)
+            else:
+                with self.ledger.transaction() as tx:
+                    tx.record(job, event, attempt_set={"reason": kind})
+        except IllegalTransition:
+            assert self.ledger.job(job.id) == job
+            assert self.ledger.events(job.id) == before
+        else:
+            assert self.ledger.job(job.id).position == advance(job.position, event)
+            assert len(self.ledger.events(job.id)) == len(before) + 1
+
+    @invariant()
+    def columns_equal_events(self) -> None:
+        for job_id in self.ids:
+            told = history(self.ledger, job_id)
+            assert told.job == self.ledger.job(job_id).state
+            assert told.attempts == {a.number: a.state for a in self.ledger.attempts(job_id)}
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.directory.cleanup()
+
+
+RandomHistories.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRandomHistories = RandomHistories.TestCase
+
+
+def test_json_columns_hold_canonical_text(ledger):
+    job = create(ledger)
+    with ledger.transaction() as tx:
+        tx.record(job, attempt_set={"progress": {"b": 1, "a": 2}, "hosts": ("n1", "n2")})
+    with ledger.database.read() as connection:
+        ((progress, hosts),) = connection.tuples("SELECT progress, hosts FROM attempts")
+    assert (progress, json.loads(hosts)) == ('{"a":2,"b":1}', ["n1", "n2"])

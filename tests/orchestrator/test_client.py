@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from orc.launchers.backends.base import LogSelector, Phase
+from orc.orchestrator.client import Client, JobNotFound
+from orc.orchestrator.views import JobView
+
+
+@pytest.fixture
+def after(clock, monkeypatch):
+    """Does things at moments of the test's clock."""
+    plan = []
+    sleep = clock.sleep
+
+    def step(seconds):
+        sleep(seconds)
+        while plan and plan[0][0] <= clock.now:
+            plan.pop(0)[1]()
+
+    monkeypatch.setattr(clock, "sleep", step)
+    return lambda seconds, action: plan.append((clock.now + seconds, action))
+
+
+@pytest.fixture
+def waiting(orc_home, backend, clock, after) -> Client:
+    with Client(backend_of=lambda _: backend, clock=clock, sleep=lambda s: clock.sleep(s)) as made:
+        yield made
+
+
+def test_waiting_follows_a_job_to_its_end(waiting, backend, job_file, after):
+    view = waiting.submit(job_file())
+    after(5, lambda: backend.set(view.attempt.marker, Phase.RUNNING))
+    after(90, lambda: backend.set(view.attempt.marker, Phase.SUCCEEDED))
+    seen = []
+    (done,) = waiting.wait([view.id], on_change=lambda v: seen.append(v.state))
+    assert done.state == "SUCCEEDED"
+    assert seen == ["PENDING", "RUNNING", "SUCCEEDED"]
+
+
+def test_waiting_looks_often_at_first_and_seldom_later(waiting, backend, clock, job_file, after):
+    view = waiting.submit(job_file())
+    after(600, lambda: backend.set(view.attempt.marker, Phase.SUCCEEDED))
+    waiting.wait([view.id])
+    assert clock.slept[0] <= 0.05
+    assert max(clock.slept) <= 2.0
+    assert len(clock.slept) < 450
+
+
+def test_a_cluster_is_asked_less_often_than_this_machine(waiting, backend, clock, job_file, after):
+    from dataclasses import replace
+
+    backend.capabilities = replace(backend.capabilities, self_driving=False)
+    view = waiting.submit(job_file())
+    after(600, lambda: backend.set(view.attempt.marker, Phase.SUCCEEDED))
+    waiting.wait([view.id])
+    assert clock.slept[0] == 1.0
+    assert len(clock.slept) < 110
+
+
+def test_waiting_gives_up_when_its_time_is_over(waiting, clock, job_file):
+    view = waiting.submit(job_file())
+    began = clock.now
+    (still,) = waiting.wait([view.id], timeout_s=30)
+    assert still.state == "PENDING"
+    assert clock.now - began == pytest.approx(30)
+
+
+def test_waiting_drives_retries(waiting, backend, job_file, after):
+    view = waiting.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
+    after(1, lambda: backend.set(view.attempt.marker, Phase.FAILED, cause="crash"))
+    after(100, lambda: backend.set(f"orc-{view.id}-a2", Phase.SUCCEEDED))
+    (done,) = waiting.wait([view.id], timeout_s=200)
+    assert (done.state, len(done.attempts)) == ("SUCCEEDED", 2)
+
+
+def test_waiting_for_several_jobs_returns_them_in_the_order_asked_for(waiting, backend, job_file):
+    views = [waiting.submit(job_file()) for _ in range(3)]
+    for view in views:
+        backend.set(view.attempt.marker, Phase.SUCCEEDED)
+    ids = [views[i].id for i in (2, 0, 1)]
+    assert [view.id for view in waiting.wait(ids)] == ids
+
+
+def test_a_tick_waits_for_the_retry_and_returns_once_it_is_sent(waiting, backend, clock, job_file):
+    view = waiting.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
+    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
+    began = clock.now
+    after = waiting.tick(view.id)
+    assert (after.state, len(after.attempts)) == ("PENDING", 2)
+    assert 60 <= clock.now - began < 62
+
+
+def test_a_tick_for_a_job_that_has_ended_returns_at_once(waiting, backend, clock, job_file):
+    view = waiting.submit(job_file())
+    backend.set(view.attempt.marker, Phase.SUCCEEDED)
+    waiting.tick(view.id)
+    assert clock.slept == []
+
+
+def test_a_tick_looks_again_when_the_attempt_still_seems_alive(waiting, backend, clock, job_file, after):
+    """The agent starts it just before it is gone itself."""
+    view = waiting.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    backend.set(view.attempt.marker, Phase.RUNNING)
+    after(1, lambda: backend.set(view.attempt.marker, Phase.FAILED, cause="crash"))
+    assert len(waiting.tick(view.id).attempts) == 2
+
+
+def test_a_tick_leaves_a_running_job_alone_after_a_while(waiting, backend, clock, job_file):
+    view = waiting.submit(job_file())
+    began = clock.now
+    assert waiting.tick(view.id).state == "PENDING"
+    assert clock.now - began < 10
+
+
+def test_a_tick_does_not_wait_out_the_backoff_of_a_job_that_is_cancelled(waiting, backend, clock, job_file, after):
+    view = waiting.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 500}))
+    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
+    after(10, lambda: waiting.cancel([view.id]))
+    began = clock.now
+    assert waiting.tick(view.id).state == "CANCELLED"
+    assert clock.now - began < 13
+
+
+def test_references_to_jobs(client, clock, job_file):
+    with pytest.raises(JobNotFound, match="there is no job yet"):
+        client.resolve("@last")
+    first = client.submit(job_file(name="digits"))
+    clock.now += 1
+    second = client.submit(job_file(name="digest"))
+    assert client.resolve("@last") == second.id
+    assert client.resolve(first.id) == first.id
+    assert client.resolve("digits") == first.id
+    with pytest.raises(JobNotFound, match="'dig' is not unique") as caught:
+        client.resolve("dig")
+    assert first.id in caught.value.hint
+    assert second.id in caught.value.hint
+    with pytest.raises(JobNotFound, match="no such job: digitz") as caught:
+        client.resolve(f"digitz{first.id[6:]}")
+    assert first.id in caught.value.hint
+    for nothing in ("", "%", "nope"):
+        with pytest.raises(JobNotFound):
+            client.resolve(nothing)
+
+
+@pytest.mark.parametrize("method", ["job", "events", "log_selectors", "resubmit", "tick"])
+def test_an_unknown_job_is_one_clear_error_everywhere(client, method):
+    with pytest.raises(JobNotFound, match="no such job: nope"):
+        getattr(client, method)("nope")
+    for many in (client.cancel, client.wait):
+        with pytest.raises(JobNotFound, match="no such job: nope"):
+            many(["nope"])
+
+
+def test_the_list_is_filtered_and_bounded(client, clock, job_file):
+    ids = []
+    for name, tags in (("a", {}), ("b", {"team": "x"}), ("a", {"team": "x"})):
+        ids.append(client.submit(job_file(name=name, tags=tags)).id)
+        clock.now += 1
+    assert [row.id for row in client.jobs()] == ids[::-1]
+    assert [row.id for row in client.jobs(limit=1)] == ids[2:]
+    assert [row.id for row in client.jobs(name="a", tags={"team": "x"})] == ids[2:]
+    assert client.jobs(states=["FAILED"]) == []
+    row = client.jobs(limit=1)[0]
+    assert (row.name, row.attempts, row.tags, row.state) == ("a", 1, {"team": "x"}, "PENDING")
+    json.dumps(row.to_dict())
+
+
+def test_views_are_json_able_whole(client, backend, job_file):
+    view = client.submit(job_file(tags={"a": "b"}, args={"x": [1, "é"]}))
+    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom", hosts=["n1"])
+    client.refresh()
+    view = client.job(view.id)
+    back = json.loads(json.dumps(view.to_dict()))
+    assert set(back) == set(JobView.__dataclass_fields__)
+    assert back["attempts"][0]["hosts"] == ["n1"]
+    first = json.loads(json.dumps(client.events(view.id)[0].to_dict()))
+    assert (first["kind"], first["job"], first["attempt"]) == ("queued", view.id, None)
+
+
+def test_logs_of_any_attempt_are_read_from_its_backend(client, backend, job_file):
+    view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
+    client.refresh()
+    client.refresh()
+    rank0 = LogSelector(rank=0)
+    assert client.log_selectors(view.id) == [rank0, LogSelector(node=0)]
+
+    def text(**which):
+        return b"".join(chunk.data for chunk in client.read_log(view.id, rank0, **which)).decode()
+
+    assert text() == f"log of orc-{view.id}-a2"
+    assert text(attempt=1) == f"log of orc-{view.id}-a1"
+    assert text(attempt=1, offset=7) == f"orc-{view.id}-a1"
+    with pytest.raises(JobNotFound, match="has no attempt 7"):
+        client.log_selectors(view.id, attempt=7)
+
+
+def test_an_attempt_that_was_never_sent_has_no_logs(client, backend, job_file):
+    backend.behave(submit="swallowed", find="unreachable")
+    view = client.submit(job_file())
+    assert client.log_selectors(view.id) == []
+    assert list(client.read_log(view.id, LogSelector(rank=0))) == []
+
+
+def test_listing_imports_no_more_than_it_needs(orc_home):
+    code = (
+        "import sys; from orc.orchestrator.client import Client; Client().jobs(); "
+        "print(sorted({m.split('.')[0] for m in sys.modules} & "
+        "{'sqlalchemy', 'alembic', 'pydantic', 'pydantic_core', 'yaml', 'torch', 'jinja2', 'rich', 'subprocess'}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_wait_with_a_time_out_does_not_wait_for_a_cluster_that_hangs(orc_home, backend, job_file, monkeypatch):
+    with Client(backend_of=lambda _: backend) as client:
+        view = client.submit(job_file())
+        answered = threading.Event()
+        poll = backend.poll
+
+        def hanging(handles):
+            answered.wait(60)
+            return poll(handles)
+
+        monkeypatch.setattr(backend, "poll", hanging)
+        began = time.monotonic()
+        (still,) = client.wait([view.id], timeout_s=0.3)
+        took = time.monotonic() - began
+        answered.set()
+    assert still.state == "PENDING"
+    assert took < 30
+
+
+def test_what_breaks_a_pass_is_raised_by_a_wait_with_a_time_out(client, job_file, monkeypatch):
+    view = client.submit(job_file())
+    monkeypatch.setattr(Client, "refresh", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        client.wait([view.id], timeout_s=10)

@@ -1,0 +1,298 @@
+"""Saving and loading on several ranks."""
+
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from orc.runtime import Accelerator, ProjectConfiguration
+
+pytestmark = pytest.mark.distributed
+
+
+def build(root, seed=0, batch_size=2, **options):
+    torch.manual_seed(seed)
+    fixed = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.arange(48.0), torch.randn(48, 4, generator=fixed))
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True)
+    project = ProjectConfiguration(root, automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(project_config=project)
+    torch.manual_seed(seed + accelerator.process_index)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def train(accelerator, model, optimizer, loader, epochs, stop=None):
+    """The samples of every step on this rank, and the final weights."""
+    seen = []
+    for _ in range(epochs):
+        for number, x in loader:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(number.int().tolist())
+            if len(seen) == stop:
+                return seen
+    return seen, [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_all_ranks_save_and_continue_exactly(tmp_path, run_ranks):
+    def whole():
+        return train(*build(None), 2)
+
+    def second(root):
+        run = build(root, seed=50)
+        resumed = run[0].resume()
+        return resumed.step, resumed.epoch, resumed.offset, train(*run, 1)
+
+    uninterrupted = run_ranks(2, whole)
+
+    # The place in the loop is lost when the loop is left, so the save happens inside of it.
+    def inside(root):
+        accelerator, model, optimizer, loader = build(root)
+        seen = []
+        for _ in range(2):
+            for number, x in loader:
+                accelerator.backward(model(x).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(number.int().tolist())
+                if len(seen) == 15:
+                    accelerator.save_state()
+                    return seen
+        return None
+
+    seen = run_ranks(2, inside, str(tmp_path))
+    files = sorted(os.listdir(tmp_path / "checkpoints" / "checkpoint_0"))
+    assert files == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+        "sampler.bin",
+    ]
+    for rank, (step, epoch, offset, (rest, weights)) in enumerate(run_ranks(2, second, str(tmp_path))):
+        assert (step, epoch, offset) == (15, 1, 12)
+        assert seen[rank] + rest == uninterrupted[rank][0]
+        assert weights == uninterrupted[rank][1]
+
+    def at_another_world_size(root, batch_size):
+        run = build(root, seed=9, batch_size=batch_size)
+        run[0].resume()
+        return train(*run, 1)[0]
+
+    [alone] = run_ranks(1, at_another_world_size, str(tmp_path), 4)
+    pairs = [a + b for a, b in zip(*(ranks[0][15:] for ranks in uninterrupted), strict=True)]
+    assert alone == pairs
+
+    def refused(root):
+        try:
+            build(root, batch_size=2)[0].resume()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    [text] = run_ranks(1, refused, str(tmp_path))
+    assert "4 samples per step, now it would be 2" in text
+    assert "continue with batch_size=4" in text
+
+
+def test_ranks_keep_the_newest_and_an_epoch_after_loading_is_bit_equal(tmp_path, run_ranks):
+    def whole():
+        return train(*build(None), 4)
+
+    def three_saves(root):
+        run = build(root, total_limit=2)
+        seen = []
+        for _ in range(3):
+            seen += train(*run, 1)[0]
+            run[0].save_state()
+        return seen
+
+    def one_more(root):
+        run = build(root, seed=50, total_limit=2)
+        before = [parameter.tolist() for parameter in run[1].parameters()]
+        run[0].load_state()
+        loaded = [parameter.tolist() for parameter in run[1].parameters()]
+        assert loaded != before
+        return loaded, run[0].save_iteration, train(*run, 1), torch.get_rng_state().tolist()
+
+    def loaded_by_name(root):
+        accelerator, model, *_ = build(root, seed=70)
+        accelerator.load_state(os.path.join(root, "checkpoints", "checkpoint_2"))
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    uninterrupted = run_ranks(2, whole)
+    seen = run_ranks(2, three_saves, str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"]
+    for name in ("checkpoint_1", "checkpoint_2"):
+        assert sorted(os.listdir(folder / name)) == [
+            "manifest.json",
+            "model.safetensors",
+            "optimizer.bin",
+            "random_states_0.pkl",
+            "random_states_1.pkl",
+            "sampler.bin",
+        ]
+    newest = run_ranks(2, loaded_by_name, str(tmp_path))
+    states = []
+    for rank, (loaded, iteration, (rest, weights), rng) in enumerate(run_ranks(2, one_more, str(tmp_path))):
+        assert (loaded, iteration) == (newest[rank], 3)
+        assert seen[rank] + rest == uninterrupted[rank][0]
+        assert weights == uninterrupted[rank][1]
+        states.append(rng)
+    assert states[0] != states[1], "each rank has its own generators back"
+
+
+def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_ranks):
+    def save_on_main(root):
+        accelerator = build(root)[0]
+        if accelerator.is_main_process:
+            accelerator._checkpoints.meeting.timeout_s = 1.0
+            try:
+                accelerator.save_state()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    def save_on_other(root):
+        accelerator = build(root)[0]
+        if not accelerator.is_main_process:
+            accelerator._checkpoints.meeting.timeout_s = 1.0
+            try:
+                accelerator.save_state()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    text = run_ranks(2, save_on_main, str(tmp_path))[0]
+    assert "CheckpointError: save_state: rank 1 of 2 did not come within 1 s. Every rank must call it" in text
+    text = run_ranks(2, save_on_other, str(tmp_path))[1]
+    assert "CheckpointError: save_state: rank 0 has not come within 1 s" in text
+    assert list(tmp_path.rglob("*.tmp")) == []
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path, run_ranks):
+    def save(root):
+        accelerator = build(root)[0]
+        accelerator.save_state()
+        if accelerator.process_index == 1:
+            from orc.runtime.checkpoint import durable
+
+            def full(fd, data):
+                raise OSError(28, "No space left on device")
+
+            durable.os.write = full
+        try:
+            accelerator.save_state()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    for text in run_ranks(2, save, str(tmp_path)):
+        assert text == "CheckpointError: rank 1: OSError: [Errno 28] No space left on device"
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_damage_is_reported_on_every_rank_and_nothing_is_loaded(tmp_path, run_ranks):
+    def load(root):
+        accelerator, model, optimizer, loader = build(root)
+        accelerator.save_state()
+        if accelerator.is_main_process:
+            path = os.path.join(root, "checkpoints", "checkpoint_0", "random_states_1.pkl")
+            with open(path, "r+b") as file:
+                file.seek(300)
+                file.write(b"\0\1\2")
+        accelerator.wait_for_everyone()
+        before = train(accelerator, model, optimizer, loader, 1)[1]
+        try:
+            accelerator.load_state()
+        except Exception as error:
+            return str(error), before == [parameter.tolist() for parameter in model.parameters()]
+
+    for text, unchanged in run_ranks(2, load, str(tmp_path)):
+        assert "random_states_1.pkl does not hold what was saved" in text
+        assert unchanged
+
+
+def test_each_node_can_have_a_checkpoint_of_its_own(tmp_path, run_ranks):
+    def save(root):
+        accelerator = build(root, save_on_each_node=True)[0]
+        disk = os.path.join(root, os.environ["GROUP_RANK"])
+        os.makedirs(disk, exist_ok=True)
+        os.chdir(disk)
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        accelerator.save_state("/proc/self/cwd/out")  # one name, as for local disks, another place on each node
+        accelerator.load_state("/proc/self/cwd/out")
+        return sorted(os.listdir("out"))
+
+    common = ["manifest.json", "model.safetensors", "optimizer.bin"]
+    files = run_ranks(2, save, str(tmp_path), nodes=2)
+    assert files == [[*common, "random_states_0.pkl", "random_states_1.pkl", "sampler.bin"]] * 2
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_nodes_that_share_a_directory_cannot_each_have_a_checkpoint(tmp_path, run_ranks):
+    def save(root):
+        accelerator = build(root, save_on_each_node=True)[0]
+        try:
+            accelerator.save_state()
+        except Exception as error:
+            return str(error)
+        return None
+
+    for text in run_ranks(2, save, str(tmp_path), nodes=2):
+        assert "several machines share" in text
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_different_directories_are_refused(tmp_path, run_ranks):
+    def save(root):
+        accelerator = Accelerator()
+        try:
+            accelerator.save_state(os.path.join(root, str(accelerator.process_index)))
+        except Exception as error:
+            return str(error)
+
+    for text in run_ranks(2, save, str(tmp_path)):
+        assert "different directories on different ranks" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_several_accelerators_of_one_run_save_and_load_one_after_the_other(tmp_path, run_ranks):
+    def body(root):
+        weights = []
+        for number in range(3):
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(2 + number, 1))
+            accelerator.save_state(os.path.join(root, str(number)), block=number != 1)
+            accelerator.load_state(os.path.join(root, str(number)))
+            weights.append(accelerator.unwrap_model(model).weight.shape[1])
+        return weights
+
+    assert run_ranks(2, body, str(tmp_path)) == [[2, 3, 4]] * 2
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
+def test_meetings_keep_the_store_small_and_in_step(run_ranks):
+    def meet():
+        from orc.runtime.checkpoint.meeting import Meeting
+        from orc.runtime.context import current_context
+
+        context = current_context()
+        meeting = Meeting(context, timeout_s=5)
+        totals = [meeting.hold("sum", context.rank + n, sum) for n in range(20)]
+        context.barrier()
+        keys = sum("orc/meeting" in key for key in context.store.list_keys()) if context.is_main else 0
+        context.barrier()
+        try:
+            meeting.hold(f"step {context.rank}", None, len)
+        except Exception as error:
+            return totals, keys, str(error)
+
+    (totals, keys, text), (others, _, _) = run_ranks(2, meet)
+    assert totals == others == [1 + 2 * n for n in range(20)]
+    assert keys <= 6
+    assert "rank 0 is in step 0, but rank 1: step 1" in text

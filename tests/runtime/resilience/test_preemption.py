@@ -1,0 +1,302 @@
+"""A notice to leave: all ranks stop after the same step, whoever was told."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from orc.runtime import Accelerator
+from orc.runtime.checkpoint.manifest import read_manifest
+from orc.runtime.context import current_context, reset_default
+from orc.runtime.resilience.preemption import Preempted, Preemption, PreemptionError
+
+pytestmark = pytest.mark.distributed
+
+
+def train(root, signalled, at=20, uneven=0.0, steps=400):
+    """Train until the notice stops the run; the steps done and how it ended. The ranks *signalled* get SIGTERM."""
+    os.environ.update(ORC_CHECKPOINT_DIR=root, ORC_ATTEMPT_DIR=root)
+    os.makedirs(os.path.join(root, "node-0"), exist_ok=True)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(steps * 2, 3))
+    accelerator = Accelerator()
+    model = torch.nn.Linear(3, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, batch_size=1)
+    )
+    done = 0
+    try:
+        for (x,) in loader:
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == at and accelerator.process_index in signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.005 + uneven * accelerator.process_index)
+    except SystemExit as end:
+        return done, end.code, str(end)
+    return done, None, ""
+
+
+@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+def test_all_ranks_save_and_leave_after_the_same_step(tmp_path, run_ranks, signalled):
+    ends = run_ranks(2, train, str(tmp_path), signalled)
+    (done, code, message), other = ends
+    assert other[:2] == (done, code)
+    assert code == 75
+    assert 20 <= done < 400
+    assert message == f"preempted after step {done}, saved to {tmp_path}/checkpoint_0"
+    manifest = read_manifest(tmp_path / "checkpoint_0")
+    assert (manifest.step, manifest.offset) == (done, 2 * done)
+
+
+def test_ranks_of_different_speed_agree_without_collectives(run_ranks):
+    """No all-reduce holds these ranks together, so they are far apart when the notice comes."""
+
+    def tick():
+        context = current_context()
+        preemption = Preemption(context, poll_s=0.01)
+        preemption.install()
+        pace = (0.001, 0.004, 0.0005)[context.rank]
+        for count in range(1, 100_000):
+            if preemption.tick():
+                preemption.close()
+                return count
+            if count == 50 and context.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(pace)
+        return None
+
+    stops = run_ranks(3, tick)
+    assert len(set(stops)) == 1
+    assert stops[0] is not None
+
+
+def test_a_rank_that_asks_gets_the_same_answer_in_the_same_step(run_ranks):
+    def ask():
+        context = current_context()
+        preemption = Preemption(context, poll_s=0.01)
+        preemption.install()
+        answers = []
+        for count in range(1, 100_000):
+            if count == 30 and context.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            answers.append(preemption.due())
+            stop = preemption.tick()
+            assert stop == answers[-1]
+            if stop:
+                preemption.close()
+                return count, answers.index(True)
+            time.sleep(0.002)
+        return None
+
+    assert len(set(run_ranks(2, ask))) == 1
+
+
+def test_a_rank_that_is_gone_does_not_hold_the_others_for_ever(run_ranks):
+    def stop():
+        context = current_context()
+        if context.rank == 1:
+            return "gone"  # never answers
+        preemption = Preemption(context, poll_s=0.01, patience_s=0.5)
+        preemption.install()
+        preemption.tick()
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            while not preemption.tick():
+                time.sleep(0.01)
+        except PreemptionError as error:
+            preemption.close()
+            return str(error)
+
+    assert "waited 0.5 s for the other ranks" in run_ranks(2, stop)[0]
+
+
+def test_a_run_that_ends_before_the_stop_ends_normally(tmp_path, run_ranks):
+    ends = run_ranks(2, train, str(tmp_path), (0,), 40, 0.0, 40)
+    assert [(done, code) for done, code, _ in ends] == [(40, None)] * 2
+
+
+def one_process(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "ORC_ATTEMPT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ORC_CHECKPOINT_DIR", str(tmp_path))
+    reset_default()
+    accelerator = Accelerator()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(torch.randn(40, 3)))
+
+
+def test_gradients_that_accumulate_are_finished_first(tmp_path, monkeypatch):
+    accelerator, model, optimizer, loader = one_process(tmp_path, monkeypatch)
+    accelerator.gradient_accumulation_steps = 4
+    previous = signal.getsignal(signal.SIGUSR1)
+    batches = 0
+
+    def train():
+        nonlocal batches
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            batches += 1
+            if batches == 9:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(Preempted) as end:
+        train()
+    accelerator._boundary._preemption.close()
+    reset_default()
+    assert batches == 12
+    assert end.value.code == 75
+    assert read_manifest(tmp_path / "checkpoint_0").step == 3
+    # A launcher that signals the rest when the first rank leaves does not spoil the exit status of this one.
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, previous)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_evaluation_is_not_interrupted(tmp_path, monkeypatch):
+    accelerator, model, optimizer, loader = one_process(tmp_path, monkeypatch)
+    evaluation = accelerator.prepare(DataLoader(torch.randn(6, 3)))
+    for count, x in enumerate(loader):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        if count == 1:
+            break
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(list(evaluation)) == 6
+    for x in loader:  # and one that runs within a training step
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        assert len(list(evaluation)) == 6
+        break
+    assert accelerator.preempted
+    accelerator._boundary._preemption.close()
+    reset_default()
+
+
+def test_earlier_handlers_are_called_too(tmp_path, monkeypatch):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        accelerator, *_ = one_process(tmp_path, monkeypatch)
+        preemption = accelerator._boundary._preemption
+        preemption.tick()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert preemption.signal == signal.SIGTERM
+        preemption.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        reset_default()
+
+
+def test_a_script_that_is_not_training_ends_as_it_was_asked(run_ranks):
+    def leave():
+        pid = os.fork()
+        if pid == 0:
+            preemption = Preemption(current_context())
+            preemption.install()
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert run_ranks(1, leave) == [-signal.SIGTERM]
+
+
+def test_worker_processes_outlive_a_signal_to_the_whole_group(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORC_CHECKPOINT_DIR", str(tmp_path))
+    gc.collect()  # workers of loaders that other tests have dropped
+    others = workers()
+    accelerator, model, optimizer, _ = one_process(tmp_path, monkeypatch)
+    loader = accelerator.prepare(DataLoader(torch.randn(40, 3), num_workers=1))
+    done = 0
+
+    def train():
+        nonlocal done
+        for x in loader:
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == 3:
+                for pid in workers() - others:
+                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.1)
+            if done == 20:
+                assert len(workers() - others) == 1
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        train()
+    accelerator._boundary._preemption.close()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    reset_default()
+    assert done == 20
+
+
+def workers():
+    import multiprocessing
+
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_the_watcher_ends_with_the_process(run_ranks):
+    def close():
+        preemption = Preemption.of(current_context())
+        assert Preemption.of(current_context()) is preemption
+        names = [thread.name for thread in threading.enumerate()]
+        preemption.close()
+        return names.count("orc-preemption"), [t.name for t in threading.enumerate()].count("orc-preemption")
+
+    assert run_ranks(2, close) == [(1, 0), (1, 0)]
+
+
+QUIET = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader
+from orc.runtime import Accelerator
+accelerator = Accelerator()
+loader = accelerator.prepare(DataLoader(torch.zeros(4)))
+list(loader)
+accelerator.wait_for_everyone()
+if accelerator.process_index == 1:
+    time.sleep(1.5)  # the store goes with rank 0
+"""
+
+
+def test_ranks_that_outlive_the_store_say_nothing():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", QUIET],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ORC_USE_CPU": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said == ["", ""]

@@ -1,0 +1,456 @@
+"""The worked training loops of the documentation, with only their import line changed, on one process and on two."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.distributed
+each_world = pytest.mark.parametrize("world", [1, 2])
+
+
+def parts(samples=32, batch_size=4):
+    """Model, optimizer, loader, scheduler and loss function, the same on every process."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs = torch.randn(samples, 3)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    return model, optimizer, loader, scheduler, torch.nn.functional.mse_loss
+
+
+def by_hand(world, accumulate=1):
+    """Weights of the same training in one process: *world* batches of *accumulate* steps make one."""
+    model, optimizer, loader, scheduler, loss_function = parts()
+    inputs, targets = loader.dataset.tensors
+    each = 4 * world * accumulate
+    for start in range(0, 32, each):
+        loss_function(model(inputs[start : start + each]), targets[start : start + each]).backward()
+        optimizer.step()
+        for _ in range(world):
+            scheduler.step()
+        optimizer.zero_grad()
+    return weights(model), scheduler.get_last_lr()
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def the_same(results, expected):
+    for found, rate in results:
+        torch.testing.assert_close(found, expected[0])
+        assert rate == pytest.approx(expected[1])
+
+
+@each_world
+def test_the_quick_tour(run_ranks, world):
+    def script():
+        model, optimizer, training_dataloader, scheduler, loss_function = parts()
+
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator()
+
+        device = accelerator.device
+        model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+            model, optimizer, training_dataloader, scheduler
+        )
+
+        for batch in training_dataloader:
+            optimizer.zero_grad()
+            inputs, targets = batch
+            assert inputs.device.type == device.type
+            outputs = model(inputs)
+            loss = loss_function(outputs, targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+        return weights(accelerator.unwrap_model(model)), scheduler.get_last_lr()
+
+    the_same(run_ranks(world, script), by_hand(world))
+
+
+@each_world
+def test_distributed_evaluation(run_ranks, world):
+    class Metric:
+        def __init__(self):
+            self.predictions, self.references = [], []
+
+        def add_batch(self, predictions, references):
+            self.predictions += predictions.flatten().tolist()
+            self.references += references.flatten().tolist()
+
+    def script():
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator()
+        model, _, validation_dataloader, *_ = parts(samples=19)
+        model.to(accelerator.device)
+        metric = Metric()
+        validation_dataloader = accelerator.prepare(validation_dataloader)
+        for inputs, targets in validation_dataloader:
+            predictions = model(inputs)
+            # Gather all predictions and targets
+            all_predictions, all_targets = accelerator.gather_for_metrics((predictions, targets))
+            # Example of use with a *Datasets.Metric*
+            metric.add_batch(all_predictions, all_targets)
+        return metric.predictions, metric.references
+
+    model, _, loader, *_ = parts(samples=19)
+    inputs, targets = loader.dataset.tensors
+    for predictions, references in run_ranks(world, script):
+        assert references == targets.flatten().tolist()
+        assert predictions == pytest.approx(model(inputs).flatten().tolist())
+
+
+@each_world
+def test_accumulation_by_hand_and_by_the_context_manager(run_ranks, world):
+    def manual():
+        model, optimizer, training_dataloader, scheduler, loss_function = parts()
+        gradient_accumulation_steps = 2
+
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator()
+
+        model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+            model, optimizer, training_dataloader, scheduler
+        )
+
+        for index, batch in enumerate(training_dataloader):
+            inputs, targets = batch
+            outputs = model(inputs)
+            loss = loss_function(outputs, targets)
+            loss = loss / gradient_accumulation_steps
+            accelerator.backward(loss)
+            if (index + 1) % gradient_accumulation_steps == 0:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        return weights(accelerator.unwrap_model(model)), scheduler.get_last_lr()
+
+    def managed():
+        model, optimizer, training_dataloader, scheduler, loss_function = parts()
+
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+            model, optimizer, training_dataloader, scheduler
+        )
+        for batch in training_dataloader:
+            with accelerator.accumulate(model):
+                inputs, targets = batch
+                outputs = model(inputs)
+                loss = loss_function(outputs, targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        return weights(accelerator.unwrap_model(model)), scheduler.get_last_lr()
+
+    for script in (manual, managed):
+        the_same(run_ranks(world, script), by_hand(world, accumulate=2))
+
+
+def test_the_self_contained_accumulation_example(capsys):
+    from orc.runtime import Accelerator
+    from orc.runtime.utils import set_seed
+
+    # seed
+    set_seed(0)
+
+    # define toy inputs and labels
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    y = torch.tensor([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0])
+    gradient_accumulation_steps = 4
+    batch_size = len(x) // gradient_accumulation_steps
+
+    # define dataset and dataloader
+    dataset = TensorDataset(x, y)
+    dataloader = DataLoader(dataset, batch_size=batch_size)
+
+    # define model, optimizer and loss function
+    class SimpleLinearModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros((1, 1)))
+
+        def forward(self, inputs):
+            return inputs @ self.weight
+
+    model = SimpleLinearModel()
+    model_clone = copy.deepcopy(model)
+    criterion = torch.nn.MSELoss()
+    model_optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    accelerator = Accelerator(gradient_accumulation_steps=gradient_accumulation_steps)
+    model, model_optimizer, dataloader = accelerator.prepare(model, model_optimizer, dataloader)
+    model_clone_optimizer = torch.optim.SGD(model_clone.parameters(), lr=0.02)
+    print(f"initial model weight is {model.weight.mean().item():.5f}")
+    print(f"initial model weight is {model_clone.weight.mean().item():.5f}")
+    for i, (inputs, labels) in enumerate(dataloader):
+        with accelerator.accumulate(model):
+            inputs = inputs.view(-1, 1)
+            print(i, inputs.flatten())
+            labels = labels.view(-1, 1)
+            outputs = model(inputs)
+            loss = criterion(outputs, labels)
+            accelerator.backward(loss)
+            model_optimizer.step()
+            model_optimizer.zero_grad()
+    loss = criterion(x.view(-1, 1) @ model_clone.weight, y.view(-1, 1))
+    model_clone_optimizer.zero_grad()
+    loss.backward()
+    model_clone_optimizer.step()
+    print(f"w/ accumulation, the final model weight is {model.weight.mean().item():.5f}")
+    print(f"w/o accumulation, the final model weight is {model_clone.weight.mean().item():.5f}")
+    assert capsys.readouterr().out.splitlines() == [
+        "initial model weight is 0.00000",
+        "initial model weight is 0.00000",
+        "0 tensor([1., 2.])",
+        "1 tensor([3., 4.])",
+        "2 tensor([5., 6.])",
+        "3 tensor([7., 8.])",
+        "w/ accumulation, the final model weight is 2.04000",
+        "w/o accumulation, the final model weight is 2.04000",
+    ]
+
+
+@each_world
+def test_the_checkpointing_example(run_ranks, world, tmp_path):
+    def script(path):
+        my_model, my_optimizer, my_training_dataloader, _, my_loss_function = parts()
+        before = weights(my_model)
+        num_epochs = 2
+
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator(project_dir=path)
+
+        my_scheduler = torch.optim.lr_scheduler.StepLR(my_optimizer, step_size=1, gamma=0.99)
+        my_model, my_optimizer, my_training_dataloader = accelerator.prepare(
+            my_model, my_optimizer, my_training_dataloader
+        )
+
+        # Register the LR scheduler
+        accelerator.register_for_checkpointing(my_scheduler)
+
+        # Save the starting state
+        accelerator.save_state()
+
+        device = accelerator.device
+        my_model.to(device)
+
+        # Perform training
+        for _epoch in range(num_epochs):
+            for batch in my_training_dataloader:
+                my_optimizer.zero_grad()
+                inputs, targets = batch
+                inputs = inputs.to(device)
+                targets = targets.to(device)
+                outputs = my_model(inputs)
+                loss = my_loss_function(outputs, targets)
+                accelerator.backward(loss)
+                my_optimizer.step()
+            my_scheduler.step()
+        after = weights(my_model)
+        trained = my_scheduler.last_epoch
+
+        # Restore the previous state
+        accelerator.load_state(os.path.join(path, "checkpoints/checkpoint_0"))
+        return before, after, weights(my_model), trained, my_scheduler.last_epoch
+
+    for before, after, restored, trained, epoch in run_ranks(world, script, str(tmp_path)):
+        assert all(map(torch.equal, before, restored))
+        assert not any(map(torch.equal, before, after))
+        assert (trained, epoch) == (2, 0)
+
+
+@each_world
+def test_restoring_the_place_in_the_data(run_ranks, world, tmp_path):
+    def script(path):
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator(project_dir="my/save/path")
+        train_dataloader = DataLoader(torch.arange(64), batch_size=2)
+        train_dataloader = accelerator.prepare(train_dataloader)
+        accelerator.save_state(path)
+        accelerator.load_state(path)
+
+        # Assume the checkpoint was saved 10 steps into the epoch
+        skipped_dataloader = accelerator.skip_first_batches(train_dataloader, 10)
+
+        # After the first iteration, go back to `train_dataloader`
+
+        # First epoch
+        first = [batch.tolist() for batch in skipped_dataloader]
+
+        # Second epoch
+        second = [batch.tolist() for batch in train_dataloader]
+        return first, second
+
+    results = run_ranks(world, script, str(tmp_path / "my_state"))
+    for rank, (first, second) in enumerate(results):
+        every = [[2 * i, 2 * i + 1] for i in range(rank, 32, world)]
+        assert second == every
+        assert first == every[10:]
+
+
+@each_world
+def test_local_sgd(run_ranks, world):
+    def script():
+        model, optimizer, training_dataloader, scheduler, loss_function = parts(batch_size=2)
+        local_sgd_steps = 8
+
+        from orc.runtime import Accelerator, LocalSGD
+
+        accelerator = Accelerator()
+        model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+            model, optimizer, training_dataloader, scheduler
+        )
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=local_sgd_steps, enabled=True) as local_sgd:
+            for batch in training_dataloader:
+                with accelerator.accumulate(model):
+                    inputs, targets = batch
+                    outputs = model(inputs)
+                    loss = loss_function(outputs, targets)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
+        return weights(accelerator.unwrap_model(model))
+
+    first, *others = run_ranks(world, script)
+    assert not any(map(torch.equal, first, weights(parts()[0])))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@each_world
+def test_memory_aware_batch_size(run_ranks, world):
+    def training_function():
+        from orc.runtime import Accelerator
+        from orc.runtime.utils import find_executable_batch_size
+
+        accelerator = Accelerator()
+        seen = []
+
+        @find_executable_batch_size(starting_batch_size=128)
+        def inner_training_loop(batch_size):
+            accelerator.free_memory()  # Free all lingering references
+            model, optimizer, train_dataloader, lr_scheduler, loss_function = parts(64, batch_size)
+            model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
+                model, optimizer, train_dataloader, lr_scheduler
+            )
+            seen.append(batch_size)
+            if batch_size > 32:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            for inputs, targets in train_dataloader:
+                accelerator.backward(loss_function(model(inputs), targets))
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+            return batch_size
+
+        return inner_training_loop(), seen
+
+    assert run_ranks(world, training_function) == [(32, [128, 64, 32])] * world
+
+
+def test_a_custom_tracker(run_ranks):
+    def script():
+        from orc.runtime import Accelerator
+        from orc.runtime.tracking import GeneralTracker, on_main_process
+
+        calls = []
+
+        class MyCustomTracker(GeneralTracker):
+            name = "mine"
+            requires_logging_directory = False
+
+            @on_main_process
+            def __init__(self, run_name: str):
+                self.run_name = run_name
+                calls.append(run_name)
+
+            @property
+            def tracker(self):
+                return calls
+
+            @on_main_process
+            def store_init_configuration(self, values: dict):
+                calls.append(values)
+
+            @on_main_process
+            def log(self, values: dict, step: int | None = None):
+                calls.append((values, step))
+
+        tracker = MyCustomTracker("some_run_name")
+        accelerator = Accelerator(log_with=tracker)
+        hps = {"num_iterations": 5, "learning_rate": 1e-2}
+        accelerator.init_trackers("my_project", config=hps)
+        accelerator.log({"train_loss": 1.12, "valid_loss": 0.8}, step=1)
+        if accelerator.is_main_process:
+            assert accelerator.get_tracker("mine") is tracker
+            assert accelerator.get_tracker("mine", unwrap=True) is calls
+        accelerator.end_training()
+        return calls
+
+    main, other = run_ranks(2, script)
+    hps = {"num_iterations": 5, "learning_rate": 1e-2}
+    assert main == ["some_run_name", hps, ({"train_loss": 1.12, "valid_loss": 0.8}, 1)]
+    assert other == []
+
+
+@each_world
+def test_saving_and_loading_a_model(run_ranks, world, tmp_path):
+    def script(save_directory):
+        from orc.runtime import Accelerator, load_checkpoint_in_model
+
+        accelerator = Accelerator()
+        model = accelerator.prepare(parts()[0])
+        accelerator.wait_for_everyone()
+        accelerator.save_model(model, save_directory, max_shard_size="1GB", safe_serialization=True)
+        accelerator.wait_for_everyone()
+        saved = weights(model)
+        unwrapped_model = accelerator.unwrap_model(model)
+        with torch.no_grad():
+            unwrapped_model.weight.zero_()
+        device = accelerator.device
+        load_checkpoint_in_model(unwrapped_model, save_directory, device_map={"": device})
+        return all(map(torch.equal, saved, weights(model)))
+
+    assert run_ranks(world, script, str(tmp_path)) == [True] * world
+
+
+def test_communication_hooks(run_ranks):
+    def script(hook):
+        from orc.runtime import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+
+        # DDP Communication Hook setup
+        ddp_kwargs = DistributedDataParallelKwargs(comm_hook=getattr(DDPCommunicationHookType, hook))
+        accelerator = Accelerator(kwargs_handlers=[ddp_kwargs])
+        model, optimizer, data_loader, _, criterion = parts()
+        model, optimizer, data_loader = accelerator.prepare(model, optimizer, data_loader)
+
+        # Training loop
+        for data, targets in data_loader:
+            outputs = model(data)
+            loss = criterion(outputs, targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(accelerator.unwrap_model(model))
+
+    plain = run_ranks(2, script, "NO")[0]
+    halved = run_ranks(2, script, "FP16")
+    torch.testing.assert_close(halved[0], plain, rtol=1e-2, atol=1e-3)
+    assert all(map(torch.equal, *halved))
+    assert not all(map(torch.equal, halved[0], plain))

@@ -1,0 +1,94 @@
+"""The package's names: lazy, complete, and cheap to import."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import orc.runtime
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, orc.runtime, orc.runtime.config; print('torch' in sys.modules, len(dir(orc.runtime)) > 30)"
+    assert python(code) == "False True"
+
+
+def test_importing_the_package_is_cheap():
+    code = (
+        "import torch, time, sys\nstart = time.perf_counter(); import orc.runtime\nprint(time.perf_counter() - start)"
+    )
+    assert min(float(python(code)) for _ in range(2)) < 0.005
+
+
+def test_star_import_brings_every_name():
+    assert python("from orc.runtime import *; print(Accelerator.__name__, set_seed.__name__)") == "Accelerator set_seed"
+
+
+def test_every_name_exists_where_it_is_said_to_be():
+    for name in orc.runtime.__all__:
+        value = getattr(orc.runtime, name)
+        assert name in dir(orc.runtime)
+        assert value is getattr(importlib.import_module(f"orc.runtime.{orc.runtime._EXPORTS[name]}"), name)
+
+
+def test_the_three_lists_agree():
+    """Type checkers read the imports, star imports read `__all__`, and `__getattr__` reads the table."""
+    tree = ast.parse(Path(orc.runtime.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    table = {name: f"orc.runtime.{home}" for name, home in orc.runtime._EXPORTS.items()}
+    assert typed == table
+    assert sorted(orc.runtime.__all__) == sorted(table)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(orc.runtime, "Acelerator")
+
+
+def test_enumerations_are_words():
+    from orc.runtime import (
+        ComputeEnvironment,
+        DDPCommunicationHookType,
+        DistributedType,
+        DynamoBackend,
+        LoggerType,
+        PrecisionType,
+        RNGType,
+        SageMakerDistributedType,
+    )
+
+    assert DistributedType.TPU is DistributedType.XLA
+    assert str(DistributedType("MULTI_CPU")) == "MULTI_CPU"
+    assert [*PrecisionType] == ["no", "fp16", "bf16", "fp8"]
+    assert {"torch", "cuda", "xla", "generator"} <= {*RNGType}
+    assert {"all", "tensorboard", "wandb", "comet_ml", "mlflow"} <= {*LoggerType}
+    assert [*ComputeEnvironment] == ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
+    assert [*SageMakerDistributedType] == ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]
+    assert DynamoBackend.NO == "NO"
+    assert {"EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "ONNXRT", "TENSORRT", "TVM", "IPEX"} <= {*DynamoBackend}
+    assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
+            "MULTI_HPU", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"} == {*DistributedType}  # fmt: skip
+    assert {"npu", "xpu", "mlu", "hpu"} <= {*RNGType}
+    assert "batched_power_sgd" in {*DDPCommunicationHookType}
+    assert {"no", "fp16", "bf16", "power_sgd"} <= {*DDPCommunicationHookType}
+
+
+def test_the_feature_table_points_at_files_that_exist():
+    import re
+
+    root = Path(orc.runtime.__file__).parents[1]
+    rows = re.findall(r"^\| [A-Z]+-\d+ \|.*\|$", (root / "docs/reference/inventory.md").read_text(), re.MULTILINE)
+    assert len(rows) > 200
+    for row in rows:
+        *_, lives, tested = row.strip("| ").split(" | ")
+        assert lives in ("later", "advice") or all((root / one.strip("`")).exists() for one in lives.split(", ")), row
+        tests = [] if lives == "advice" or tested == "later" else tested.split(", ")
+        for one in tests:
+            assert any((root / room / one.strip("`")).exists() for room in ("tests/runtime", "tests", "")), row

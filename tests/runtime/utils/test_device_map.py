@@ -1,0 +1,214 @@
+"""Planning where modules go: limits, strategies, coverage."""
+
+import pytest
+import torch
+from torch import nn
+
+from orc.runtime import (
+    check_device_map,
+    clean_device_map,
+    find_tied_parameters,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    init_empty_weights,
+    retie_parameters,
+)
+
+
+def blocks():
+    def block():
+        return nn.ModuleDict({f"linear{i}": nn.Linear(2, 2) for i in (1, 2, 3)})
+
+    return nn.ModuleDict({"block1": block(), "block2": block()})
+
+
+def layers(count=4):
+    """Layers of 400 bytes."""
+    return nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(count)))
+
+
+S = 400
+
+
+class Small(nn.Module):
+    """64, 72 and 100 bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+def test_documented_maps():
+    model = blocks()
+    check_device_map(model, {"block1": 0, "block2": 1})
+    check_device_map(model, {"block1": 0, "block2.linear1": 0, "block2.linear2": 1, "block2.linear3": 1})
+    check_device_map(model, {"": "cpu"})
+    with pytest.raises(ValueError, match=r"any device for the following parameters: block2\.linear3\.weight"):
+        check_device_map(model, {"block1": 0, "block2.linear1": 1, "block2.linear2": 1})
+
+
+def test_a_name_that_begins_like_another_covers_nothing():
+    model = nn.ModuleDict({"block1": nn.Linear(1, 1), "block10": nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match="block10"):
+        check_device_map(model, {"block1": 0})
+
+
+def test_limits_as_text():
+    assert get_max_memory({0: "10GiB", 1: "10GB", "cpu": "30GIB"}) == {0: 10 * 2**30, 1: 10**10, "cpu": 30 * 2**30}
+    assert list(get_max_memory({"cpu": 5, 1: 1, 0: 1})) == [0, 1, "cpu"]
+    with pytest.raises(ValueError, match="max_memory: 'gpu' is no device"):
+        get_max_memory({"gpu": 1})
+    with pytest.raises(ValueError, match="not in a valid format"):
+        get_max_memory({0: "much"})
+
+
+def test_what_is_free(monkeypatch):
+    free = get_max_memory()
+    assert list(free) == ["cpu"]
+    assert 10**7 < free["cpu"] < 10**15
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000 * (index + 1), 5000))
+    assert list(get_max_memory().items())[:2] == [(0, 900), (1, 1800)]
+
+
+def test_a_model_that_fits_is_not_spread():
+    assert infer_auto_device_map(layers(), {0: 4 * S, 1: 4 * S}) == {"": 0}
+    assert infer_auto_device_map(layers(), {0: 10 * S, 1: 10 * S}, clean_result=False) == dict.fromkeys("0123", 0)
+
+
+def test_balanced_strategies():
+    limits = {0: 10 * S, 1: 10 * S}
+    assert infer_auto_device_map(layers(), get_balanced_memory(layers(), limits)) == {"0": 0, "1": 0, "2": 1, "3": 1}
+    low = get_balanced_memory(layers(), limits, low_zero=True)
+    assert infer_auto_device_map(layers(), low) == {"": 1}
+    assert low[0] == 0
+    three = dict.fromkeys(range(3), 20 * S)
+    spread = infer_auto_device_map(layers(6), get_balanced_memory(layers(6), three))
+    assert sorted(spread.values()) == [0, 0, 1, 1, 2, 2]
+
+
+def test_balancing_never_offloads_what_fits():
+    limits = {0: 10 * S, 1: 10 * S, 2: S, "cpu": 10 * S}
+    found = infer_auto_device_map(layers(9), get_balanced_memory(layers(9), limits))
+    assert set(found.values()) <= {0, 1, 2}
+
+
+def test_balancing_one_device_changes_nothing():
+    assert get_balanced_memory(layers(), {0: 100, "cpu": 50}) == {0: 100, "cpu": 50}
+
+
+def test_devices_are_filled_in_order_when_memory_is_short():
+    found = infer_auto_device_map(layers(8), {0: 3 * S, 1: 2 * S, "cpu": 3 * S})
+    assert list(found.values()) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
+    balanced = get_balanced_memory(layers(8), {0: 3 * S, 1: 2 * S, "cpu": 3 * S})
+    assert infer_auto_device_map(layers(8), balanced) == found
+
+
+def test_room_is_kept_for_layers_that_come_and_go():
+    assert infer_auto_device_map(Small(), {0: 200, 1: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
+    assert infer_auto_device_map(Small(), {0: 200, 1: 73, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 2}
+
+
+def test_a_first_layer_that_is_too_large_sends_all_to_the_disk():
+    assert infer_auto_device_map(Small(), {0: 100, "cpu": 150}) == {"": "disk"}
+
+
+def test_the_fallback_uses_a_device_that_would_stay_empty():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Sequential(nn.Linear(50, 50), nn.Linear(2, 2)))
+    limits = {0: 41_000, "cpu": 10**6}
+    assert infer_auto_device_map(model, limits) == {"": "cpu"}
+    found = infer_auto_device_map(model, limits, fallback_allocation=True)
+    assert found == {"0": "cpu", "1.0": "cpu", "1.1": 0}
+    check_device_map(model, found)
+
+
+def test_blocks_that_stay_whole():
+    model = nn.Sequential(Small(), Small())
+    limits = {0: 300, 1: 1000}
+    assert infer_auto_device_map(model, limits) == {"0.linear1": 0, "0.batchnorm": 0, "0.linear2": 1, "1": 1}
+    assert infer_auto_device_map(model, limits, no_split_module_classes=["Small"]) == {"": 1}
+    assert infer_auto_device_map(model, {0: 471, 1: 240, "cpu": 1000}, no_split_module_classes="Small") == {
+        "0": 1,
+        "1": "cpu",
+    }
+
+
+def test_smaller_dtypes_need_less_room():
+    assert infer_auto_device_map(layers(), {0: 2 * S, 1: 4 * S}) != {"": 0}
+    assert infer_auto_device_map(layers(), {0: 2 * S, 1: 4 * S}, dtype="float16") == {"": 0}
+
+
+def test_a_tied_layer_goes_where_its_weight_is():
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(10, 10), "a": nn.Linear(10, 10), "b": nn.Linear(10, 10), "head": nn.Linear(10, 10)}
+    )
+    model["head"].weight = model["wte"].weight
+    assert find_tied_parameters(model) == [["head.weight", "wte.weight"]]
+    found = infer_auto_device_map(model, {0: 900, 1: 1000})
+    assert found == {"wte": 0, "head": 0, "a": 1, "b": 1}
+
+
+def test_tying_again():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False, device="meta")})
+    retie_parameters(model, [["a.weight", "b.weight"]])
+    assert model["a"].weight is model["b"].weight
+    assert not model["b"].weight.is_meta
+    assert find_tied_parameters(model) == [["a.weight", "b.weight"]]
+
+
+def test_cleaning_a_map():
+    found = clean_device_map({"a.x": 0, "a.y.1": 0, "a.y.2": 0, "b.x": 0, "b.y": 1, "c": 1})
+    assert found == {"a": 0, "b.x": 0, "b.y": 1, "c": 1}
+    assert clean_device_map({"a.x": "cpu", "b": "cpu"}) == {"": "cpu"}
+    assert clean_device_map({"a": 0}) == {"a": 0}
+
+
+def test_buffers_that_do_not_fit_are_warned_of():
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(10, 10, bias=False)
+            self.register_buffer("table", torch.zeros(1000))
+
+    model = nn.Sequential(Buffered(), Buffered())
+    with pytest.warns(UserWarning, match="buffers of the offloaded layers .* pass offload_buffers=True"):
+        infer_auto_device_map(model, {0: 500, "cpu": 100_000})
+    infer_auto_device_map(model, {0: 500, "cpu": 100_000}, offload_buffers=True)
+
+
+def test_every_plan_covers_the_model_within_its_limits():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    from orc.runtime import compute_module_sizes
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.integers(1, 6), min_size=1, max_size=5),
+        st.lists(st.integers(0, 2000), min_size=0, max_size=3),
+        st.integers(0, 2000),
+        st.booleans(),
+    )
+    def check(widths, accelerators, host, fallback):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 2 * w)) for w in widths))
+        limits = {**dict(enumerate(accelerators)), "cpu": host}
+        found = infer_auto_device_map(model, limits, fallback_allocation=fallback)
+        check_device_map(model, found)
+        sizes = compute_module_sizes(model)
+        for device, limit in limits.items():
+            assert sum(sizes.get(name, 0) for name, where in found.items() if where == device) <= limit
+
+    check()
+
+
+def test_a_hundred_billion_parameters_take_no_memory():
+    with init_empty_weights():
+        model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
+    assert sum(parameter.numel() for parameter in model.parameters()) == 100_010_000_000
+    assert all(parameter.is_meta for parameter in model.parameters())
+    found = infer_auto_device_map(model, {0: "100GiB", 1: "150GiB", "cpu": "100GB"})
+    assert list(dict.fromkeys(found.values())) == [0, 1, "cpu", "disk"]

@@ -1,0 +1,80 @@
+"""Weights of a checkpoint on the devices of a map, on the disk, in other dtypes, shared."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from orc.runtime import (
+    Accelerator,
+    init_empty_weights,
+    load_checkpoint_in_model,
+    load_offloaded_weight,
+)
+from orc.runtime.checkpoint.errors import CheckpointError
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 2)
+
+
+def saved(tmp_path, model):
+    Accelerator().save_model(model, str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def test_weights_for_the_disk_are_mapped_files(tmp_path):
+    model = Net()
+    with init_empty_weights():
+        empty = Net()
+    places = {"first": "disk", "norm": "disk", "last": "cpu"}
+    with pytest.raises(ValueError, match="say where with offload_folder"):
+        load_checkpoint_in_model(empty, saved(tmp_path, model), places)
+    load_checkpoint_in_model(empty, saved(tmp_path, model), places, tmp_path / "disk")
+    index = json.loads((tmp_path / "disk/index.json").read_text())
+    assert set(index) == {"first.weight", "first.bias", "norm.weight", "norm.bias"}
+    weight = load_offloaded_weight(tmp_path / "disk/first.weight.dat", index["first.weight"])
+    assert torch.equal(weight, model.first.weight)
+    assert empty.first.weight.is_meta
+    assert torch.equal(empty.norm.running_var, model.norm.running_var)
+    assert torch.equal(empty.last.weight, model.last.weight)
+    load_checkpoint_in_model(Net(), saved(tmp_path, model), {"": "disk"}, tmp_path / "all", offload_buffers=True)
+    assert "norm.running_var" in json.loads((tmp_path / "all/index.json").read_text())
+
+
+def test_dtypes(tmp_path):
+    empty = Net()
+    load_checkpoint_in_model(empty, saved(tmp_path, Net()), dtype="float16", keep_in_fp32_modules=["norm"])
+    assert (empty.first.weight.dtype, empty.norm.weight.dtype) == (torch.float16, torch.float32)
+    assert isinstance(empty.first.weight, nn.Parameter)
+    with pytest.raises(ValueError, match="'float3' is no dtype"):
+        load_checkpoint_in_model(empty, saved(tmp_path, Net()), dtype="float3")
+
+
+def test_shared_parameters_stay_shared(tmp_path):
+    def make():
+        model = nn.ModuleDict({"wte": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+        model["head"].weight = model["wte"].weight
+        return model
+
+    model = make()
+    with init_empty_weights():
+        empty = make()
+    load_checkpoint_in_model(empty, saved(tmp_path, model), strict=True)
+    assert empty["head"].weight is empty["wte"].weight
+    assert torch.equal(empty["head"].weight, model["head"].weight)
+
+
+def test_options_that_cannot_be_are_refused(tmp_path):
+    for option in ({"offload_8bit_bnb": True}, {"full_state_dict": False}, {"broadcast_from_rank0": True}):
+        with pytest.raises(ValueError, match="is not supported"):
+            load_checkpoint_in_model(Net(), tmp_path, **option)
+    with pytest.raises(ValueError, match=r"names no device for (last|norm)"):
+        load_checkpoint_in_model(Net(), saved(tmp_path, Net()), {"first": "cpu"})
+    with pytest.raises(CheckpointError, match="shape"):
+        load_checkpoint_in_model(nn.ModuleDict({"first": nn.Linear(2, 4)}), saved(tmp_path, Net()))

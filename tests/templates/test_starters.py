@@ -1,0 +1,92 @@
+"""The starters do what they promise, through the same commands that a user types."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
+
+
+def _orc(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ORC, *arguments], cwd=cwd, capture_output=True, text=True, timeout=170)
+
+
+def _start(name: str, folder: Path) -> Path:
+    assert _orc("init", name, cwd=folder).returncode == 0
+    return folder / name
+
+
+def test_hello_says_hello_from_both_ranks(tmp_path: Path) -> None:
+    done = _orc("submit", "job.yaml", "--follow", "--all-ranks", cwd=_start("hello", tmp_path))
+    assert done.returncode == 0, done.stderr
+    greetings = {line.partition(" on ")[0] for line in done.stdout.splitlines() if "Hello" in line}
+    assert greetings == {f"[rank {rank}] Hello from rank {rank} of 2" for rank in (0, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_digits_reaches_95_percent_and_keeps_verified_checkpoints(tmp_path: Path) -> None:
+    done = _orc("submit", "job.yaml", "--follow", cwd=_start("digits", tmp_path))
+    assert done.returncode == 0, done.stderr
+    epochs = re.findall(r"^epoch +(\d+)/12  loss (\d\.\d+)  accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert [int(epoch) for epoch, _, _ in epochs] == list(range(1, 13))
+    assert float(epochs[-1][1]) < float(epochs[0][1])
+    (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert float(accuracy) >= 0.95
+    (job,) = json.loads(_orc("list", "--json", cwd=tmp_path).stdout)["jobs"]
+    assert job["state"] == "SUCCEEDED"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_digits_goes_on_where_it_was_with_other_processes(tmp_path: Path) -> None:
+    folder = _start("digits", tmp_path)
+    first = _orc("launch", "-n", "2", "--cpu", "train.py", "--epochs", "2", cwd=folder)
+    assert first.returncode == 0, first.stderr
+    again = _orc("launch", "--cpu", "train.py", "--epochs", "3", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert re.findall(r"^epoch +(\d+)/", again.stdout, re.MULTILINE) == ["3"]
+    assert "in epoch 3" in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_digits_goes_on_after_a_checkpoint_with_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    folder = _start("digits", tmp_path)
+    batches = -(-1437 // 32)
+    first = _orc("launch", "--cpu", "--env", f"ORC_CHECKPOINT_EVERY={batches}", "train.py", "--epochs", "1", cwd=folder)
+    assert first.returncode == 0, first.stderr
+    shutil.rmtree(folder / "runs" / "checkpoints" / "checkpoint_1")  # the script's own, made after the epoch
+    again = _orc("launch", "--cpu", "train.py", "--epochs", "2", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert f"in epoch 1, after step {batches}" in again.stdout
+    epochs = re.findall(r"^epoch +(\d+)/2  loss (\S+)  accuracy (\d\.\d+)$", again.stdout, re.MULTILINE)
+    assert [(epoch, loss == "nan") for epoch, loss, _ in epochs] == [("1", True), ("2", False)]
+    assert epochs[0][2] in first.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_char_gpt_learns_and_writes(tmp_path: Path) -> None:
+    sets = ("--set", "args.steps=40", "--set", "checkpoint.every=20")
+    done = _orc("submit", "job.yaml", "--follow", *sets, cwd=_start("char-gpt", tmp_path))
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step +\d+/40  loss (\d\.\d+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4.1
+    assert "held-out loss" in done.stdout
+    assert len(done.stdout.rpartition("held-out loss")[2]) > 250
+
+
+def test_the_text_of_char_gpt_is_long_enough_and_plain() -> None:
+    folder = Path(__file__).parents[2] / "templates" / "starters" / "char-gpt"
+    text = (folder / "shakespeare.txt").read_text(encoding="ascii")
+    assert len(text) > 30_000
+    assert "public domain" in (folder / "NOTICE").read_text()

@@ -1,0 +1,208 @@
+"""Fixtures for the Slurm testbed next to this file: `slurm_testbed` (the running cluster), `slurm` (one test's turn).
+
+Without root or without Slurm the tests that ask for it are skipped, unless ``ORC_REQUIRE_TESTBEDS=1``: then missing
+packages are installed and a cluster that does not come up is a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+HERE = Path(__file__).resolve().parent
+NODES = ("node1", "node2", "node3", "node4")
+T = TypeVar("T")
+
+
+class SlurmTestbed:
+    """The running cluster: its commands, and ways to make it fail."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.conf = directory / "etc" / "slurm.conf"
+
+    def env(self) -> dict[str, str]:
+        """This process's environment plus what the Slurm commands need."""
+        return {**os.environ, "SLURM_CONF": str(self.conf)}
+
+    def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
+        """Standard output of a Slurm command."""
+        done = subprocess.run(argv, env=self.env(), capture_output=True, text=True, timeout=timeout_s)
+        assert not check or done.returncode == 0, f"{argv}: {done.returncode}: {done.stderr}"
+        return done.stdout.strip()
+
+    def cluster_options(self, **more: Any) -> dict[str, Any]:
+        """``options:`` of an orc cluster that is this one."""
+        return {"conf": str(self.conf), **more}
+
+    def jobs(self, name: str) -> list[tuple[str, str]]:
+        """``(job id, state)`` of all jobs of that name that the controller remembers."""
+        text = self.run("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%A %T")
+        return [(job_id, state) for job_id, state in (line.split() for line in text.splitlines())]
+
+    def await_state(self, job_id: str, *states: str, timeout_s: float = 60) -> str:
+        """Wait until the job is in one of *states*."""
+
+        def state() -> str | None:
+            now = self.run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T")
+            return now if now in states else None
+
+        return eventually(state, timeout_s=timeout_s)
+
+    def up(self) -> None:
+        """Start what is not running and put every node back to work."""
+        started = subprocess.run(
+            [str(HERE / "up.sh")], env=self._script_env(), capture_output=True, text=True, timeout=170
+        )
+        if started.returncode != 0:
+            raise RuntimeError(f"up.sh failed:\n{started.stdout}\n{started.stderr}")
+
+    def crash_node(self, name: str) -> None:
+        """Cut one node's power; `up` starts it again."""
+        subprocess.run(
+            [str(HERE / "down.sh"), name], env=self._script_env(), check=True, capture_output=True, timeout=60
+        )
+
+    def set_down(self, name: str) -> None:
+        """What an administrator does with a bad node: its jobs end at once."""
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+
+    def resume(self, name: str) -> None:
+        """Put a node that was set down back to work."""
+        self.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
+
+    def preempt(self, seconds: int = 2) -> str:
+        """Put a job on all nodes that jobs in `spot` and `spotgrace` have to make way for; its id."""
+        flags = (
+            "--partition=cpu",
+            "--nodes=4",
+            "--exclusive",
+            "--time=5",
+            "--output=/dev/null",
+            "--job-name=important",
+        )
+        return self.run("sbatch", "--parsable", *flags, f"--wrap=sleep {seconds}")
+
+    def _controller(self) -> int:
+        return int((self.directory / "run" / "slurmctld.pid").read_text().split()[0])
+
+    @contextlib.contextmanager
+    def silent_controller(self, *, at_once: bool = True) -> Iterator[None]:
+        """slurmctld takes connections and does not answer, like one that is swapping or waits for its disk.
+
+        Without *at_once* somebody else stops it; it is woken up again at the end all the same.
+        """
+        pid = self._controller()
+        if at_once:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            eventually(lambda: "UP" in self.run("scontrol", "ping", check=False))
+
+    @contextlib.contextmanager
+    def dead_controller(self, *, at_once: bool = True) -> Iterator[None]:
+        """slurmctld was shut down: nobody listens. It is started again at the end.
+
+        Not SIGKILL: it saves its state with a delay, so the newest jobs would be lost and their numbers used again.
+        """
+        pid = self._controller()
+        if at_once:
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        try:
+            yield
+        finally:
+            self.up()
+
+    def ready(self) -> None:
+        """Wait until nothing of an earlier test occupies the nodes."""
+
+        def idle() -> bool:
+            states = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").split("\n")
+            for line in {s for s in states if s.endswith(("down", "drained", "draining", "down*"))}:
+                self.resume(line.split()[0])
+            return all(line.split()[1] == "idle" for line in states)
+
+        eventually(idle, timeout_s=90)
+
+    def _script_env(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_TESTBED_DIR": str(self.directory)}
+
+
+def eventually(probe: Callable[[], T], *, timeout_s: float = 30, every_s: float = 0.1) -> T:
+    """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = probe()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
+        time.sleep(every_s)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test that uses the cluster carries the mark, and all of them go to one worker of pytest-xdist."""
+    for item in items:
+        if "slurm_testbed" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
+@pytest.fixture(scope="session")
+def slurm_testbed() -> SlurmTestbed:
+    """The running cluster, started when it is not. It is left running: ``down.sh`` stops it."""
+    required = os.environ.get("ORC_REQUIRE_TESTBEDS") == "1"
+    if not required and os.getuid() != 0:
+        pytest.skip("the Slurm testbed needs root")
+    if not required and shutil.which("slurmctld", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is None:
+        pytest.skip("Slurm is not installed; tests/testbed/slurm/up.sh --install-only does it on Debian and Ubuntu")
+    testbed = SlurmTestbed(Path(os.environ.get("SLURM_TESTBED_DIR", "/tmp/slurm-testbed")))
+    try:
+        testbed.up()
+    except RuntimeError as error:
+        if required:
+            raise
+        pytest.skip(str(error).splitlines()[-1])
+    return testbed
+
+
+@pytest.fixture
+def slurm(slurm_testbed: SlurmTestbed) -> Iterator[SlurmTestbed]:
+    """The cluster, idle and for this test alone: test sessions that run side by side take turns."""
+    with (slurm_testbed.directory / ".turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        slurm_testbed.ready()
+        before = set(slurm_testbed.run("squeue", "--noheader", "--format=%A").split())
+        yield slurm_testbed
+        left = set(slurm_testbed.run("squeue", "--noheader", "--format=%A").split()) - before
+        if left:
+            slurm_testbed.run("scancel", *sorted(left), check=False)
+
+
+@pytest.fixture
+def slurm_cluster(slurm: SlurmTestbed, tmp_path: Path) -> Any:
+    """An orc `Cluster` for the testbed, with a root of its own; ``model_copy(update=...)`` makes variants."""
+    from orc.launchers.clusters import Cluster
+
+    return Cluster(
+        name="testbed",
+        kind="slurm",
+        root=str(tmp_path / "root"),
+        python=sys.executable,
+        options=slurm.cluster_options(query_timeout=10, submit_timeout=20),
+    )
