@@ -134,7 +134,7 @@ class Jump:
             if self._transport is None or self._opening or any(not c.closed for c in self._channels):
                 return False
             transport, self._transport = self._transport, None
-        transport.close()
+        shut(transport)
         return True
 
     def _channel(self, route: Route, timeout_s: float) -> Any:
@@ -173,6 +173,12 @@ class Jump:
         with self._lock:
             if self._transport is transport:
                 self._transport = None
+        shut(transport)
+
+
+def shut(transport: Transport) -> None:
+    """Close a session. paramiko raises when the way below it, through a jump host, has just broken off."""
+    with suppress(EOFError, OSError):
         transport.close()
 
 
@@ -273,8 +279,7 @@ def _enter(route: Route, access: Access, connection: Any) -> Transport:
         known_hosts.check(route, transport.get_remote_server_key(), accept_new=access.host_keys == "accept-new")
         log_in(transport, route)
     except BaseException:
-        with suppress(EOFError):
-            transport.close()
+        shut(transport)
         raise
     return transport
 

@@ -7,12 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.ssh.errors import LinkLost
 from orc.launchers.ssh.hosts import HostSpec
-from orc.launchers.ssh.pool import Links
+from orc.launchers.ssh.pool import Links, shut
 from orc.launchers.transport import Completed, Process, disk_hint, run_anew, stream_anew
 
 if TYPE_CHECKING:
@@ -194,11 +195,11 @@ class SshTransport:
         try:
             channel = connection.open_session(timeout=self._links.access.connect_timeout_s)
             return Hand(
-                self.name, channel, self.spec.python, self._links.access.connect_timeout_s, shut=connection.close
+                self.name, channel, self.spec.python, self._links.access.connect_timeout_s, partial(shut, connection)
             )
         except (SSHException, EOFError, OSError) as error:
-            connection.close()
+            shut(connection)
             raise LinkLost(f"it logs us in, but opens no session: {error}", where=self.name) from error
         except BaseException:
-            connection.close()
+            shut(connection)
             raise

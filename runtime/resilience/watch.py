@@ -64,6 +64,7 @@ class Watch:
         self._told_at: tuple[int, ...] | None = None  # the position of the stall that was reported already
         self._told_late: tuple[int, tuple[int, ...]] | None = None
         self._reported = False
+        self._place: tuple[int, ...] = ()  # the position at the last look
         self._pid = os.getpid()
         self._exit: Callable[[int], Any] = os._exit
 
@@ -109,6 +110,7 @@ class Watch:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+            self._look()  # the run may have gone on, and to its end, since the thread last looked
         if self.rules.timeout_s is not None and self._thread is not None:
             faulthandler.cancel_dump_traceback_later()
         if self.reporter is not None:
@@ -136,23 +138,23 @@ class Watch:
         import torch.distributed as dist
 
         canary = _connect(store) if store is not None else None
-        place = self.position()
+        self._place = self.position()
         pace = _Pace(self.step())
         since = last = time.monotonic()
         try:
             while not self._closing.wait(self._poll_s):
-                now, here = time.monotonic(), self.position()
+                now = time.monotonic()
                 # A process that was stopped (SIGSTOP, a suspended machine) has not stalled.
                 slept = now - last > max(5.0, 5 * self._poll_s)
                 last = now
-                if here != place or slept:
-                    place, since = here, now
+                if self._look() or slept:
+                    since = now
                     self._recovered()
                 pace.see(self.step(), now)
                 self._arm()
                 if canary is not None and _hung_up(canary):
                     store = None
-                beat = Beat(self.context.rank, self.step(), here, now - since, pace.step_s)
+                beat = Beat(self.context.rank, self.step(), self._place, now - since, pace.step_s)
                 if store is None:
                     self._alone(beat)
                 else:
@@ -163,6 +165,15 @@ class Watch:
         finally:
             if canary is not None:
                 canary.close()
+
+    def _look(self) -> bool:
+        """Whether this rank has got on since the last look; a report that it had not is then taken back."""
+        here = self.position()
+        if here == self._place:
+            return False
+        self._place = here
+        self._recovered()
+        return True
 
     def _arm(self) -> None:
         """Should an extension hold the interpreter's lock, this thread cannot speak; a thread in C then dumps."""

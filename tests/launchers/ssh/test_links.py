@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hosts_testbed import eventually
@@ -77,6 +77,24 @@ def test_hosts_behind_one_jump_host_share_its_connection(hosts: Any, tmp_path: P
         transport.close()
     sessions = ("sh", "-c", "pgrep -f 'sshd: trainer' | wc -l")
     eventually(lambda: hosts.run_on("node4", *sessions) == "1")  # the shell that counts
+
+
+def test_closing_is_quiet_when_the_way_breaks_off_at_that_moment(
+    hosts: Any, hostname: Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paramiko.packet import Packetizer
+
+    def broken(self: Packetizer, out: bytes) -> NoReturn:
+        raise EOFError  # what paramiko makes of a connection that nobody has noticed to be dead
+
+    for way in ("node3", "node4"):
+        transports = open_transports(hosts.cluster(hosts=[{"name": "node1", "via": way}]))
+        assert hostname(transports["node1"]) == "node1"
+        with monkeypatch.context() as patch:
+            patch.setattr(Packetizer, "write_all", broken)
+            transports["node1"].close()
+        assert hostname(transports["node1"]) == "node1"
+        transports["node1"].close()
 
 
 def test_a_program_that_forgets_to_close_ends_quietly(hosts: Any) -> None:

@@ -189,6 +189,16 @@ def test_a_warning_lets_the_run_go_on_and_is_taken_back(launch, tmp_path):
     assert not (tmp_path / "a1" / "node-0" / "stall-0.json").exists()
 
 
+def test_a_warning_is_taken_back_also_when_the_run_ends_before_the_next_look(launch, tmp_path):
+    blind = "from orc.runtime.resilience import watch; next(iter(watch._known.values()))._poll_s = 600"
+    hang = f"time.sleep(1.5); {blind}; time.sleep(0.5)"
+    [(status, errors)] = launch(hang, ORC_STALL_TIMEOUT_S="0.6", ORC_STALL_ACTION="warn")
+    assert status == 0
+    assert errors.count("stalled: no step") == 1
+    assert "orc: rank 0 goes on at step" in errors
+    assert not (tmp_path / "a1" / "node-0" / "stall-0.json").exists()
+
+
 def test_an_interpreter_that_is_blocked_is_dumped_and_ended(launch):
     """Code in C that keeps the interpreter's lock stops every thread of Python, the watch included."""
     hang = "import ctypes; ctypes.PyDLL(None).sleep(600)"
