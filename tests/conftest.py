@@ -8,6 +8,7 @@ import signal
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 pytest_plugins = (
@@ -34,6 +35,10 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
+# How long an example takes says nothing about it where three test processes share the machine.
+hypothesis.settings.register_profile("orc", deadline=None)
+hypothesis.settings.load_profile("orc")
+
 _homes = itertools.count()
 
 
@@ -49,6 +54,15 @@ def orc_home(_all_homes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ORC_STATE_DIR", str(home / "state"))
     monkeypatch.setenv("ORC_CONFIG_DIR", str(home / "config"))
     return home
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What tests/run.sh selects its parts by."""
+    room = Path(__file__).parent / "runtime"
+    for item in items:
+        if room in item.path.parents:
+            item.add_marker("runtime")
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

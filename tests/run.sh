@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests with coverage: those on SSH hosts and those on Slurm beside the others
+# run.sh [PYTEST ARGS]   all tests with coverage: those on SSH hosts, and those on Slurm and of the runtime, beside the others
 #
-# Most tests wait for something, so the three parts together take little longer than the longest one. What a part beside
-# prints comes in one piece after the others'. Fails when one of them fails.
+# Most tests wait for something, so what runs side by side takes little longer than the longest of it. What a part beside
+# prints comes in one piece after the others'.
+#
+# Three at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
+# themselves: those that fail again fail the run; those that pass are named as UNSTEADY, for each of them is a defect of
+# the test or of orc that somebody has to look for.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
+most_again=3
 output=$(mktemp -d)
 declare -A beside=()
 finish() {
@@ -17,34 +22,69 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+part() { # part NAME COVERAGE [PYTEST ARGS]
+  local command=("$python" -m pytest)
+  case $1 in
+    main) command+=(-m "not hosts and not slurm and not runtime") ;;
+    runtime) command+=(-m "runtime and not hosts and not slurm") ;;
+    slurm) command+=(-m "slurm and not hosts") ;;
+    hosts) command=(tests/testbed/hosts/pytest.sh) ;;
+  esac
+  COVERAGE_FILE=.coverage.$2 "${command[@]}" --cov --cov-report= -o cache_dir="$output/cache-$1" "${@:3}"
+}
+lane() { # lane "NAME..." [PYTEST ARGS]: these parts one after the other; how each ends is kept
+  local name status
+  for name in $1; do
+    status=0
+    part "$name" "$name" "${@:2}" >"$output/$name" 2>&1 || status=$?
+    echo "$status" >"$output/ended-$name"
+  done
+}
 fine() { # fine STATUS; 5: none of the tests that were asked for is in this part
   [ "$1" = 0 ] || { [ "$1" = 5 ] && [ "${ORC_REQUIRE_TESTBEDS:-}" != 1 ]; }
 }
-start() { # start NAME COMMAND...
-  COVERAGE_FILE=.coverage.$1 "${@:2}" --cov --cov-report= -p no:cacheprovider >"$output/$1" 2>&1 &
-  beside[$1]=$!
+failures() { # failures NAME: the tests of this part that failed, a line each
+  "$python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' \
+    "$output/cache-$1/v/cache/lastfailed" 2>/dev/null || true
 }
 
 rm -f .coverage .coverage.*
 set -m # a process group each, so that it can be ended as a whole
-start hosts tests/testbed/hosts/pytest.sh "$@"
-start slurm "$python" -m pytest -m "slurm and not hosts" "$@"
+for parts in hosts "slurm runtime"; do
+  lane "$parts" "$@" &
+  beside[$parts]=$!
+done
 set +m
 
-failed=()
-status=0
-COVERAGE_FILE=.coverage.main "$python" -m pytest --cov --cov-report= -m "not hosts and not slurm" "$@" || status=$?
-fine "$status" || failed+=("the tests that need no testbed")
-for name in slurm hosts; do
-  status=0
-  wait "${beside[$name]}" || status=$?
-  unset "beside[$name]"
-  printf '\nTests on %s:\n' "$name"
-  cat "$output/$name"
-  fine "$status" || failed+=("the tests on $name")
+declare -A ended=([main]=0)
+part main main "$@" || ended[main]=$?
+for parts in "slurm runtime" hosts; do
+  wait "${beside[$parts]}" || true
+  unset "beside[$parts]"
+  for name in $parts; do
+    ended[$name]=$(cat "$output/ended-$name" 2>/dev/null || echo 1)
+    printf '\nTests of the part `%s`:\n' "$name"
+    cat "$output/$name"
+  done
+done
+
+unsteady=()
+few=$(for name in "${!ended[@]}"; do failures "$name"; done | awk -v most="$most_again" 'END { print NR <= most }')
+for name in "${!ended[@]}"; do
+  [ "${ended[$name]}" = 1 ] && [ "$few" = 1 ] || continue # 1: tests failed; anything else is no matter of steadiness
+  mapfile -t failed_first < <(failures "$name")
+  printf '\nOnce more, by themselves: %s\n' "${failed_first[*]}"
+  if part "$name" "again-$name" "$@" --last-failed --last-failed-no-failures=none; then
+    ended[$name]=0
+    unsteady+=("${failed_first[@]}")
+  fi
 done
 
 "$python" -m coverage combine -q || true
 "$python" -m coverage report || true
-for part in "${failed[@]}"; do echo "FAILED: $part" >&2; done
-[ ${#failed[@]} = 0 ]
+for test in "${unsteady[@]}"; do echo "UNSTEADY: $test failed beside the others and passed by itself" >&2; done
+status=0
+for name in "${!ended[@]}"; do
+  fine "${ended[$name]}" || { echo "FAILED: the tests of the part \`$name\`" >&2; status=1; }
+done
+exit "$status"
