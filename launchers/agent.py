@@ -411,6 +411,25 @@ def next_signal(timeout_s: float) -> signal.struct_siginfo | None:
     return signal.sigtimedwait(_WATCHED, max(0.0, timeout_s))
 
 
+def ended_children(first: int = 0) -> Iterator[tuple[int, int]]:
+    """Reap the children that have ended, ``(pid, wait status)``: *first* before the others.
+
+    The kernel lists them by age. But however many end before the signal is taken, it names the one that was first: so
+    a rank that fails is told from those that lose their connection to it a moment later.
+    """
+    if not first and (pending := signal.sigtimedwait((signal.SIGCHLD,), 0)) is not None:
+        first = pending.si_pid
+    for which in (first, -1) if first else (-1,):
+        while True:
+            try:
+                pid, status = os.waitpid(which, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            yield pid, status
+
+
 def spawn(
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -843,7 +862,7 @@ class Node:
                 self.on_signal(signal.Signals(received.si_signo))
             if received.si_signo == NEWS:  # however many there are, no more than some looks in a second
                 self.next_look = min(self.next_look, self.last_look + HURRY_S)
-            self.reap()
+            self.reap(received.si_pid if received.si_signo == signal.SIGCHLD else 0)
         now = time.monotonic()
         if self.calls:
             self.calls.look()
@@ -859,15 +878,9 @@ class Node:
             self.tick()
         return self.stop is None
 
-    def reap(self) -> None:
-        """Collect the children that have ended."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
+    def reap(self, first: int = 0) -> None:
+        """Collect the children that have ended, the one that was *first* before the others."""
+        for pid, status in ended_children(first):
             if self.sessions.pop(pid, None) is not None:
                 self.ended[pid] = status
             if self.link and pid == self.link.pid:
@@ -1472,7 +1485,9 @@ class Node:
     def follow_first(self) -> dict[str, Any]:
         """The verdict of a node without a launcher when the first node, which has it, has ended."""
         record = self.peer_record(0, "exit.json") or {}
-        if record.get("outcome") != "succeeded":  # it has left no word, or that has not come yet
+        if record.get("outcome") != "succeeded":
+            self.look(time.monotonic())  # a cancellation may be the reason of both
+            # Otherwise it has left no word, or that has not come yet.
             self.request(Stop("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
             self.end_processes(self.rank_processes)
             return self.verdict(self.stop)  # type: ignore[arg-type]

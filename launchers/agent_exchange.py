@@ -59,6 +59,7 @@ class Side:
         self.channels: list[channels.Channel] = []
         self.gone: dict[int, str] = {}  # peers whose agents have ended without a word, and how that is known
         self.handed_over = False  # a connection has ended after it had carried this node's exit record
+        self.hub_is_over = False  # node 0's exit record has come
         self.told_state: dict[str, Any] | None = None
         self.tell_at = 0.0
 
@@ -172,7 +173,7 @@ class Side:
             self.selector.unregister(channel.sock)
             channel.sock.close()
             # The other side may go as soon as it has this one's last record, confirmed or not.
-            over = channel.delivered or (by_peer and bool(self.node) and "node-0/exit.json" in self.table)
+            over = channel.delivered or (by_peer and self.hub_is_over)
             if channel.keys is not None and f"node-{self.node}/exit.json" in self.table and over:
                 self.handed_over = True
             self.on_dropped(channel, why, by_peer)

@@ -184,7 +184,8 @@ class Joiner(exchange.Side):
             raise channels.Broken(f"it may not send {name}")
         if isinstance(record, dict) and shared.RENDEZVOUS.fullmatch(name):
             record = {**record, "addr": self.good}
-        self.accept_record(name, record)
+        if self.accept_record(name, record) and name == "node-0/exit.json":
+            self.hub_is_over = True
 
     def on_refused(self, why: str) -> None:
         """Node 0 goes on without this node."""

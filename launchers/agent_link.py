@@ -24,7 +24,7 @@ else:
     except ImportError:  # not on a node
         from orc.launchers import agent
 
-CLOSE_S = 2.0
+CLOSE_S = 10.0  # for the process to finish what it is just writing, on a disk that is slow
 
 
 class Link:

@@ -26,8 +26,7 @@ else:
     except ImportError:  # not on a node
         from orc.launchers import agent
 
-ANSWER_S = 2.0  # for one rank to write
-SETTLED_S = 0.05  # nothing more was written for so long: that was all
+ANSWER_S = 5.0  # for the ranks to write, from when they are asked
 SPY_S = 15.0
 TIMEOUT_S = 10.0
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):")
@@ -73,6 +72,8 @@ class Requests:
         deadline = time.monotonic() + 2 * ANSWER_S
         while pid not in node.ended and time.monotonic() < deadline:
             time.sleep(agent.HURRY_S)
+            if time.monotonic() >= node.next_beat:  # the other nodes must not take this for silence
+                node.beat(node.state)
             node.reap()
 
     def answer(self, request: str) -> None:
@@ -118,7 +119,7 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
     """The stacks of these ranks, whose files are in *directory*."""
     spy = find_spy()
     # All are asked before the first is waited for: the stacks of one moment.
-    asked = {} if spy else {rank: request_from(directory, rank, pid) for rank, _, pid in ranks}
+    asked = {} if spy else {rank: Question(directory, rank, pid) for rank, _, pid in ranks}
     found = []
     for rank, local_rank, pid in ranks:
         source, error = "py-spy", ""
@@ -126,7 +127,7 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
         if spy is not None:
             threads, error = spy_on(spy, pid)
         if not threads:  # py-spy may not be allowed to look
-            own, why = collect(*(asked.get(rank) or request_from(directory, rank, pid)))
+            own, why = (asked.get(rank) or Question(directory, rank, pid)).answer()
             if own or spy is None:
                 source, threads, error = "faulthandler", own, why
         for frame in (frame for thread in threads for frame in thread["frames"]):
@@ -136,49 +137,73 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
     return found
 
 
-def request_from(directory: str, rank: int, pid: int) -> tuple[int, str, int]:
-    """Ask one rank; returns its process (0 when none could answer), its file, and where the answer begins."""
-    path = os.path.join(directory, f"stacks-{rank}.txt")
-    target = next((p for p in (pid, *agent.descendants(pid)) if catches(p)), 0)
-    if not target or not os.path.exists(path):
-        return 0, path, 0
-    start = os.path.getsize(path)
-    agent.signal_process(target, number())
-    return target, path, start
+class Question:
+    """One rank that is asked, when this is made, to write its stacks behind what is in its file already."""
+
+    def __init__(self, directory: str, rank: int, pid: int) -> None:
+        self.path = os.path.join(directory, f"stacks-{rank}.txt")
+        self.pid = next((p for p in (pid, *agent.descendants(pid)) if catches(p)), 0)
+        if not os.path.exists(self.path):
+            self.pid = 0
+        if not self.pid:  # none that could answer
+            return
+        self.start = os.path.getsize(self.path)
+        self.deaf = blocking(self.pid)[1]
+        self.until = time.monotonic() + ANSWER_S
+        agent.signal_process(self.pid, number())
+
+    def answer(self) -> tuple[list[dict[str, Any]], str]:
+        """What it writes until it writes no more; or why there is nothing."""
+        if not self.pid:
+            return [], "its program is no Python that was started with orc's start-up hook"
+        while time.monotonic() < self.until:
+            if os.path.getsize(self.path) > self.start and not self.is_writing():
+                break
+            if not agent.process_start(self.pid):
+                return [], "it ended while it was asked"
+            time.sleep(0.005)
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            file.seek(self.start)
+            threads = parse(file.read())
+        os.truncate(self.path, 0)  # what is in it has been told; it is opened to append
+        return threads, "" if threads else f"it did not answer within {ANSWER_S:g} s"
+
+    def is_writing(self) -> bool:
+        """Whether the signal waits for a thread or is being handled: in that thread it is blocked meanwhile.
+
+        Not by how long nothing was written: on a busy machine a rank may rest between two lines.
+        """
+        pending, blocked = blocking(self.pid)
+        return pending or bool(blocked - self.deaf)
 
 
 def catches(pid: int) -> bool:
     """Whether the process has a handler for `number`: to any other, it would be the end."""
+    return _has_signal(f"/proc/{pid}/status", "SigCgt")
+
+
+def blocking(pid: int) -> tuple[bool, set[str]]:
+    """Whether `number` is pending in a process, and which of its threads block it."""
+    tasks = f"/proc/{pid}/task"
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        threads = os.listdir(tasks)
+    except OSError:  # it has ended
+        return False, set()
+    pending = any(_has_signal(f"{tasks}/{thread}/status", "SigPnd", "ShdPnd") for thread in threads)
+    return pending, {thread for thread in threads if _has_signal(f"{tasks}/{thread}/status", "SigBlk")}
+
+
+def _has_signal(status: str, *names: str) -> bool:
+    """Whether `number` is in one of these sets of a process or thread."""
+    try:
+        with open(status, encoding="ascii", errors="replace") as file:
             for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (number() - 1) & 1)
+                name, _, value = line.partition(":")
+                if name in names and int(value, 16) >> (number() - 1) & 1:
+                    return True
     except (OSError, ValueError):
         pass
     return False
-
-
-def collect(pid: int, path: str, start: int) -> tuple[list[dict[str, Any]], str]:
-    """What *pid* writes behind byte *start* of the file, until it writes no more; or why there is nothing."""
-    if not pid:
-        return [], "its program is no Python that was started with orc's start-up hook"
-    deadline = time.monotonic() + ANSWER_S
-    size, since = start, time.monotonic()
-    while time.monotonic() < deadline:
-        now = os.path.getsize(path)
-        if now != size:
-            size, since = now, time.monotonic()
-        elif size > start and time.monotonic() - since > SETTLED_S:
-            break
-        elif not agent.process_start(pid):
-            return [], "it ended while it was asked"
-        time.sleep(0.005)
-    with open(path, encoding="utf-8", errors="replace") as file:
-        file.seek(start)
-        threads = parse(file.read())
-    os.truncate(path, 0)  # what is in it has been told; it is opened to append
-    return threads, "" if threads else f"it did not answer within {ANSWER_S:g} s"
 
 
 def parse(text: str) -> list[dict[str, Any]]:

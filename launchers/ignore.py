@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BundleError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
+
+
+def pattern_of(path: str) -> str:
+    """The pattern that *path*, relative to the root and as it is, matches."""
+    return "/" + "".join(f"\\{character}" if character in "\\*?[]! " else character for character in path)
+
+
+def patterns_of(directory: Path, root: Path) -> tuple[str, ...]:
+    """The pattern of *directory*; none unless it lies below *root*."""
+    found, top = directory.resolve(), root.resolve()
+    return (pattern_of(found.relative_to(top).as_posix()),) if top in found.parents else ()
 
 
 class IgnoreRules:

@@ -299,7 +299,7 @@ class _Round:
             self.kill_at = None
         elif received is not None and received.si_signo != signal.SIGCHLD:
             self._on_signal(signal.Signals(received.si_signo), from_terminal=received.si_code == _TERMINAL)
-        self._reap()
+        self._reap(received.si_pid if received is not None and received.si_signo == signal.SIGCHLD else 0)
 
     def _on_signal(self, number: signal.Signals, from_terminal: bool) -> None:
         if not from_terminal:
@@ -316,9 +316,10 @@ class _Round:
     def _processes(self) -> list[int]:
         return [*self.alive, *([self.preloader[0]] if self.preloader else [])]
 
-    def _reap(self) -> None:
+    def _reap(self, first: int) -> None:
+        """Take note of what has ended; of several ranks the one that the signal names was *first*."""
         self._adopt()
-        for pid, rank in list(self.alive.items()):
+        for pid, rank in sorted(self.alive.items(), key=lambda one: one[0] != first):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
                 continue

@@ -282,16 +282,17 @@ def restart_of_hub(hosts: Sequence[str], port: int) -> int:
     Raises `Failure` when it does not answer in time, and `Stopped`.
     """
     deadline = time.monotonic() + HUB_TIMEOUT_S
-    why = ""
-    while time.monotonic() < deadline:
+    while True:
+        why = ""
         for host in hosts:
             try:
                 with socket.create_connection((host, port), timeout=2.0) as sock:
                     return int(_greeting(sock)["restart"])
             except (OSError, ValueError, KeyError, struct.error) as error:
                 why = f"{host} port {port}: {error}"
+        if time.monotonic() > deadline:
+            raise Failure(f"node 0 does not answer within {HUB_TIMEOUT_S:g} s: {why}")
         wait(0.1)
-    raise Failure(f"node 0 does not answer within {HUB_TIMEOUT_S:g} s: {why}")
 
 
 def _greeting(sock: socket.socket) -> dict[str, Any]:

@@ -106,12 +106,18 @@ class FunctionJob(Generic[R]):
     @property
     def state(self) -> FunctionState:
         """Where it stands now. Asks the cluster unless the results are there."""
+        if found := self._told():
+            return found
+        seen = self._look().state
+        # What has ended by then has left its results; they may have come after the first look for them.
+        return (self._told() if seen.ended else None) or seen
+
+    def _told(self) -> FunctionState | None:
+        """What the results say; `None` while one is missing and none is an exception."""
         outcomes = self._outcomes()
         if any(outcome[0] != "success" for outcome in outcomes if outcome):
             return FunctionState.FAILED
-        if all(outcomes):
-            return FunctionState.SUCCEEDED
-        return self._look().state
+        return FunctionState.SUCCEEDED if all(outcomes) else None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.bundle import Bundle, runtime_bundle
+from orc.launchers.clusters import is_elsewhere
 from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
+from orc.launchers.ignore import patterns_of
 
 if TYPE_CHECKING:
     from orc.launchers.bundle import SourceTree
@@ -47,13 +49,18 @@ def take(
 
 
 def code_exclude(loaded: LoadedJob, cluster: Cluster | None) -> tuple[str, ...]:
-    """What is not part of the code: what the job says, and an environment that is brought along by itself."""
+    """What is not part of the code: what the job says, an environment that is brought along by itself, and the root of
+    the cluster, which holds the snapshots of all jobs.
+    """
+    exclude = list(loaded.spec.workdir.exclude)
+    if cluster is not None and cluster.root is not None and not is_elsewhere(cluster):
+        exclude += patterns_of(Path(cluster.root), loaded.workdir)
     environment = environment_of(loaded.spec, cluster) if cluster else loaded.spec.environment
-    if environment.kind not in ("copy", "conda"):
-        return tuple(loaded.spec.workdir.exclude)
-    from orc.launchers.environments.packing import travels_apart
+    if environment.kind in ("copy", "conda"):
+        from orc.launchers.environments.packing import travels_apart
 
-    return (*loaded.spec.workdir.exclude, *travels_apart(environment, loaded.workdir, Path(loaded.base_dir)))
+        exclude += travels_apart(environment, loaded.workdir, Path(loaded.base_dir))
+    return tuple(exclude)
 
 
 def environment_tree(loaded: LoadedJob, cluster: Cluster | None, cache: Path | None) -> SourceTree | None:

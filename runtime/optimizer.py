@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -53,8 +54,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps = 0  # updates made, skipped ones not counted
         self._skipped = False
         self._reached = False
-        if scaler is not None:
-            optimizer.register_step_post_hook(self._note_step)
+        self._listen()
         if device_placement and device is not None and optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
@@ -121,6 +121,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps += not self._skipped
         return result
 
+    def _listen(self) -> None:
+        if self.scaler is not None:
+            self.optimizer.register_step_post_hook(self._note_step)
+
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.
         self._reached = True
@@ -149,10 +153,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        # Without the run it belongs to, and without the counter that torch's schedulers put around `step`.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient", "_engine", "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from orc.runtime.context import current_context
+        from orc.runtime.engine import NativeEngine
+
         self.__dict__.update(state)
+        ctx = current_context()
+        self._gradient, self._engine = ctx.gradient, NativeEngine(ctx, self.scaler)
+        self._listen()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = object.__new__(type(self))
+        own = {name: value for name, value in self.__getstate__().items() if name != "scaler"}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        twin._gradient, twin._engine, twin.scaler = self._gradient, self._engine, self.scaler  # of the same run
+        twin._listen()
+        return twin
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

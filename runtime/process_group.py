@@ -168,27 +168,30 @@ def settle(limit_s: float = SETTLE_S) -> None:
 
     A thread that has finished a collective drops its tensors, and needs the interpreter's lock for that. When the
     interpreter ends first, torch aborts the process: a script whose last line is a collective would die of SIGABRT,
-    now and then. Sleeping hands the lock over; a thread that wants it is then running, or about to. One that sleeps
-    although the lock was free, twice, is idle or waits for a peer.
+    now and then. Sleeping hands the lock over and wakes a thread that wants it; on a busy machine it may come too late
+    and sleep on, but it has been awake. One that has not been, twice, is idle or waits for a peer.
     """
     deadline = time.monotonic() + limit_s
+    before: list[tuple[str, ...]] = []
     idle = 0
     while idle < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-        idle = 0 if any(state != "S" for state in _gloo_threads()) else idle + 1
+        now = list(_gloo_threads())
+        idle = idle + 1 if now == before and all(state == "S" for _, state, *_ in now) else 0
+        before = now
 
 
-def _gloo_threads() -> Iterator[str]:
-    """The state of each of gloo's threads in this process; nothing where there is no /proc."""
+def _gloo_threads() -> Iterator[tuple[str, ...]]:
+    """Of each of gloo's threads: number, state, and how often it has gone to sleep; nothing where there is no /proc."""
     try:
         names = os.listdir("/proc/self/task")
     except OSError:
         return
     for name in names:
         try:
-            stat = Path("/proc/self/task", name, "stat").read_text()
+            lines = Path("/proc/self/task", name, "status").read_text().splitlines()
         except OSError:  # it has ended
             continue
-        _, _, rest = stat.partition(f"({_GLOO_WORKER})")
-        if rest:
-            yield rest.split()[0]
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        if status.get("Name") == _GLOO_WORKER:
+            yield name, status["State"][:1], status.get("voluntary_ctxt_switches", "")

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from orc.runtime.engine import NativeEngine
     from orc.runtime.handlers import LoadHook, SaveHook
     from orc.runtime.options import Options
+
+File: TypeAlias = str | os.PathLike[str] | IO[bytes]
 
 
 class StateSaving:
@@ -35,12 +37,12 @@ class StateSaving:
         """The full state dict of *model*, with *unwrap* under the names of the model that the script wrote."""
         return self._engine.state_dict(model, unwrap)
 
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+    def save(self, obj: Any, f: File, safe_serialization: bool = False) -> None:
         """`torch.save`, on the main process only, or once per machine with ``save_on_each_node``.
 
         Args:
             obj: anything picklable; a flat mapping of tensors with *safe_serialization*.
-            f: the file; it appears complete or not at all.
+            f: the file, which appears complete or not at all; or one that is open for writing.
             safe_serialization: write safetensors.
         """
         each_node = self._options.project.save_on_each_node
@@ -84,48 +86,57 @@ def _register(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> Remova
     return handle
 
 
-def save(
-    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
-) -> None:
+def save(obj: Any, f: File, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """`torch.save` on the main process only; the file appears complete or not at all.
 
     Args:
         obj: anything picklable; a flat mapping of tensors with *safe_serialization*.
-        f: the file.
+        f: the file; or one that is open for writing.
         save_on_each_node: once per machine instead, for machines that share no disk.
         safe_serialization: write safetensors.
     """
     _save(current_context(), obj, f, save_on_each_node, safe_serialization)
 
 
-def _save(ctx: RunContext, obj: Any, f: str | os.PathLike[str], each_node: bool, safe: bool) -> None:
+def _save(ctx: RunContext, obj: Any, f: File, each_node: bool, safe: bool) -> None:
     if ctx.xla is not None:  # on all processes
         obj = ctx.xla.to_cpu(obj)
     if ctx.is_local_main if each_node else ctx.is_main:
         write(obj, f, safe)
 
 
-def write(obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+def write(obj: Any, f: File, safe_serialization: bool = False) -> None:
     """Write *obj* to the file *f* on this process: a temporary file first, so that *f* is never half-written."""
+    if not isinstance(f, (str, os.PathLike)):
+        _dump(obj, f, safe_serialization)
+        return
     target = Path(f)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        if safe_serialization:
-            from safetensors.torch import save_file
-
-            from orc.runtime.objects import clean_state_dict_for_safetensors
-
-            save_file(clean_state_dict_for_safetensors(obj), temporary, {"format": "pt"})
-        else:
-            torch.save(obj, temporary)
+        _dump(obj, temporary, safe_serialization)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
+def _dump(obj: Any, f: Path | IO[bytes], safe_serialization: bool) -> None:
+    if not safe_serialization:
+        torch.save(obj, f)
+        return
+    from safetensors import torch as safetensors
+
+    from orc.runtime.objects import clean_state_dict_for_safetensors
+
+    tensors, metadata = clean_state_dict_for_safetensors(obj), {"format": "pt"}
+    if isinstance(f, Path):
+        safetensors.save_file(tensors, f, metadata)
+    else:
+        f.write(safetensors.save(tensors, metadata))
+
+
+def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
     """Read what `save` wrote; safetensors files are recognised by their ending."""
-    if Path(f).suffix == ".safetensors":
+    if isinstance(f, (str, os.PathLike)) and Path(f).suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(f, device=str(map_location or "cpu"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from orc.runtime.schedule_jump import jump
 
@@ -88,10 +89,19 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {name: value for name, value in self.__dict__.items() if name != "_gradient"}  # the run's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from orc.runtime.context import current_context
+
         self.__dict__.update(state)
+        self._gradient = current_context().gradient
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin._gradient = self._gradient  # of the same run
+        return twin
 
     def __repr__(self) -> str:
         return f"AcceleratedScheduler({self.scheduler!r})"

@@ -228,9 +228,9 @@ def run_ranks(
     call = _pickled((function, args))
     spawning = multiprocessing.get_context("forkserver")
     spawning.set_forkserver_preload(["orc.runtime.accelerator", "torch._dynamo"])  # imported once, not by every rank
-    port = _free_port()
     ranks: list[tuple[Any, Connection]] = []
     answers: list[tuple[str, Any] | None] = [None] * world_size
+    holder, port = _held_port()
     try:
         for rank in range(world_size):
             more = env[rank] if isinstance(env, Sequence) else env or {}
@@ -242,6 +242,7 @@ def run_ranks(
             ranks.append((process, mine))
         answers = _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_s)
     finally:
+        holder.close()
         for (process, pipe), answer in zip(ranks, answers, strict=False):
             pipe.close()  # a rank leaves when it sees this: nobody closes a connection that others still use
             process.join(0 if answer is None else 5)
@@ -272,10 +273,13 @@ def _launch_variables(rank: int, world_size: int, nodes: int, port: int) -> dict
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _held_port() -> tuple[socket.socket, int]:
+    """A TCP port on loopback that nobody else is given while the socket is open."""
+    holder = socket.socket()
+    # Bound, but not listened on: who sets this option too, as torch's store does, can listen there all the same.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, int(holder.getsockname()[1])
 
 
 def _pickler() -> Any:
@@ -330,7 +334,8 @@ def _rank(call: bytes, variables: Mapping[str, str], answer: Connection) -> None
     except BaseException:  # noqa: BLE001 (it is raised again by the caller's process)
         result = ("error", traceback.format_exc())
     answer.send(result)
-    multiprocessing.connection.wait([answer], 60)  # until the caller has all results
+    caller = multiprocessing.parent_process()
+    multiprocessing.connection.wait([answer, *([caller.sentinel] if caller else [])])  # until it has all results
     os._exit(0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,8 +109,7 @@ def pairs(mapping: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={item}" for key, item in mapping.items())
 
 
-def _did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    import difflib
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    from orc.launchers.spec.problems import nearest
 
-    near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
+    return nearest(name, known)

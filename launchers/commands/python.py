@@ -19,7 +19,7 @@ class PythonCommand:
     def check(self, job: JobSpec) -> str | None:
         """It has no options."""
         if job.launcher.options:
-            return f"it has no options, but {', '.join(job.launcher.options)} is given"
+            return f"option {next(iter(job.launcher.options))} cannot be given: the agent starts the ranks itself"
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

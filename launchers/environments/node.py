@@ -39,6 +39,7 @@ file_digest = requirements.file_digest
 
 FORMAT = 1
 TAIL_LINES = 25
+END_S = 10.0  # for what was killed to be gone; a disk that hangs may hold it
 
 # Prints what decides whether compiled packages of one interpreter work with another.
 _PROBE = """
@@ -60,7 +61,13 @@ def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None,
     say("environment: " + " ".join(argv))
     try:
         process = subprocess.Popen(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
         )
     except OSError as error:
         raise Unusable(f"{what}: cannot start {argv[0]}: {error.strerror}") from None
@@ -73,11 +80,33 @@ def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None,
             lines = [*lines[1 - TAIL_LINES :], line]
         status = process.wait()
     except BaseException:
-        process.kill()
-        process.wait()
+        end_session(process)
         raise
     if status:
         raise Unusable(f"{what} failed with exit status {status}:\n" + "\n".join(lines))
+
+
+def end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kill a build step and what it has started, and return when none of them writes any more (`venv` starts pip)."""
+    try:
+        os.killpg(leader.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    leader.wait()
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline and any(_is_of_group(pid, leader.pid) for pid in os.listdir("/proc")):
+        time.sleep(0.01)
+
+
+def _is_of_group(pid: str, group: int) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, _parent, found = file.read().rpartition(")")[2].split()[:3]
+    except OSError:  # it has just ended
+        return False
+    return state not in ("Z", "X") and int(found) == group
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str | None:

@@ -21,7 +21,7 @@ from orc.launchers.environments.copied import FACTS
 from orc.launchers.environments.node import facts_of
 from orc.launchers.errors import BundleError
 from orc.launchers.hashing import StatCache, make_private
-from orc.launchers.ignore import IgnoreRules
+from orc.launchers.ignore import IgnoreRules, pattern_of, patterns_of
 from orc.launchers.listing import decode, encode
 from orc.launchers.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
 
@@ -47,15 +47,10 @@ def pack(environment: Environment, workdir: Path, base_dir: Path, cache: Path | 
 def travels_apart(environment: Environment, workdir: Path, base_dir: Path) -> tuple[str, ...]:
     """Patterns (gitignore syntax) of what lies in the working directory and is brought along by itself."""
     if environment.copy is not None:
-        venv, home = find_venv(environment.copy.venv, base_dir).resolve(), workdir.resolve()
-        return (_pattern(venv.relative_to(home).as_posix()),) if venv.is_relative_to(home) and venv != home else ()
+        return patterns_of(find_venv(environment.copy.venv, base_dir), workdir)
     if environment.conda is not None and environment.conda.archive and not environment.conda.archive.startswith("/"):
-        return (_pattern(environment.conda.archive),)
+        return (pattern_of(environment.conda.archive),)
     return ()
-
-
-def _pattern(path: str) -> str:
-    return "/" + "".join(f"\\{character}" if character in "\\*?[]! " else character for character in path)
 
 
 def find_venv(given: str | None, base_dir: Path) -> Path:

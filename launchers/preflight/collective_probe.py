@@ -25,6 +25,7 @@ BIG = 16 << 20  # bytes of the bandwidth probe
 PAIR = 1 << 20
 ROUNDS = 15  # of pairs, at most
 TIMEOUT = datetime.timedelta(seconds=30)
+ARRIVAL = datetime.timedelta(seconds=80)  # importing torch takes long from a cold disk, or beside other programs
 
 
 def interface_of(address: str) -> str | None:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
     dist: Any = importlib.import_module("torch.distributed")
     torch.set_num_threads(1)
     if rank == 0:
-        store = dist.TCPStore("localhost", 0, world, True, TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore("localhost", 0, world, True, ARRIVAL, wait_for_workers=False)
         print(json.dumps({"port": store.port, "addresses": addresses()}), flush=True)
         reached = store.get("reached").decode() if world > 1 else "127.0.0.1"
         own = reached
@@ -98,13 +99,16 @@ def main(arguments: Sequence[str]) -> None:
                 problems.append(f"{reached}: {error}")
         else:
             sys.exit("cannot reach the first host: " + "; ".join(problems))
-        store = dist.TCPStore(reached, where["port"], world, False, TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore(reached, where["port"], world, False, ARRIVAL, wait_for_workers=False)
         store.set("reached", reached)
     interface = interface_of(own)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    store.set(f"here {rank}", "")
+    store.wait([f"here {other}" for other in range(world)], ARRIVAL)
+    store.set_timeout(TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
     def wait() -> None:

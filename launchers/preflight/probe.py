@@ -29,6 +29,7 @@ GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active"
 )
 CONNECT_S = 3.0
+ANSWER_S = 20.0  # where somebody listens, the way is open; under load the answer comes late
 
 
 def look(root: str) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def connect(targets: list[dict[str, Any]]) -> dict[str, str]:
         for address in target["addresses"]:
             try:
                 with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as link:
-                    link.settimeout(CONNECT_S)
+                    link.settimeout(ANSWER_S)
                     said = link.recv(256).decode("utf-8", "replace")
                 if said == target["token"]:
                     result[target["name"]] = ""

@@ -48,7 +48,7 @@ class Launcher(Model):
     """How the processes of one node are started."""
 
     kind: str = setting(
-        cs.str_schema(min_length=1, strict=True), default="torchrun", doc="torchrun, mpirun, deepspeed or python."
+        cs.str_schema(min_length=1, strict=True), default="torchrun", doc="torchrun, mpirun, deepspeed, xla or python."
     )
     options: Mapping[str, Any] = setting(_MAPPING, default_factory=dict, doc="Options of that launcher.")
 

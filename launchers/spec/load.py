@@ -15,6 +15,7 @@ from pydantic_core import ValidationError
 
 from orc.launchers.backends import backend_exists
 from orc.launchers.commands import command_exists
+from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.model import Model, fields, section_of
@@ -24,6 +25,8 @@ from orc.runtime.config import JOB_KEYS
 if TYPE_CHECKING:
     from orc.launchers.spec.problems import Problem
 
+# Where standard input and `<(...)` have their names: no places beside which anything of the job could lie.
+_STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _TEXTUAL = frozenset({"name", "script", "module", "command", "cluster", "env", "secrets", "setup", "tags", "workdir"})
 
 
@@ -46,13 +49,13 @@ def load_job(
     env: Mapping[str, str] | None = None,
     cluster: str | None = None,
 ) -> LoadedJob:
-    """The job in the file *path*.
+    """The job in the file *path*; ``-`` is standard input, and its relative paths start from the current directory.
 
     *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them; *env* answers
     ``${env:NAME}`` and is the process's environment unless given. Raises `SpecError` with everything that is wrong.
     """
-    source_path = Path(path)
-    document = source.parse(source.read_file(source_path, "job file"), str(path), reading)
+    source_path = Path("/dev/stdin" if path == "-" else path)
+    document = source.parse(source.read_file(source_path, "job file"), str(source_path), reading)
     if overrides or cluster is not None:
         from orc.launchers.spec import overrides as overriding
 
@@ -63,10 +66,19 @@ def load_job(
     if document.has_references():
         _interpolate(document, os.environ if env is None else env)
     spec = validate(document)
-    loaded = LoadedJob(spec, source_path, source_path.absolute().parent)
+    loaded = LoadedJob(spec, source_path, _base_dir(source_path))
     _complain([*_check_kinds(spec, document), *_check_files(loaded, document)])
     _place_options(spec, document)
     return loaded
+
+
+def _base_dir(path: Path) -> Path:
+    """The directory that the relative paths of the job file *path* start from. Raises `SpecError`."""
+    try:
+        absolute = path.absolute()
+        return Path.cwd() if str(absolute.parent) in _STREAMS else absolute.parent
+    except FileNotFoundError:
+        raise SpecError("the current directory was removed", where=str(path)) from None
 
 
 def validate(document: Document) -> JobSpec:

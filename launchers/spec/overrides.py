@@ -26,7 +26,9 @@ def apply(document: Document, override: str, reading: Callable[[KeyPath], Readin
     except SpecError as error:
         # A line and a column in so short a text say nothing.
         raise SpecError(error.what, where=where, hint=error.hint) from None
-    put(document, path, value.data[""], where, value)
+    # A variable may well be empty; elsewhere no value means the default.
+    empty = "" if len(path) == 2 and path[0] == "env" and not text.strip() else None
+    put(document, path, value.data[""] if empty is None else empty, where, value)
 
 
 def put(document: Document, path: KeyPath, value: Any, where: str, origins: Document | None = None) -> None:

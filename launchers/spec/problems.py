@@ -49,8 +49,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1) or [k for k in names if k.startswith(f"{name}_")]
+    # difflib thinks nothing of two letters in the wrong order: for it, "agrs" is as near to "tags" as to "args".
+    near = sorted(difflib.get_close_matches(name, names, n=5), key=lambda key: _slips(name, key))
+    near = near or [k for k in names if k.startswith(f"{name}_")]
     return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _slips(typed: str, meant: str) -> int:
+    """How many letters were added, left out, mistaken, or swapped with their neighbour."""
+    rows = [list(range(len(meant) + 1))]
+    for i, letter in enumerate(typed, 1):
+        row = [i]
+        for j, right in enumerate(meant, 1):
+            fewest = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != right))
+            if i > 1 and j > 1 and (letter, typed[i - 2]) == (meant[j - 2], right):
+                fewest = min(fewest, rows[-2][j - 2] + 1)
+            row.append(fewest)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def choose(name: str, known: Sequence[str]) -> str:

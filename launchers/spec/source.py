@@ -188,7 +188,7 @@ def parse_value(text: str, where: str, path: KeyPath, reading: Callable[[KeyPath
     origin = Origin(where, (1 << 30, 0))
     builder = _Builder(lambda mark: origin, reading)
     if node is None:
-        value: Any = "" if reading(path) == "text" else None
+        value: Any = None
         builder.values[path] = origin
     else:
         value = builder.build(node, path)

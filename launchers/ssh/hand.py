@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Frame = tuple[dict[str, Any], bytes]
 _LEAST_SILENCE_S = 3.0  # a machine under load may be that late
+_LOOK_S = 1.0  # one wait for the host; where it takes twice as long, it was we who were stopped, or asleep
 _HOST_PATIENCE = 2  # times as long the host waits for us, before it ends what we run there
 _NOISE = 1 << 20  # bytes that a login may print before our program speaks
 _PROGRAM = Program("ssh.remote_hand", ("files", "shipped", "ssh.remote_fork"))
@@ -70,7 +71,7 @@ class Hand:
         self._brought: dict[Program, str] = {}
         self._bringing = threading.Lock()
         self.heard = self._spoke = time.monotonic()
-        channel.settimeout(1.0)
+        channel.settimeout(_LOOK_S)
         # paramiko waits for the answer without a limit.
         limit = threading.Timer(self._silence_s, self._fail, ("no session was opened in time",))
         limit.daemon = True
@@ -83,7 +84,10 @@ class Hand:
             raise
         finally:
             limit.cancel()
-        self._write(b"".join(_pieces()))
+        try:
+            self._write(b"".join(_pieces()))
+        except LinkLost as lost:  # a shell that has no Python for us may have ended before we had sent it all
+            raise self._unstarted(lost) from None
         self.hello = self._greeted()
         threading.Thread(target=self._listen, name=f"orc-ssh-{name}", daemon=True).start()
 
@@ -158,15 +162,19 @@ class Hand:
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
         with self._sending:
-            self._spoke = quiet_since = time.monotonic()
+            self._spoke = began = time.monotonic()
+            quiet_s = 0.0
             while view:
                 if self._failure:
                     raise self.failure()
                 try:
                     view = view[self._channel.send(view) :]
-                    self._spoke = quiet_since = time.monotonic()
+                    self._spoke = began = time.monotonic()
+                    quiet_s = 0.0
                 except TimeoutError:
-                    if time.monotonic() - quiet_since > self._silence_s:
+                    quiet_s += min(time.monotonic() - began, 2 * _LOOK_S)
+                    began = time.monotonic()
+                    if quiet_s > self._silence_s:
                         self._fail(f"it took nothing for {self._silence_s:g} s")
                 except (OSError, EOFError):  # what paramiko raises for a closed channel, and a closed connection
                     self._fail("the connection was cut")
@@ -211,16 +219,17 @@ class Hand:
             raise self._unstarted()
         self._buffer += data
 
-    def _unstarted(self) -> LinkLost | AccessRefused:
-        """Why there is no program at the other end."""
+    def _unstarted(self, lost: LinkLost | None = None) -> LinkLost | AccessRefused:
+        """Why there is no program at the other end; *lost* where nobody there has said so."""
         said = b""
         try:
             while part := self._channel.recv_stderr(CHUNK):
                 said += part
-        except OSError:
+        except (OSError, EOFError):
             said += b""  # cut off
-        if not self._channel.status_event.wait(2) or self._channel.exit_status < 0:
-            return LinkLost("the connection was cut", where=self.name)
+        # The end of its output may be told some time before its status; that of the connection ends the wait.
+        if not self._channel.status_event.wait(self._silence_s) or self._channel.exit_status < 0:
+            return lost or LinkLost("the connection was cut", where=self.name)
         text = said.decode(errors="replace").strip().splitlines()
         return AccessRefused(
             f"orc's program could not be started there (status {self._channel.exit_status})"
@@ -230,16 +239,20 @@ class Hand:
         )
 
     def _listen(self) -> None:
+        awake = time.monotonic()
         while not self._failure:
+            began = time.monotonic()
             try:
                 data = self._channel.recv(CHUNK)
                 while self._channel.recv_stderr_ready():
                     self._channel.recv_stderr(CHUNK)
             except TimeoutError:
                 data = None
-            except OSError:
+            except (OSError, EOFError):  # the latter where paramiko cannot say any more that there is room again
                 data = b""
             now = time.monotonic()
+            if now - began > 2 * _LOOK_S:
+                awake = now
             if data == b"":
                 self._fail("the connection was cut")
             elif data:
@@ -252,7 +265,7 @@ class Hand:
                     self._fail("it sent what cannot be understood")
             if not self._open:
                 continue
-            if now - self.heard > self._silence_s:
+            if now - max(self.heard, awake) > self._silence_s:
                 self._fail(f"it has been silent for {self._silence_s:g} s")
             elif now - self._spoke > TICK_S and self._channel.send_ready() and not self._sending.locked():
                 self._tick()

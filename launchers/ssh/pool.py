@@ -275,6 +275,8 @@ def _enter(route: Route, access: Access, connection: Any) -> Transport:
         except (SSHException, EOFError, OSError) as error:
             raise _no_session(route, error, limit, heard=bool(transport.remote_version)) from error
         if not transport.initial_kex_done:
+            if not transport.remote_version:
+                raise _no_server(route, limit)
             raise BackendUnreachable(f"it did not agree on keys within {2 * limit:g} s", where=route.where)
         known_hosts.check(route, transport.get_remote_server_key(), accept_new=access.host_keys == "accept-new")
         log_in(transport, route)
@@ -304,11 +306,17 @@ def _no_session(route: Route, error: BaseException, limit: float, *, heard: bool
         )
     if heard:
         return LinkLost(f"the connection was cut while it was made: {error or type(error).__name__}", where=route.where)
-    hint = "Its sshd hangs, is too busy, refuses this machine, or something else listens on that port."
-    if route.proxy_command:
-        hint = f"Does the ProxyCommand work? Try: {route.proxy_command}"
     if isinstance(error.__context__, TimeoutError):
-        return BackendUnreachable(
-            f"something answers, but no SSH server within {limit:g} s", where=route.where, hint=hint
-        )
-    return Busy("it closes every new connection at once", where=route.where, hint=hint)
+        return _no_server(route, limit)
+    return Busy("it closes every new connection at once", where=route.where, hint=_no_server_hint(route))
+
+
+def _no_server(route: Route, limit: float) -> BackendUnreachable:
+    what = f"something answers, but no SSH server within {limit:g} s"
+    return BackendUnreachable(what, where=route.where, hint=_no_server_hint(route))
+
+
+def _no_server_hint(route: Route) -> str:
+    if route.proxy_command:
+        return f"Does the ProxyCommand work? Try: {route.proxy_command}"
+    return "Its sshd hangs, is too busy, refuses this machine, or something else listens on that port."

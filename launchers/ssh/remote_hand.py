@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import selectors
 import signal
 import struct
@@ -80,16 +81,22 @@ class Hand:
                 elif "op" in header:
                     self._open[header["id"]] = queue.SimpleQueue()
                     threading.Thread(target=self._answer, args=(header, payload), daemon=True).start()
-                elif header.get("id") in self._open:
-                    self._open[header["id"]].put((header, payload))
-                    program = self._programs.get(header["id"])
-                    if program is not None:
-                        program.wake()
+                else:
+                    self._more(header, payload)
         except Gone:
             self.end()
         except Exception:
             sys.excepthook(*sys.exc_info())
             self.end()
+
+    def _more(self, header: dict[str, Any], payload: bytes) -> None:
+        """More of a request that is underway. It may be answered at this moment: what then still comes is too late."""
+        frames = self._open.get(header.get("id", 0))
+        if frames is not None:
+            frames.put((header, payload))
+            program = self._programs.get(header["id"])
+            if program is not None:
+                program.wake()
 
     def end(self) -> None:
         """Nobody is there any more: leave nothing running and nothing half-written."""
@@ -109,9 +116,8 @@ class Hand:
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         """One frame."""
-        text = json.dumps(header).encode()
         with self._sending:
-            self._write(LENGTHS.pack(len(text), len(payload)) + text + payload)
+            self._write(_frame(header, payload))
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -147,16 +153,29 @@ class Hand:
 
     def _watch(self) -> None:
         """Say that we are alive while something is underway, and notice that nobody listens."""
+        awake = time.monotonic()
         while True:
+            began = time.monotonic()
             time.sleep(TICK_S / 2)
-            silent = time.monotonic() - self._heard
-            if silent > (self._silence_s if self._open else IDLE_S):
+            now = time.monotonic()
+            if now - began > TICK_S:  # it was we who were stopped, or asleep
+                awake = now
+            if now - max(self._heard, awake) > (self._silence_s if self._open else IDLE_S):
                 self.end()
             if self._open:
                 try:
-                    self.send({"tick": 1})
+                    self._tick()
                 except Gone:
                     self.end()
+
+    def _tick(self) -> None:
+        """Say something, unless somebody just does, or nobody takes it: who waits for that cannot watch."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if select.select([], [self._sink], [], 0)[1]:
+                    self._write(_frame({"tick": 1}))
+            finally:
+                self._sending.release()
 
     def _answer(self, request: dict[str, Any], payload: bytes) -> None:
         number = request["id"]
@@ -414,6 +433,11 @@ class Program:
         if descriptor in self._pipes.get_map():
             self._pipes.unregister(descriptor)
         self._hand.send({"id": self._number, "shut": name})
+
+
+def _frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return LENGTHS.pack(len(text), len(payload)) + text + payload
 
 
 def _popen(request: dict[str, Any]) -> subprocess.Popen[bytes]:

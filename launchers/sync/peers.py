@@ -170,6 +170,7 @@ def _connect(addresses: Sequence[str], port: int, label: str, token: str) -> tup
         except OSError as error:
             problems.append(f"{address} port {port}: {error.strerror or error}")
             continue
+        connection.settimeout(_SILENCE_S)  # a host at work may take longer to answer than its kernel to connect
         try:
             channel = _over(connection)
             nonce = secrets.token_hex(16)
@@ -185,7 +186,6 @@ def _connect(addresses: Sequence[str], port: int, label: str, token: str) -> tup
         except BaseException:
             connection.close()
             raise
-        connection.settimeout(_SILENCE_S)
         return connection, channel
     raise PeerError("; ".join(problems) or "the peer has no address")
 

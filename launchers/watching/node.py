@@ -124,6 +124,10 @@ def attend(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
             os.execvpe(argv[0], list(argv), env)
         finally:
             os._exit(125)
+    try:
+        os.setpgid(pid, pid)  # on both sides: it may be told to end before it has got as far
+    except OSError:  # it has, and has gone on
+        pass
     poll = select.poll()
     poll.register(1, 0)  # a hang-up is always reported
     told_at = float("inf")

@@ -21,6 +21,8 @@ def command(context: click.Context, as_json: bool) -> None:
     """List, show, check and discover the clusters of clusters.yaml (and the built-in `local`)."""
     if context.invoked_subcommand is None:
         _list(as_json)
+    elif as_json:  # `orc clusters --json check lab` means the same as `orc clusters check lab --json`
+        context.default_map = {name: {"as_json": True} for name in command.commands}
 
 
 command.add_command(discover)

@@ -62,7 +62,10 @@ def command(
             cursor.copy_tail(number, selectors, tail)
         if following:
             with display(silent=True) as shown:
-                follow(client, job_id, cursor, selection, shown, first_attempt=number, only=attempt is not None)
+                view = follow(client, job_id, cursor, selection, shown, first_attempt=number, only=attempt is not None)
+            followed = range(number or 1, (attempt or len(view.attempts)) + 1)
+            if not any(selection.of(client.log_selectors(job_id, attempt=n), final=True) for n in followed):
+                raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes))
         elif tail is None:
             cursor.copy(number, selectors)
     finally:

@@ -53,7 +53,10 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
     if as_json:
         _print_json(lines)
         for new in _growth(client, job_id, reader) if following else ():
+            lines += new
             _print_json(new)
+        if not lines:
+            raise _nothing(client, job_id)
         return
     counted = course(lines)
     _refuse_unknown(wanted, counted, job_id)
@@ -62,6 +65,8 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
     for new in _growth(client, job_id, reader) if following else ():
         lines += new
         printer.show(new)
+    if not lines:
+        raise _nothing(client, job_id)
     counted = course(lines)
     for text in _curves(counted, wanted or ("loss",)):
         click.echo(text)

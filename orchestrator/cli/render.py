@@ -96,7 +96,9 @@ def write(plan: Plan, folder: Path) -> list[Path]:
         staging.chmod(0o755 & ~_umask())
         staging.replace(folder)
     except OSError as error:
-        raise LaunchError(f"cannot write the plan: {error.strerror}", where=str(folder)) from None
+        raise LaunchError(
+            f"cannot write the plan: {error.strerror}", where=str(folder), hint="choose a new --output DIR"
+        ) from None
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
     """Print *error* the way the command line asks for and return the exit status."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return int(ExitCode.USAGE)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         code, fields = ExitCode.INTERRUPTED, {"what": "interrupted", "where": "", "do": ""}
     elif isinstance(error, click.ClickException):

@@ -76,14 +76,17 @@ def command(
     from orc.orchestrator.cli import output
 
     config = _config(config_file) if config_file else {}
-    chosen = _cluster(cluster, tpu_zone or config.get("tpu_zone"))
-    name = tpu_name or config.get("tpu_name") or chosen.options.get("name")
+    zone, name = tpu_zone or config.get("tpu_zone"), tpu_name or config.get("tpu_name")
+    # What would be run, and where, can be told without a cluster when both are given.
+    chosen = _cluster(cluster, zone, needed=not (debug and zone and name))
+    name = name or (chosen.options.get("name") if chosen else None)
     if not name:
         raise click.UsageError("which TPU? Give --tpu-name, or `name` in the options of the cluster")
     given = commands or tuple(config.get("commands", ()))
     file = command_file or (None if commands else config.get("command_file"))
+    python = (chosen.python if chosen else None) or "python3"
     lines = [
-        *([_install(chosen.python or "python3", version)] if install else []),
+        *([_install(python, version)] if install else []),
         *(_commands_of(Path(file)) if file else []),
         *given,
     ]
@@ -92,8 +95,9 @@ def command(
     env = {**config.get("tpu_env", {}), **_pairs(variables)}
     script = Script(tuple(lines), env, use_sudo or bool(config.get("tpu_use_sudo")))
     if debug:
-        _print_plan(chosen, str(name), workers, script, as_json)
+        _print_plan(chosen, zone, str(name), workers, script, as_json)
         return 0
+    assert chosen is not None
     said: dict[str, list[str]] = {}
 
     def show(worker: str, line: str) -> None:
@@ -125,8 +129,11 @@ def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> dict[s
     return worker_transports(cluster, name, only=workers or None)
 
 
-def _cluster(name: str | None, zone: str | None) -> Cluster:
-    """The cluster of kind tpu that is meant, which looks in *zone* alone if that is given."""
+def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | None:
+    """The cluster of kind tpu that is meant, which looks in *zone* alone if that is given.
+
+    `None` where none is written down and none is *needed*.
+    """
     from orc.launchers.clusters import get_cluster, load_clusters
     from orc.launchers.errors import SpecError
 
@@ -136,6 +143,8 @@ def _cluster(name: str | None, zone: str | None) -> Cluster:
             raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
     else:
         found = [one for one in load_clusters().values() if one.kind == "tpu"]
+        if not found and not needed:
+            return None
         if not found:
             raise SpecError("there is no cluster of kind tpu", hint="Write one into clusters.yaml (project and zones).")
         if len(found) > 1:
@@ -217,19 +226,28 @@ def _install(python: str, version: str) -> str:
     return shlex.join([python, "-m", "pip", "install", *wanted])
 
 
-def _print_plan(cluster: Cluster, name: str, workers: tuple[int, ...], script: Script, as_json: bool) -> None:
+def _print_plan(
+    cluster: Cluster | None, zone: str | None, name: str, workers: tuple[int, ...], script: Script, as_json: bool
+) -> None:
     from orc.orchestrator.cli import output
 
-    zones = cluster.options.get("zones", [])
-    zones = [zones] if isinstance(zones, str) else list(zones)
+    found = cluster.options.get("zones", []) if cluster else zone
+    zones = [str(found)] if isinstance(found, str) else [str(one) for one in found or ()]
     argv = list(script.argv())
     if as_json:
         output.echo_json(
-            {"cluster": cluster.name, "tpu": name, "zones": zones, "workers": list(workers) or "all", "argv": argv}
+            {
+                "cluster": cluster.name if cluster else None,
+                "tpu": name,
+                "zones": zones,
+                "workers": list(workers) or "all",
+                "argv": argv,
+            }
         )
         return
     which = f"worker {', '.join(map(str, workers))}" if workers else "all workers"
-    click.echo(f"# on {which} of the TPU {name} in {', '.join(zones)} (cluster {cluster.name}):")
+    whose = f" (cluster {cluster.name})" if cluster else ""
+    click.echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
     click.echo(shlex.join(argv))
 
 

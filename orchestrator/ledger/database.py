@@ -22,7 +22,9 @@ from orc.orchestrator.ledger import mounts
 from orc.orchestrator.ledger.errors import LedgerError
 
 Row = Mapping[str, Any]
-BUSY_TIMEOUT_S = 30.0
+# SQLite does not serve those who wait in order of their coming: with eight at a disk that takes a second for each sync,
+# one in fifty of their waits is longer than half a minute.
+BUSY_TIMEOUT_S = 120.0
 
 
 class Connection(Protocol):

@@ -44,9 +44,11 @@ class CoreDatabase:
     def __init__(self, url: str) -> None:
         try:
             self.engine = sa.create_engine(url, pool_pre_ping=True)
-        except (SQLAlchemyError, ImportError) as error:
+        except (SQLAlchemyError, ImportError, ValueError) as error:
+            # A ValueError is about a part of the URL, and may quote it.
+            why = "ORC_LEDGER_URL is no URL" if isinstance(error, ValueError) else str(error).splitlines()[0]
             raise LedgerError(
-                f"cannot open the ledger: {str(error).splitlines()[0]}",
+                f"cannot open the ledger: {why}",
                 where="ORC_LEDGER_URL",
                 hint="a URL looks like postgresql+psycopg://user@host/database; its driver must be installed",
             ) from error

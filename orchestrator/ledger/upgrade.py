@@ -7,6 +7,7 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
+from orc.orchestrator.ledger.database import BUSY_TIMEOUT_S
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.version import HEAD
 
@@ -58,7 +59,7 @@ def _lock(connection: sa.Connection) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
     elif connection.dialect.name == "sqlite":
-        connection.execute(sa.text("PRAGMA busy_timeout = 30000"))
+        connection.execute(sa.text(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}"))
         connection.execute(sa.text("BEGIN IMMEDIATE"))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.checkpoint import layout, remote, rng
+from orc.runtime.checkpoint import layout, pickled, remote, rng
 from orc.runtime.checkpoint.copying import Copies
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.manifest import (
@@ -251,8 +251,8 @@ def _check_positions(directory: Path, prepared: Prepared, states: Mapping[str, A
 def _unpickle(path: Path, map_location: Any = None) -> Any:
     try:
         if map_location is None:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return torch.load(path, map_location=map_location, weights_only=True)
+            return pickled.read(path, "cpu", mmap=True)
+        return pickled.read(path, map_location)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -305,7 +305,7 @@ def _load_model(
     path = directory / layout.model_file(index, safe)
     state = read_weights(path) if safe else _unpickle(path, map_location)
     try:
-        extract_model_from_parallel(model).load_state_dict(state, **options)
+        extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the prepared model: {error}") from error
 

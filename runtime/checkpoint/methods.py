@@ -34,7 +34,8 @@ class Checkpointing:
     def _checkpoints(self) -> RunCheckpoints:
         from orc.runtime.checkpoint.run import RunCheckpoints
 
-        return RunCheckpoints(self.ctx, self._prepared, self._options.project)
+        options = self._options
+        return RunCheckpoints(self.ctx, self._prepared, options.project, timeout=options.process_group.timeout)
 
     @cached_property
     def _boundary(self) -> Boundary:
@@ -83,7 +84,8 @@ class Checkpointing:
             The directory.
 
         Raises:
-            CheckpointError: it could not be written, or a process did not call it; nothing has changed.
+            CheckpointError: it could not be written, or a process did not call it within the time-out of collectives
+                (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
         if save_model_func_kwargs:

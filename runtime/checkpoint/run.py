@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,18 @@ class RunCheckpoints:
         saved_step: the step of the last save or load.
     """
 
-    def __init__(self, context: RunContext, prepared: Prepared, project: ProjectConfiguration) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        prepared: Prepared,
+        project: ProjectConfiguration,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.context = context
         self.prepared = prepared
         self.project = project
+        self._timeout_s = None if timeout is None else timeout.total_seconds()
         self.base_step = 0
         self.saved_step = 0
         self.background = Background()
@@ -64,12 +73,12 @@ class RunCheckpoints:
     @cached_property
     def meeting(self) -> Meeting:
         """Where the ranks agree; with a connection that is made on first use."""
-        return Meeting(self.context)
+        return Meeting(self.context, self._timeout_s)
 
     @cached_property
     def _background_meeting(self) -> Meeting:
         """The same for what is written in the background: its thread has a connection of its own too."""
-        return Meeting(self.context, name="background")
+        return Meeting(self.context, self._timeout_s, name="background")
 
     @cached_property
     def _survey(self) -> Survey:

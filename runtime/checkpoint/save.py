@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from orc.runtime.checkpoint import layout, rng
+from orc.runtime.checkpoint import layout, pickled, rng
 from orc.runtime.checkpoint.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -146,7 +146,7 @@ def _tasks(
 ) -> dict[str, Task]:
     destination.check_visible()
     models = list(prepared.models)
-    weights = [dict(extract_model_from_parallel(model).state_dict()) for model in models]
+    weights = [dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict()) for model in models]
     for hook in request.hooks:
         hook(models, weights, str(destination.hook_directory()))
     states = _states(prepared) if destination.leads else []
@@ -294,24 +294,24 @@ def _pickle(state: Any, file: Hashing) -> None:
 
 
 def _check_loadable(name: str, state: Any) -> None:
-    """Make sure that the safe loader will take *state*. Its tensors are left out: they can always be loaded."""
+    """Make sure that the safe loader will take *state*, without its tensors and arrays: those can always be loaded."""
     memory = io.BytesIO()
     torch.save(_without_tensors(plain(state)), memory)
     memory.seek(0)
     try:
-        torch.load(memory, weights_only=True)
+        pickled.read(memory)
     except Exception as error:  # noqa: BLE001 - whatever the loader objects to
         reason = str(error).split("\n")[-1] or type(error).__name__
         raise CheckpointError(
-            f"{name} could not be loaded again: its state_dict holds something else than tensors, numbers, "
-            f"strings, lists and dictionaries ({reason.strip()}); return plain values, or allow the type with "
+            f"{name} could not be loaded again: its state_dict holds something else than tensors, arrays, "
+            f"numbers, strings, lists and dictionaries ({reason.strip()}); return plain values, or allow the type with "
             "torch.serialization.add_safe_globals"
         ) from None
 
 
 def _without_tensors(state: Any) -> Any:
-    """*state* with dense tensors as `None`, in dictionaries, lists and tuples of the plain kinds."""
-    if type(state) in (torch.Tensor, torch.nn.Parameter):
+    """*state* with dense tensors and arrays as `None`, in dictionaries, lists and tuples of the plain kinds."""
+    if type(state) in (torch.Tensor, torch.nn.Parameter) or pickled.is_array(state):
         return None
     if type(state) in (dict, OrderedDict):
         return {key: _without_tensors(value) for key, value in state.items()}

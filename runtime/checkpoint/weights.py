@@ -73,8 +73,13 @@ def save_model(
     directory = Path(save_directory)
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a directory for weights")
+    if state is None:
+        state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict()
+    state = dict(state)
+    absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if absent:
+        raise CheckpointError(f"{', '.join(absent[:5])} cannot be saved: on the meta device a weight has no values")
     directory.mkdir(parents=True, exist_ok=True)
-    state = dict(extract_model_from_parallel(model).state_dict() if state is None else state)
     aliases: dict[str, str] = {}
     if safe_serialization:
         state, aliases = without_aliases(state)
@@ -143,9 +148,10 @@ def weight_files(checkpoint: Path) -> list[Path]:
         return _indexed(checkpoint) if checkpoint.name.endswith(".json") else [checkpoint]
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: there is no such checkpoint")
-    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+    # Directories that come from elsewhere may hold the same weights in both formats.
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         if (checkpoint / name).is_file():
-            return [checkpoint / name]
+            return weight_files(checkpoint / name)
     indices = sorted([*checkpoint.glob("*.index.json"), *checkpoint.glob("index.json")])
     if len(indices) != 1:
         found = f"{len(indices)} index files" if indices else "no weights"
@@ -187,7 +193,7 @@ def load_checkpoint_in_model(
     Parameters that the model shares between modules stay shared.
 
     Args:
-        model: parameters on the meta device are replaced, others are filled.
+        model: prepared or not; parameters on the meta device are replaced, others are filled.
         checkpoint: what `save_model` wrote, or an index with ``{parameter: file}``.
         device_map: ``{"": device}`` or devices by module name; by default where each parameter is, and the CPU for
             those on the meta device. Weights for ``disk`` go to *offload_folder*, and stay on the meta device.
@@ -214,6 +220,7 @@ def load_checkpoint_in_model(
             raise ValueError(f"load_checkpoint_in_model: {option}={option != 'full_state_dict'} is not supported")
     if device_map is not None and "disk" in device_map.values() and offload_folder is None:
         raise ValueError("the device_map puts modules on the disk: say where with offload_folder")
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     tied = find_tied_parameters(model)
     target = _Target(model, device_map, _dtype(dtype), tuple(keep_in_fp32_modules or ()), offload_folder,
                      offload_buffers)  # fmt: skip

@@ -181,8 +181,9 @@ class CustomBatches(PassSampler):
             yield from self.shard.batches_from(current.done)
 
     def batches(self) -> int | None:
-        """`None` where the batch sampler has no length."""
-        if self.shard.total_length is None:
+        """`None` where the batch sampler has no length, or where the last batch decides whether this rank has one."""
+        shard = self.shard
+        if shard.total_length is None or (shard.split_batches and not (shard.even_batches or shard.drop_last)):
             return None
         return self.shard.total_length if self.world_size == 1 else len(self.shard)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import START, Marked, Stream, begin_at, seek_tensor
 from orc.runtime.data.plan import PositionError
@@ -214,9 +215,9 @@ class DataLoaderAdapter:
         self.cursor.epoch = position["epoch"]
 
     def skipping(self, num_batches: int) -> DataLoaderAdapter:
-        """A view of this loader whose passes leave out the first *num_batches* batches of this rank."""
+        """A view of this loader whose passes leave out the first *num_batches* batches that this one's have."""
         view = copy.copy(self)
-        view.skip_batches, view.skips = num_batches, True
+        view.skip_batches, view.skips = self.skip_batches + num_batches, True
         view.__dict__["_iterator"] = None  # persistent workers belong to the loader that started them
         return view
 
@@ -344,7 +345,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 if total is not None:
                     current.done += 1
                     if current.done == total and sampler is not None:
-                        self.end_of_dataloader, self.remainder = True, sampler.tail()
+                        self.end_of_dataloader, self.remainder = True, self._rows(sampler.tail(), batch)
                         current.finished = True
                 gradient.current = self
                 yield batch if place is None else place(batch)
@@ -370,17 +371,23 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             if isinstance(batch, Marked):
                 batch, valid = batch.content, batch.valid
             # Of streams that share themselves out to workers, the end of any worker's part may be filled up.
-            self.remainder = valid
+            self.remainder = self._rows(valid, batch)
             if following is nothing:
                 self.end_of_dataloader = current.finished = True
                 sampler = self._passes()
                 if sampler is not None:
-                    self.remainder = sampler.tail()
+                    self.remainder = self._rows(sampler.tail(), batch)
             current.done += 1
             if stateful is not None:
                 current.key = {"kind": "stateful", "rounds": current.done, "state": state}
             yield batch
             batch = following
+
+    def _rows(self, valid: int, batch: Any) -> int:
+        """*valid* samples of the last round as rows: without ``batch_size`` what is counted are whole batches."""
+        if valid < 0 or self.batch_size is not None:
+            return valid
+        return valid * (rows_of(batch) or 1)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)

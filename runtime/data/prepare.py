@@ -106,6 +106,8 @@ def prepare_data_loader(
         world = num_processes
     if process_index is not None:
         rank = process_index
+    if not 0 <= rank < world:
+        raise ValueError(f"prepare_data_loader: process_index {rank} is not one of {world} processes, 0 to {world - 1}")
     # A share for another number of processes than there are: a rank by itself, with nobody to agree with.
     simulated = torch_device_mesh is None and world != context.world_size
     share = share_in(context, simulated=simulated)

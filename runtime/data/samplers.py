@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -104,12 +104,23 @@ class BatchSamplerShard(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         total = len(self.batch_sampler)
-        if self.split_batches or self.num_processes == 1:
+        if self.num_processes == 1:
             return total
+        if self.split_batches:
+            return total - (1 if self._misses_last_piece() else 0)
         rounds, rest = divmod(total, self.num_processes)
         if rest == 0 or self.drop_last:
             return rounds
         return rounds + (1 if self.even_batches or self.process_index < rest else 0)
+
+    def _misses_last_piece(self) -> bool:
+        """Whether the last batch is too short for a piece for this rank. Of a batch sampler of the user's own nobody
+        can tell before: no.
+        """
+        if self.even_batches or self.drop_last or type(self.batch_sampler) is not BatchSampler:
+            return False
+        rows = self.batch_sampler.batch_size // self.num_processes
+        return 0 < len(self.batch_sampler.sampler) % self.batch_sampler.batch_size <= self.process_index * rows
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.batches_from(0)

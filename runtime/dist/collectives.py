@@ -202,7 +202,7 @@ def pad_across_processes(
     collective finds all sizes.
 
     Args:
-        tensor: a structure of tensors, the same on all processes but for sizes along *dim*.
+        tensor: a structure of tensors, the same on all processes but for their sizes.
         dim: the dimension to pad.
         pad_index: the value of the new elements.
         pad_first: put them at the beginning instead of the end.
@@ -217,7 +217,8 @@ def pad_across_processes(
         return tensor
     group = ctx.require_group("pad_across_processes")
     leaves, spec = flatten(tensor, "pad_across_processes")
-    verify.agree("pad_across_processes", tensor, len(leaves), ctx, free_dim=dim)
+    # Sizes along other dimensions may differ, too: a script pads one after the other.
+    verify.agree("pad_across_processes", tensor, len(leaves), ctx, free_sizes=True)
     if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
             "ragged (nested) tensors cannot be padded and stay as they are", CannotPadNestedTensorWarning, stacklevel=2

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 Leaves = list[Tensor]
 
 
-def carried(ctx: RunContext, leaves: Leaves, over_xla: Callable[[Leaves], Leaves], operation: Callable[..., Any]) -> Any:
-    """*leaves* after a collective: those of the device by *over_xla*, the others by *operation* of the process group."""
+def carried(
+    ctx: RunContext, leaves: Leaves, over_xla: Callable[[Leaves], Leaves], operation: Callable[..., Any]
+) -> Any:
+    """*leaves* after a collective: those of the device by *over_xla*, the others by *operation* over the group."""
     results: dict[int, Tensor] = {}
     here = [index for index, leaf in enumerate(leaves) if leaf.device.type == ctx.device.type]
     away = [index for index in range(len(leaves)) if index not in set(here)]

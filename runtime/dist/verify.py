@@ -16,7 +16,7 @@ from orc.runtime.context import RunContext
 from orc.runtime.dist.tree import elements, recursively_apply
 from orc.runtime.errors import DistributedOperationException
 
-# One element of an operand: its path, its shape with the free dimension masked, its dtype.
+# One element of an operand: its path, its shape with sizes that may differ masked, its dtype.
 _Element = tuple[str, tuple[int | None, ...], str]
 
 
@@ -25,10 +25,10 @@ _FIRST_SIGHTS = 64
 _seen: WeakKeyDictionary[RunContext, set[Any]] = WeakKeyDictionary()
 
 
-def agree(operation: str, data: Any, key: Any, ctx: RunContext, *, free_dim: int | None = None) -> None:
+def agree(operation: str, data: Any, key: Any, ctx: RunContext, *, free_sizes: bool = False) -> None:
     """`same` in debug mode, and for the first operand of each *key*, which must be equal on all processes."""
     if ctx.config.debug_mode:
-        same(operation, data, ctx, free_dim=free_dim)
+        same(operation, data, ctx, free_sizes=free_sizes)
         return
     seen = _seen.get(ctx)
     if seen is None:
@@ -36,15 +36,15 @@ def agree(operation: str, data: Any, key: Any, ctx: RunContext, *, free_dim: int
     if len(seen) < _FIRST_SIGHTS and (sight := (operation, key)) not in seen:
         seen.add(sight)
         if ctx.backend != "in-memory":  # there every collective is compared
-            same(operation, data, ctx, free_dim=free_dim)
+            same(operation, data, ctx, free_sizes=free_sizes)
 
 
-def same(operation: str, data: Any, ctx: RunContext, *, free_dim: int | None = None) -> None:
+def same(operation: str, data: Any, ctx: RunContext, *, free_sizes: bool = False) -> None:
     """Raise `DistributedOperationException` on all processes unless they agree on structure, shapes and dtypes.
 
-    Sizes along *free_dim* may differ.
+    With *free_sizes* on the number of dimensions, not on their sizes.
     """
-    mine = (operation, _describe(data, free_dim), str(recursively_apply(_shape, data)))
+    mine = (operation, _describe(data, free_sizes), str(recursively_apply(_shape, data)))
     everyone: list[Any] = [None] * ctx.world_size
     dist.all_gather_object(everyone, mine, ctx.require_group(operation))
     operations = [name for name, _, _ in everyone]
@@ -63,13 +63,11 @@ def _shape(tensor: Tensor) -> list[int | None]:
     return [None] * tensor.ndim if tensor.is_nested else list(tensor.shape)
 
 
-def _describe(data: Any, free_dim: int | None) -> list[_Element]:
+def _describe(data: Any, free_sizes: bool) -> list[_Element]:
     described: list[_Element] = []
     for path, leaf in elements(data, canonical=True):
         if isinstance(leaf, Tensor):
-            shape: list[int | None] = _shape(leaf)
-            if free_dim is not None and -leaf.ndim <= free_dim < leaf.ndim:
-                shape[free_dim] = None
+            shape: list[int | None] = [None] * leaf.ndim if free_sizes else _shape(leaf)
             described.append((path, tuple(shape), str(leaf.dtype)))
     return described
 

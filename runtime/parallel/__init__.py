@@ -56,12 +56,14 @@ def extract_model_from_parallel(
 
     from orc.runtime.precision import unwrap_forward
 
-    compiled = None
-    if isinstance(model, OptimizedModule):
-        compiled, model = model, model._orig_mod
+    compiled: OptimizedModule | None = None
     inner: nn.Module | None = model
     while inner is not None:
-        model, inner = inner, next((found for one in parallelizers() if (found := one.unwrap(inner)) is not None), None)
+        model = inner
+        if isinstance(model, OptimizedModule):  # outermost, or what the script compiled before it was prepared
+            compiled, inner = model if compiled is None else compiled, model._orig_mod
+        else:
+            inner = next((found for one in parallelizers() if (found := one.unwrap(inner)) is not None), None)
     if recursive:
         for name, child in model.named_children():
             setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))

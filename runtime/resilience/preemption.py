@@ -9,10 +9,12 @@ that a rank has passed, and all ranks pass the same boundaries in the same order
    that finds its rank's flag writes the key ``notice``; every watcher that finds ``notice`` goes on with 3.
 3. The watcher of rank ``r`` takes the rank's tick ``t_r`` and, under the same lock, sets the rank's *limit* to
    ``t_r + 1``. Then it writes ``t_r`` to the store, waits for the ticks of all ranks, and sets
-   ``stop = max(t) + 1``.
+   ``stop = max(t) + 1``. A boundary that the script has asked about ahead (`Preemption.due`), and was told to pass,
+   counts as passed.
 4. At each boundary the main thread counts its tick. Below its limit it goes on without looking further. At its limit
    or beyond it waits until the watcher has set ``stop``, and goes on if the boundary is below ``stop``. At ``stop``
    the run is saved and ends.
+5. The store goes with the process of rank 0, so that rank does not end before all know ``stop``.
 
 No rank passes ``stop``: it cannot pass its limit before it knows ``stop``, and its limit is at most ``stop``. No
 deadlock with the collectives of training: what a rank waits for in 4 depends on watchers alone, never on the progress
@@ -47,6 +49,7 @@ EXIT_STATUS = 75  # "run me again", as agents and schedulers read it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 POLL_S = 0.5
 PATIENCE_S = 60.0
+FAREWELL_S = 10.0  # how long the end of a rank waits for an agreement that is under way
 
 
 class Preempted(SystemExit):
@@ -115,6 +118,7 @@ class Preemption:
         self.world_size = context.world_size
         self.in_job = context.env.job.attempt_dir is not None
         self.ticks = 0
+        self._passed = 0  # the last boundary that is passed, or sure to be
         self.signal: int | None = None
         self.leaving = False  # the run is saved and this process ends
         self._given_store = context.store
@@ -152,9 +156,12 @@ class Preemption:
 
     def close(self) -> None:
         """End the watcher and give the signals back."""
+        watcher = self._watcher if self._watcher is not threading.current_thread() else None
+        if watcher is not None and self._limit is not None:
+            watcher.join(timeout=FAREWELL_S)  # others may still have to read where to stop
         self._closing.set()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=5)
+        if watcher is not None:
+            watcher.join(timeout=5)
         signals.stop_listening(self)
 
     def tick(self) -> bool:
@@ -168,9 +175,9 @@ class Preemption:
             return self.signal is not None
         with self._lock:
             self.ticks += 1
-            if self._limit is None or self.ticks < self._limit:
-                return False
             now = self.ticks
+            if self._below_limit(now):
+                return False
         return self._reached(now)
 
     def due(self) -> bool:
@@ -179,12 +186,20 @@ class Preemption:
             return self.signal is not None
         with self._lock:
             now = self.ticks + 1
-            if self._limit is None or now < self._limit:
+            if self._below_limit(now):
                 return False
         return self._reached(now)
 
+    def _below_limit(self, boundary: int) -> bool:
+        if self._limit is not None and boundary >= self._limit:
+            return False
+        # A limit that comes later must not take back what the script was told.
+        self._passed = max(self._passed, boundary)
+        return True
+
     def _reached(self, now: int) -> bool:
         if not self._settled.wait(self._patience_s):
+            self._closing.set()  # there will be no agreement that the end of this rank had to wait for
             raise PreemptionError(
                 f"rank {self.rank} was told to stop and waited {self._patience_s:g} s for the other ranks to say where "
                 "they are; one of them is gone or stuck"
@@ -222,7 +237,7 @@ class Preemption:
 
     def _agree(self, store: Store) -> None:
         with self._lock:
-            mine = self.ticks
+            mine = self._passed
             self._limit = mine + 1
         store.set(f"orc/preemption/tick/{self.rank}", str(mine))
         keys = [f"orc/preemption/tick/{rank}" for rank in range(self.world_size)]
@@ -231,6 +246,12 @@ class Preemption:
                 return
         self._stop = max(int(value) for value in store.multi_get(keys)) + 1
         self._settled.set()
+        if self.rank != 0:
+            store.set(f"orc/preemption/knows/{self.rank}", "1")
+            return
+        others = [f"orc/preemption/knows/{rank}" for rank in range(1, self.world_size)]
+        while not store.check(others) and not self._closing.wait(0.02):
+            pass
 
 
 def _connect(store: Store) -> socket.socket | None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 ANSWER_S = 5.0  # how long a report waits for the other ranks
+REPORT_S = 30.0  # how long it may take besides: a slow disk
 HEAD_START_S = 1.0  # ranks that were held up end after the one that held them up, so that it is the first failure
 
 
@@ -137,7 +138,12 @@ class Watch:
     def _run(self, store: Store | None) -> None:
         import torch.distributed as dist
 
-        canary = _connect(store) if store is not None else None
+        canary = None
+        if store is not None:
+            try:
+                canary = _connect(store)
+            except OSError:
+                store = None  # the run is over where the store was
         self._place = self.position()
         pace = _Pace(self.step())
         since = last = time.monotonic()
@@ -175,11 +181,14 @@ class Watch:
         self._recovered()
         return True
 
-    def _arm(self) -> None:
-        """Should an extension hold the interpreter's lock, this thread cannot speak; a thread in C then dumps."""
+    def _arm(self, busy_s: float = 0.0) -> None:
+        """Should an extension hold the interpreter's lock, this thread cannot speak; a thread in C then dumps.
+
+        *busy_s*: how much longer than usual this thread may be away, in seconds.
+        """
         limit = self.rules.timeout_s
-        if limit is not None:
-            after = max(limit - 2 * self._poll_s, limit / 2)
+        if limit is not None and not self._closing.is_set():
+            after = max(limit - 2 * self._poll_s, limit / 2) + busy_s
             faulthandler.dump_traceback_later(after, exit=self.rules.ends, file=2)
 
     def _stalled(self, beat: Beat) -> bool:
@@ -212,6 +221,7 @@ class Watch:
             if kind is None:
                 return
             store.set(incident, kind)
+        self._arm(ANSWER_S)
         kind = store.get(incident).decode()
         self._incident += 1
         store.set(f"{incident}/where/{beat.rank}", self._answer(beat).to_json())
@@ -234,6 +244,7 @@ class Watch:
     def _report(
         self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Store | None, done: str = ""
     ) -> None:
+        self._arm(REPORT_S + ANSWER_S + HEAD_START_S)
         ends = kind == "stalled" and self.rules.ends
         if kind == "stalled":
             self._told_at = beat.position

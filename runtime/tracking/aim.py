@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from orc.runtime.tracking.base import LibraryTracker, directory, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, directory, numbers, on_main_process, plain
 
 
 class AimTracker(LibraryTracker):
@@ -52,8 +52,8 @@ class AimTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track *values*. *kwargs* go to ``Run.track``, such as ``context``."""
-        for key, value in values.items():
-            self.tracker.track(plain(value), name=key, step=step, **kwargs)
+        for key, value in numbers(values).items():
+            self.tracker.track(value, name=key, step=step, **kwargs)
 
     @on_main_process
     def log_images(

@@ -198,6 +198,14 @@ def _scalar(value: Any) -> Any:
     return value
 
 
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """*values* as `scalars` has them, and what has more elements as lists of Python numbers.
+
+    For libraries that log numbers only.
+    """
+    return {key: plain(value) for key, value in scalars(values).items()}
+
+
 def directory(path: str | os.PathLike[str]) -> str:
     """*path* as text, made if it is not there."""
     os.makedirs(path, exist_ok=True)  # noqa: PTH103 (any PathLike)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from orc.runtime.tracking.base import LibraryTracker, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, numbers, on_main_process, plain
 
 _SERIES = ("eval", "test", "train")
 
@@ -65,7 +65,7 @@ class ClearMLTracker(LibraryTracker):
         ``report_scalar`` or ``report_single_value``.
         """
         logger = self.tracker.get_logger()
-        for key, value in plain(values).items():
+        for key, value in numbers(values).items():
             if not isinstance(value, (int, float)):
                 self._leave_out(key, value)
             elif step is None:

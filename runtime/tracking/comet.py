@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orc.runtime.tracking.base import LibraryTracker, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, numbers, on_main_process, plain
 
 
 class CometMLTracker(LibraryTracker):
@@ -52,7 +52,7 @@ class CometMLTracker(LibraryTracker):
         experiment = self.tracker
         if step is not None:
             experiment.set_step(step)
-        for key, value in plain(values).items():
+        for key, value in numbers(values).items():
             if isinstance(value, (int, float)):
                 experiment.log_metric(key, value, step=step, **kwargs)
             elif isinstance(value, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orc.runtime.tracking.base import LibraryTracker, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, numbers, on_main_process, plain
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -53,7 +53,7 @@ class DVCLiveTracker(LibraryTracker):
         live = self.tracker
         if step is not None:
             live.step = step
-        for key, value in plain(values).items():
+        for key, value in numbers(values).items():
             if Metric.could_log(value):
                 live.log_metric(key, value, **kwargs)
             else:

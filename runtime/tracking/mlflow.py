@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orc.runtime.config import parse_bool
-from orc.runtime.tracking.base import LibraryTracker, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, numbers, on_main_process, plain
 
 
 class MLflowTracker(LibraryTracker):
@@ -110,7 +110,7 @@ class MLflowTracker(LibraryTracker):
         import mlflow
 
         metrics = {}
-        for key, value in plain(values).items():
+        for key, value in numbers(values).items():
             if isinstance(value, (int, float)):
                 metrics[key] = value
             else:

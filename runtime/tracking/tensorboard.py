@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.tracking.base import LibraryTracker, directory, on_main_process, plain
+from orc.runtime.tracking.base import LibraryTracker, directory, numbers, on_main_process, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -69,7 +69,7 @@ class TensorBoardTracker(LibraryTracker):
         *kwargs* go to ``add_scalar``, ``add_text`` or ``add_scalars``.
         """
         writer = self.tracker
-        for key, value in plain(values).items():
+        for key, value in numbers(values).items():
             if isinstance(value, (int, float)):
                 writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):

@@ -50,6 +50,16 @@ class Orc:
         argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "init", starter, str(self.directory)]
         subprocess.run(argv, env=self.env, check=True, capture_output=True)
 
+    def take_time(self, variable: str, value: str) -> None:
+        """Let the digits train slowly where *variable* is *value*: what is to befall them must come before the end."""
+        script = self.directory / "train.py"
+        step, imports = "                optimizer.step()\n", "import argparse\n"
+        text = script.read_text()
+        assert step in text
+        assert imports in text
+        slowly = f"                if os.environ['{variable}'] == '{value}':\n                    time.sleep(0.2)\n"
+        script.write_text(text.replace(step, step + slowly).replace(imports, f"{imports}import os\nimport time\n"))
+
     def write_job(self, script: str, **spec: Any) -> None:
         """A small job with one script."""
         (self.directory / "train.py").write_text(script)

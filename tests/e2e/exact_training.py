@@ -79,7 +79,7 @@ def undisturbed(directory: Path) -> Course:
     """The training in two processes of this machine."""
     (directory / "train.py").write_text(SCRIPT)
     argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "launch", "-n", "2", "--cpu", "--log-dir", "logs"]
-    subprocess.run([*argv, "train.py"], cwd=directory, check=True, capture_output=True, timeout=100)
+    subprocess.run([*argv, "train.py"], cwd=directory, check=True, capture_output=True, timeout=300)
     logs = [(directory / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     return Course((dict(STEP.findall(logs[0])), dict(STEP.findall(logs[1]))), WEIGHTS.findall(logs[0])[0])
 

@@ -39,7 +39,7 @@ while True:
 def laptop(hosts: HostsTestbed, tmp_path: Path) -> Orc:
     directory = tmp_path / "job"
     directory.mkdir()
-    return Orc(directory, hosts.cluster(connect_timeout=8, peer_timeout=10))
+    return Orc(directory, hosts.cluster(connect_timeout=8))
 
 
 @pytest.fixture

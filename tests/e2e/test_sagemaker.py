@@ -53,6 +53,7 @@ def test_digits_on_two_spot_instances_goes_on_from_its_checkpoint_after_an_inter
 ) -> None:
     orc = Orc(folder, sagemaker_cluster)
     orc.init("digits")
+    orc.take_time("ORC_RESTART", "0")
     sagemaker.interrupt_when("epoch  2/12")
     job = orc.submit(*SMALL, *SPOT, "--set", "resources.procs_per_node=2")
     view = orc.until(job, lambda view: view["state"] in ("SUCCEEDED", "FAILED"), timeout_s=400)
@@ -119,7 +120,7 @@ while True:
 def test_the_contract_is_refused_on_clusters_that_do_not_have_it(here: Orc) -> None:
     here.write_job("print('never')")
     with here.start("submit", "job.yaml", "--cluster", "local", "--local-contract") as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "the cluster local is of kind local" in said
     assert '"jobs": []' in here("list", "--json").replace("\n", "")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+# A test starts several launches one after the other, each of processes that import torch.
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = Path(__file__).with_name("scripts")
 LAUNCHERS = {
@@ -24,7 +25,7 @@ Lines = list[list[dict[str, Any]]]
 
 
 def start(argv: list[str], *, succeeds: bool = True) -> None:
-    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, env={**os.environ})
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300, env={**os.environ})
     assert (done.returncode == 0) is succeeds, f"{argv}: {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 

@@ -31,7 +31,7 @@ def test_a_job_is_submitted_looked_into_and_ended_from_a_laptop(
     (synced,) = json.loads(orc("sync", "job.yaml", "--cluster", "far", "--json"))["hosts"]
     assert (synced["host"], synced["error"]) == ("login", None)
     job = orc.submit()
-    eventually(lambda: all("up" in orc.log(job, rank) for rank in range(4)), timeout_s=90)
+    eventually(lambda: all("up" in orc.log(job, rank) for rank in range(4)), timeout_s=120)
     root = Path(str(login_cluster.root))
     assert (root / "jobs" / job / "a1" / "logs" / "rank-3.log").read_text() == "up\n"
 
@@ -41,7 +41,7 @@ def test_a_job_is_submitted_looked_into_and_ended_from_a_laptop(
     assert said.splitlines() == ["hello there|3|1", str(root / "jobs" / job / "work")]
     samples = [json.loads(line) for line in orc("top", "--once", "--json").splitlines()]
     assert [[rank["rank"] for rank in sample["ranks"]] for sample in samples] == [[0, 1], [2, 3]]
-    groups = json.loads(orc("stacks", job, "--json"))["groups"]
+    groups = json.loads(orc("stacks", job, "--timeout", "60", "--json"))["groups"]
     assert [(group["ranks"], group["frames"][0][2]) for group in groups] == [([1], "odd"), ([0, 2, 3], "ordinary")]
 
     (root / "jobs" / job / "go").touch()

@@ -54,7 +54,7 @@ def test_a_file_that_cannot_take_the_entry_stays_as_it_is(slurm: SlurmTestbed, o
     text = '{"other": {"kind": "slurm", "root": "/x"}}\n'
     file.write_text(text)
     with orc.start("clusters", "discover", "slurm", "--conf", str(slurm.conf), "--write") as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "Nothing was written" in said
     assert file.read_text() == text
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_take_the_entry_stays_as_it_is(slurm: SlurmTestbed, o
 
 def test_no_slurm_is_said_to_be_none(orc: Orc) -> None:
     with orc.start("clusters", "discover", "slurm", "--bin", "/nowhere") as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "/nowhere/sbatch: command not found" in said
 
@@ -105,7 +105,7 @@ def test_the_queue_shows_partitions_and_when_our_jobs_start(slurm: SlurmTestbed,
 
 def test_clusters_without_a_queue_of_their_own_are_named(orc: Orc) -> None:
     with orc.start("queue", "--cluster", "local") as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "clusters of kind local have no queue of their own" in said
 

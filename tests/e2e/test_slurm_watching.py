@@ -42,7 +42,7 @@ def test_nodes_of_a_slurm_job_are_entered_measured_and_asked(
         env={"GREETING": "hello there"},
     )
     job = orc.submit()
-    eventually(lambda: all("up" in orc.log(job, rank) for rank in range(4)), timeout_s=60)
+    eventually(lambda: all("up" in orc.log(job, rank) for rank in range(4)), timeout_s=120)
     made = Path(str(slurm_cluster.root)) / "envs"
     assert f"up {made}" in orc.log(job, 3)
     assert len([path for path in made.iterdir() if path.is_dir()]) == 1  # one node built, the other waited
@@ -56,8 +56,8 @@ def test_nodes_of_a_slurm_job_are_entered_measured_and_asked(
     )
     samples = [json.loads(line) for line in orc("top", "--once", "--json").splitlines()]
     assert [[rank["rank"] for rank in sample["ranks"]] for sample in samples] == [[0, 1], [2, 3]]
-    groups = json.loads(orc("stacks", job, "--json"))["groups"]
+    groups = json.loads(orc("stacks", job, "--timeout", "60", "--json"))["groups"]
     assert [(group["ranks"], group["frames"][0][2]) for group in groups] == [([1], "odd"), ([0, 2, 3], "ordinary")]
     assert orc.job(job)["state"] == "RUNNING"  # nobody was disturbed
     orc("cancel", job, "--grace", "1")
-    orc("wait", job, "--timeout", "60", status=3)
+    orc("wait", job, "--timeout", "120", status=3)

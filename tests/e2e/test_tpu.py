@@ -109,13 +109,13 @@ def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothi
     job = orc.submit(*(word for key, value in changes.items() for word in ("--set", f"{key}={value}")))
     assert orc.job(job)["state"] in ("PENDING", "RUNNING")
     orc.until_log(job, 0, "epoch  2/4")
-    eventually(lambda: any("checkpoint_1/manifest" in name for name in bucket.names()), timeout_s=60)
+    eventually(lambda: any("checkpoint_1/manifest" in name for name in bucket.names()))
     assert list(tpu_pods.nodes) == [node(job)]
     tpu_pods.api.cloud.preempt(node(job))
     orc("wait", job, timeout_s=500)
     first, second = orc.job(job)["attempts"]
     assert (first["state"], first["cause"], second["state"]) == ("PREEMPTED", "preempted", "SUCCEEDED")
-    eventually(lambda: tpu_pods.is_empty, timeout_s=60)
+    eventually(lambda: tpu_pods.is_empty)
     told = orc.log(job, 0)  # the pod is gone: what it said was brought home
     assert f"resumed from {bucket.url}" in told
     epochs = [int(number) for number in EPOCH.findall(told)]
@@ -135,14 +135,14 @@ def test_a_pass_that_is_killed_while_it_starts_the_workers_runs_nothing_twice(
     orc.write_job(HELLO, secrets=["TOKEN"])
     orc.env["TOKEN"] = "geheim"
     job = orc.submit(*TWO)
-    eventually(lambda: list(tpu_pods.nodes.values()) == ["READY"], timeout_s=60)
+    eventually(lambda: list(tpu_pods.nodes.values()) == ["READY"])
     with orc.start("status", job, env={faults.VARIABLE: point}) as killed:
-        killed.communicate(timeout=150)
+        killed.communicate(timeout=240)
     assert killed.returncode == -signal.SIGKILL
     orc("wait", job)
     assert orc.log(job, 0).count("rank 0 of 2") == 1
     assert len(tpu_pods.calls("CreateQueuedResource")) == 1
-    eventually(lambda: tpu_pods.is_empty, timeout_s=60)
+    eventually(lambda: tpu_pods.is_empty)
 
 
 @pytest.mark.slow

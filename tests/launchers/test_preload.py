@@ -172,7 +172,7 @@ if len(open({imports!r}).read()) == 1:
     [
         ("raise RuntimeError('broken build')", 1, "RuntimeError: broken build"),
         ("raise SystemExit(3)", 3, "rank"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()", 0, ""),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()", 0, ""),
         (ONLY_ONCE, 0, ""),
     ],
     ids=["fails", "exits", "starts a thread", "is killed once"],
@@ -189,12 +189,12 @@ def test_where_preloading_does_not_work_the_ranks_are_started_alone(launch, tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_preloading_ends_the_launch(launch, tmp_path, number):
     process = launch("import torch\nprint('never')", torch="import time\ntime.sleep(600)")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (tmp_path / "imports").exists() or not imports(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (128 + number, "", f"orc launch: stopped by {number.name}\n")
     assert imports(tmp_path) == 1
 
@@ -203,7 +203,7 @@ def test_forked_ranks_die_with_a_killed_launcher(launch, tmp_path):
     process = launch("import torch\nimport os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
     pids = [int(process.stdout.readline()) for _ in range(3)]
     process.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(agent.process_start(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)

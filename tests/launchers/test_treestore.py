@@ -85,7 +85,7 @@ def test_collecting_waits_for_writers_and_writers_for_collecting(store: TreeStor
         assert alone is True
         writer.start()
         assert not entered.wait(0.2)
-    assert entered.wait(10)
+    assert entered.wait(60)
     writer.join()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_backend import FakeBackend
+from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator import faults
@@ -80,13 +81,14 @@ def lines(runs: Path) -> list[str]:
 @pytest.mark.parametrize("point", faults.POINTS)
 def test_a_submission_killed_at_any_point_runs_exactly_once_or_was_never_promised(point, job_yaml, runs, orc_home):
     killed = submit(job_yaml, **{faults.VARIABLE: point})
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(120) == -signal.SIGKILL
     ids = finish_all()
     if point in BEFORE_DURABLE:
         assert (ids, lines(runs)) == ([], [])
     else:
         assert lines(runs) == [f"{ids[0]} 1"]
-        assert not list((orc_home / "state" / "job-secrets").iterdir())
+        # Whoever records the end removes them next: that may be the pass that the agent has started.
+        eventually(lambda: not list((orc_home / "state" / "job-secrets").iterdir()))
 
 
 def test_submissions_killed_at_random_moments_run_exactly_once_each(job_yaml, runs):
@@ -96,7 +98,7 @@ def test_submissions_killed_at_random_moments_run_exactly_once_each(job_yaml, ru
         process = submit(job_yaml)
         time.sleep(chance.uniform(0.05, 0.4))
         process.kill()
-        killed += process.wait(60) == -signal.SIGKILL
+        killed += process.wait(120) == -signal.SIGKILL
     ids = finish_all()
     assert killed > 0
     assert lines(runs) == sorted(f"{job_id} 1" for job_id in ids)

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from orc.launchers.backends.base import LogSelector, Phase
+from orc.launchers.bundle import scan
+from orc.launchers.clusters import get_cluster
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
+from orc.orchestrator.snapshots import code_exclude
 from orc.orchestrator.views import JobView
 
 
@@ -39,7 +43,7 @@ def submit(tmp_path, local) -> Callable[..., JobView]:
     return start
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -48,7 +52,7 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 def test_a_job_of_two_nodes_succeeds(submit, local):
     view = submit("echo I am $RANK of $WORLD_SIZE", resources={"nodes": 2})
-    (done,) = local.wait([view.id], timeout_s=60)
+    (done,) = local.wait([view.id], timeout_s=120)
     assert (done.state, done.attempt.exit.exit_status) == ("SUCCEEDED", 0)
     said = b"".join(chunk.data for chunk in local.read_log(view.id, LogSelector(rank=1)))
     assert said == b"I am 1 of 2\n"
@@ -56,7 +60,7 @@ def test_a_job_of_two_nodes_succeeds(submit, local):
 
 def test_a_failing_rank_is_named_with_its_last_words(submit, local):
     view = submit("test $RANK = 0 && exec sleep 60; echo ValueError: too bad; exit 42", resources={"procs_per_node": 2})
-    (done,) = local.wait([view.id], timeout_s=60)
+    (done,) = local.wait([view.id], timeout_s=120)
     failure = done.attempt.exit.first_failure
     assert (done.state, done.attempt.cause, failure.rank, failure.exit_code) == ("FAILED", "crash", 1, 42)
     assert "rank 1" in done.reason
@@ -84,6 +88,30 @@ def test_a_client_with_a_state_directory_of_its_own_keeps_everything_there(tmp_p
     assert not (orc_home / "state").exists()
 
 
+def test_the_root_of_a_cluster_of_this_machine_is_never_part_of_the_code(tmp_path, orc_home):
+    """It holds the snapshots of all jobs: each would carry the ones before it."""
+    work, kept = tmp_path / "w [1]", tmp_path / "w [1]" / "orc root" / "kept"
+    kept.parent.mkdir(parents=True)
+    (orc_home / "config").mkdir(parents=True)
+    root = str(kept.parent)
+    clusters = {
+        "mine": {"kind": "local", "root": root},
+        "lab": {"kind": "ssh", "root": root, "options": {"hosts": ["node1"]}},
+    }
+    (orc_home / "config" / "clusters.yaml").write_text(json.dumps(clusters))
+    kept.write_text("")
+    (work / "train.py").write_text("")
+    path = work / "job.yaml"
+    path.write_text(json.dumps({"name": "j", "script": "train.py", "launcher": "python"}))
+    loaded = load_job(path)
+    found = {name: code_exclude(loaded, get_cluster(name)) for name in clusters}
+    code = {
+        name: {entry.path for entry in scan(loaded.workdir, patterns).bundle.entries}
+        for name, patterns in found.items()
+    }
+    assert code == {"mine": {"job.yaml", "train.py"}, "lab": {"job.yaml", "train.py", "orc root/kept"}}
+
+
 def test_a_retried_job_gets_its_secrets_again(submit, local, orc_home, monkeypatch):
     monkeypatch.setenv("TOKEN", "hunter2")
     view = submit(
@@ -92,16 +120,17 @@ def test_a_retried_job_gets_its_secrets_again(submit, local, orc_home, monkeypat
         retry={"max_attempts": 2, "on": ["crash"], "backoff": 0},
     )
     monkeypatch.delenv("TOKEN")
-    (done,) = local.wait([view.id], timeout_s=60)
+    (done,) = local.wait([view.id], timeout_s=120)
     assert (done.state, len(done.attempts)) == ("SUCCEEDED", 2)
-    assert list((orc_home / "state" / "job-secrets").iterdir()) == []
+    # Whoever records the end removes them next: that may be the pass that the agent has started.
+    until(lambda: not list((orc_home / "state" / "job-secrets").iterdir()))
 
 
 def test_a_running_job_is_cancelled_with_grace(submit, local, tmp_path):
     view = submit(f"trap 'echo bye > {tmp_path}/bye; exit 1' TERM; touch {tmp_path}/up; while :; do sleep 0.05; done")
     until((tmp_path / "up").exists)
     local.cancel([view.id], grace_s=20)
-    (done,) = local.wait([view.id], timeout_s=60)
+    (done,) = local.wait([view.id], timeout_s=120)
     assert (done.state, done.attempt.state, done.attempt.cause) == ("CANCELLED", "CANCELLED", "cancelled")
     assert (tmp_path / "bye").exists()
 
@@ -116,10 +145,9 @@ def test_an_agent_that_is_killed_makes_a_lost_attempt_and_a_retry_that_does_not_
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
     attempt_dir = Path(local.job(view.id).attempt.native_id)
     for record in (attempt_dir / "gang.json", *attempt_dir.glob("node-*/lease.json")):
-        pid = json.loads(record.read_text())["pid"]
-        if Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
-    (done,) = local.wait([view.id], timeout_s=60)
+        with suppress(ProcessLookupError):
+            os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    (done,) = local.wait([view.id], timeout_s=120)
     assert (done.state, [a.state for a in done.attempts]) == ("SUCCEEDED", ["LOST", "SUCCEEDED"])
     assert done.attempts[0].cause == "node_failure"
 
@@ -127,7 +155,7 @@ def test_an_agent_that_is_killed_makes_a_lost_attempt_and_a_retry_that_does_not_
 def test_a_second_copy_of_a_submission_does_not_run(submit, local, tmp_path):
     """What the ledger calls exactly once rests on the agent's lease as a second lock."""
     view = submit(f"echo ran >> {tmp_path}/runs")
-    local.wait([view.id], timeout_s=60)
+    local.wait([view.id], timeout_s=120)
     ws = local.workspace
     from orc.launchers.ids import AttemptId
     from orc.orchestrator.ingredients import stored_snapshot, stored_spec
@@ -143,7 +171,7 @@ def test_an_adopted_attempt_whose_agent_has_not_come_to_its_lease_is_not_lost(su
     """A submission can be killed after it has started the agent and before the agent has written anything."""
     from orc.launchers.ids import AttemptId
 
-    local.wait([submit("true").id], timeout_s=60)
+    local.wait([submit("true").id], timeout_s=120)
     backend = local.workspace.backend("local")
     attempt = AttemptId("slow-abcdef", 1)
     directory = backend.layout.attempt(attempt)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from slurm_testbed import SlurmTestbed, eventually
+from slurm_testbed import SlurmTestbed, eventually, has_ended
 
 from orc.launchers.backends.base import Handle, Phase
 from orc.launchers.clusters import Cluster
@@ -97,6 +97,10 @@ def directory(client: Client, job: str) -> Path:
     return Path(client._cluster("testbed").root or "") / "jobs" / job
 
 
+def kinds(client: Client, job: str) -> list[str]:
+    return [event.kind for event in client.events(job)]
+
+
 def until(client: Client, job: str, state: str) -> None:
     def there() -> bool:
         client.refresh([job])
@@ -120,12 +124,13 @@ def test_jobs_keep_their_state_while_the_controller_is_away_and_submissions_are_
     with slurm.dead_controller(at_once=False):
         cut_off = submit()
         assert client.job(cut_off).attempts[0].state == "AMBIGUOUS"
+        eventually(lambda: has_ended(int(pid)))  # sbatch may not have waited so long
         clock.offset += 600
         assert set(client.refresh().unreachable) == {"testbed"}
         assert client.job(running).state == "RUNNING"
         assert client.job(cut_off).attempts[0].state == "AMBIGUOUS"
     # Nobody has taken the job: it is not there now, and not after the time in which it could still turn up.
-    client.refresh()
+    eventually(lambda: client.refresh() and "not_found" in kinds(client, cut_off), timeout_s=60)
     clock.offset += client.workspace.backend("testbed").capabilities.visibility_s + 1
     # So it is sent again, once.
     until(client, cut_off, "RUNNING")

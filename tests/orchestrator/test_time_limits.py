@@ -55,13 +55,13 @@ def test_what_is_left_at_the_time_limit_is_done_by_the_next_attempt(client: Clie
         "cluster": where,
         "grace": 4,
         # The agents end the ranks after half of it: the time that these have to get as far as to hear that.
-        "resources": {"nodes": 2, "time": 24},
+        "resources": {"nodes": 2, "time": 40},
         "retry": {"on": ["timeout"], "max_attempts": 1, "backoff": 0},
         "workdir": {"exclude": ["root"]},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     view = client.submit(load_job(tmp_path / "job.yaml"))
-    (view,) = client.wait([view.id], timeout_s=200)
+    (view,) = client.wait([view.id], timeout_s=300)
     assert view.state == "SUCCEEDED", view
     assert [attempt.cause for attempt in view.attempts] == ["timeout", None]
     logs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -52,8 +53,21 @@ class RankPool:
         module = sys.modules.get(function.__module__)
         if module is not None and not function.__module__.startswith(("orc.", "torch")):
             cloudpickle.register_pickle_by_value(module)
+        with held_port() as port:
+            envs = self._envs(world_size, nodes, port, env)
+            call = cloudpickle.dumps((function, args))
+            self.wire.send(self.connection, {"call": call, "envs": envs, "timeout": float(timeout)})
+            answers = self.wire.receive(self.connection)
+        if answers is None:
+            raise RankFailure(f"the rank server ended (exit status {self.process.poll()})")
+        failed = [f"--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
+        if failed:
+            raise RankFailure("\n".join(failed))
+        return [cloudpickle.loads(payload) for _, payload in answers]
+
+    @staticmethod
+    def _envs(world_size, nodes, port, env):
         local = world_size // nodes
-        port = free_port()
         envs = []
         for rank in range(world_size):
             variables = {
@@ -67,26 +81,30 @@ class RankPool:
             }
             variables.update((env[rank] if isinstance(env, (list, tuple)) else env) or {})
             envs.append(variables)
-        call = cloudpickle.dumps((function, args))
-        self.wire.send(self.connection, {"call": call, "envs": envs, "timeout": float(timeout)})
-        answers = self.wire.receive(self.connection)
-        if answers is None:
-            raise RankFailure(f"the rank server ended (exit status {self.process.poll()})")
-        failed = [f"--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
-        if failed:
-            raise RankFailure("\n".join(failed))
-        return [cloudpickle.loads(payload) for _, payload in answers]
+        return envs
 
     def close(self):
         self.connection.close()
         self.process.wait(timeout=30)
 
 
+@contextlib.contextmanager
+def held_port():
+    """A TCP port on loopback that nobody else is given inside the block, however late the ranks are.
+
+    Bound, but not listened on: who sets SO_REUSEADDR, as torch's store does, can listen there all the same.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@pytest.fixture
 def free_port():
-    """A TCP port on loopback that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """``free_port()``: a port for a process group of this test's own; nobody else is given it until the test ends."""
+    with contextlib.ExitStack() as held:
+        yield lambda: held.enter_context(held_port())
 
 
 @pytest.fixture(scope="session")

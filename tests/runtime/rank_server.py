@@ -5,6 +5,7 @@ Started by conftest.py; reads requests from the socket whose number is its only 
 ``("ok", pickled result)`` or ``("error", text)`` per rank.
 """
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -29,15 +30,20 @@ import orc.runtime.accelerator  # noqa: F401 (the ranks find it imported)
 
 torch.set_num_threads(1)
 
+ASKED = signal.SIGUSR2  # a rank that gets this shows its stacks and ends
 
-def run_rank(call, env, timeout, result_fd, release_fd, output):
+
+def run_rank(call, env, result_fd, release_fd, output):
     """The life of one forked rank; never returns."""
     os.setsid()
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.dump_traceback_later(max(timeout - 1, 0.5), file=sys.stderr)
+    faulthandler.register(ASKED, file=sys.stderr, chain=True)
+    rank = os.getpid()
+    # Its own children must not keep the pipe open: the end of the pipe is the end of the answer.
+    os.register_at_fork(after_in_child=lambda: os.close(result_fd) if os.getppid() == rank else None)
     os.environ.update(env)
     warnings.simplefilter("error", FutureWarning)  # nobody would see it: the output of a rank that succeeds is dropped
     try:
@@ -49,7 +55,6 @@ def run_rank(call, env, timeout, result_fd, release_fd, output):
         pickle.dump(answer, pipe)
     # Nobody leaves before all are done: a closed store or connection would break the others.
     os.read(release_fd, 1)
-    faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized():
         dist.destroy_process_group()
     coverage_stop()
@@ -75,18 +80,20 @@ def serve(request):
         if pid == 0:
             os.close(result_read)
             os.close(release_write)
-            run_rank(request["call"], env, request["timeout"], result_write, release_read, output)
+            run_rank(request["call"], env, result_write, release_read, output)
         os.close(result_write)
         ranks.append((pid, result_read, output))
     os.close(release_read)
     answers = collect([fd for _, fd, _ in ranks], time.monotonic() + request["timeout"])
     os.close(release_write)
+    for (pid, _, _), answer in zip(ranks, answers, strict=True):
+        if answer is None:
+            os.kill(pid, ASKED)
     late = time.monotonic() + 5
     for index, (pid, fd, output) in enumerate(ranks):
         os.close(fd)
-        if answers[index] is None or answers[index][0] == "error" or time.monotonic() > late:
-            os.killpg(pid, signal.SIGKILL) if group_exists(pid) else None
-        _, status = os.waitpid(pid, 0)
+        failed = answers[index] is not None and answers[index][0] == "error"
+        status = reap(pid, 0 if failed else late)
         output.seek(0)
         text = output.read().decode(errors="replace")
         if answers[index] is None:
@@ -97,12 +104,16 @@ def serve(request):
     return answers
 
 
-def group_exists(pid):
-    try:
-        os.killpg(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def reap(pid, deadline):
+    """The status of the rank *pid*, which is killed at *deadline*, and then whatever it has left."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
 
 
 def collect(fds, deadline):

@@ -353,16 +353,16 @@ def test_the_timeout_of_collectives_can_be_set(run_ranks):
         import time
         from datetime import timedelta
 
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=1))])
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=4))])
         if accelerator.is_main_process:
             started = time.monotonic()
             with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
                 accelerator.gather(torch.ones(1))
             return time.monotonic() - started
-        time.sleep(2.5)
-        return 1.0
+        return None  # it never comes, but it stays
 
-    assert all(0.5 < seconds < 2.4 for seconds in run_ranks(2, body, timeout=20))
+    seconds, _ = run_ranks(2, body)
+    assert seconds > 3.5
 
 
 def test_the_documented_signature():

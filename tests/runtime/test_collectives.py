@@ -206,6 +206,20 @@ def test_pad_documented_shapes(run_ranks):
     assert zero[4][1].tolist() == [True, True]
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_dimensions_are_padded_one_after_the_other(run_ranks, debug):
+    def body():
+        rank = PartialState().process_index
+        predictions = {"ids": torch.full((3 - rank, 5 + 2 * rank), rank), "length": torch.ones(3 - rank)}
+        wide = pad_across_processes(predictions, dim=1, pad_index=-1)
+        assert wide["ids"].shape == (3 - rank, 7)
+        return gather(pad_across_processes(wide, pad_index=-1))
+
+    for result in run_ranks(2, body, env={"ORC_DEBUG_MODE": debug}):
+        assert result["ids"].tolist() == [[0] * 5 + [-1] * 2] * 3 + [[1] * 7] * 2 + [[-1] * 7]
+        assert result["length"].tolist() == [1, 1, 1, 1, 1, -1]
+
+
 def test_many_tensors_of_one_kind_are_padded_like_one(run_ranks):
     def body():
         rank = PartialState().process_index
@@ -279,8 +293,8 @@ def test_debug_mode_names_rank_and_path(run_ranks):
                 gather(case)
             messages.append(str(caught.value).splitlines()[-1])
         gather(good), reduce(good), pad_across_processes([torch.zeros(rank + 1, 2)])
-        with pytest.raises(DistributedOperationException, match=r"shape \[\*, 3\] against \[\*, 2\]"):
-            pad_across_processes(torch.zeros(rank + 1, 2 + rank))
+        with pytest.raises(DistributedOperationException, match=r"shape \[\*, \*\] against \[\*\]"):
+            pad_across_processes(torch.zeros([2] * (rank + 1)))
         return messages
 
     for messages in run_ranks(2, body, env={"ORC_DEBUG_MODE": "1"}):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from orc.runtime import Accelerator, TorchDynamoPlugin
+from orc.runtime import Accelerator, TorchDynamoPlugin, extract_model_from_parallel
+from orc.runtime.context import RunContext, use_context
 
 
 class Block(torch.nn.Module):
@@ -140,3 +141,15 @@ def test_saying_it_twice_or_wrongly_is_refused(monkeypatch):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     with pytest.raises(ValueError, match="'inducter' is not one of no, eager"):
         Accelerator(dynamo_backend="inducter")
+
+
+def test_what_the_script_compiled_is_found_below_what_prepare_put_around_it(made):
+    context = RunContext.fake(0, 2)
+    with use_context(context):
+        compiled = torch.compile(made, backend="eager")
+        accelerator = Accelerator()
+        prepared = accelerator.prepare(compiled)
+        assert type(prepared).__name__ == "DistributedDataParallel"
+        assert accelerator.unwrap_model(prepared) is compiled
+        assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is made
+    assert extract_model_from_parallel(made) is made

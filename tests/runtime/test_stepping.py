@@ -242,6 +242,40 @@ def test_the_prepared_optimizer_is_an_optimizer():
     assert restored.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_copies_of_optimizer_and_scheduler_follow_the_run(run_ranks, precision, ranks):
+    def body():
+        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+        weight = torch.nn.Parameter(torch.ones(1))
+        loader = accelerator.prepare(DataLoader(range(8)))
+        optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+        # torch puts a counter around the step of the optimizer that a scheduler is made with
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+        next(iter(loader))
+        pairs = [copy.deepcopy((optimizer, scheduler))]
+        if precision == "no":  # what is unpickled has a loss scale of its own
+            pairs.append(pickle.loads(pickle.dumps((optimizer, scheduler))))
+        with accelerator.accumulate():
+            for copied, rates in pairs:
+                accelerator.backward(0 * copied.param_groups[0]["params"][0].sum())
+                copied.step()
+                rates.step()
+        seen = []
+        with accelerator.accumulate():
+            for copied, rates in pairs:
+                mine = copied.param_groups[0]["params"][0]
+                accelerator.backward(2 * mine.sum())
+                copied.step()
+                rates.step()
+                seen.append((mine.item(), rates.get_last_lr(), copied.step_was_skipped))
+        return seen, weight.item(), scheduler.get_last_lr()
+
+    for seen, original, rate in run_ranks(ranks, body):
+        assert seen == [(0.0, [0.5**ranks], False)] * (2 if precision == "no" else 1)
+        assert (original, rate) == (1.0, [1.0]), "the original is another"
+
+
 def test_train_and_eval_reach_schedule_free_optimizers():
     class ScheduleFree(torch.optim.SGD):
         mode = None

@@ -1,6 +1,7 @@
 """What users test with: fake contexts, ranks as threads, ranks as processes, a clean state."""
 
 import os
+import socket
 import threading
 import time
 
@@ -239,14 +240,15 @@ def test_different_collectives_are_named_instead_of_hanging():
 
 
 def test_a_missing_rank_is_named():
+    side_by_side = threading.Barrier(2)
+
     def body():
         if PartialState().process_index != 2:
+            side_by_side.wait()
             gather(torch.ones(1))
 
-    with pytest.raises(
-        ContextError, match=r"ranks \[0, 1\] wait in all_gather_single.* for rank 2, for more than 0.1 s"
-    ):
-        run_threads(3, body, timeout_s=0.1)
+    with pytest.raises(ContextError, match=r"ranks \[0, 1\] wait in all_gather_single.* for rank 2, for more than 1 s"):
+        run_threads(3, body, timeout_s=1)
 
 
 def test_the_rank_that_fails_is_the_one_reported():
@@ -257,9 +259,9 @@ def test_the_rank_that_fails_is_the_one_reported():
 
     started = time.monotonic()
     with pytest.raises(KeyError, match="lost") as caught:
-        run_threads(2, body)
+        run_threads(2, body, timeout_s=150)
     assert caught.value.__notes__ == ["on rank 1 of 2"]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
 
 
 def test_threads_leave_nothing_behind():
@@ -296,6 +298,17 @@ def test_functions_run_in_processes(monkeypatch):
     assert run_ranks(1, lambda: os.environ["ORC_SEED"], env=[{"ORC_SEED": "4"}]) == ["4"]
 
 
+def meets_where_nobody_else_can():
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    return where("here")[2]
+
+
+@pytest.mark.distributed
+def test_nobody_else_is_given_the_port_before_the_processes_meet_there():
+    assert run_ranks(2, meets_where_nobody_else_can) == [[0, 1]] * 2
+
+
 @pytest.mark.distributed
 def test_failing_processes_are_reported_with_their_tracebacks():
     def fails():
@@ -306,8 +319,8 @@ def test_failing_processes_are_reported_with_their_tracebacks():
 
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"--- rank 1\n[^-]*KeyError: 'lost'"):
-        run_ranks(2, fails)
-    assert time.monotonic() - started < 30
+        run_ranks(2, fails, timeout_s=150)
+    assert time.monotonic() - started < 100
 
     with pytest.raises(RankFailure, match=r"--- rank 0\nno result within 1 s"):
         run_ranks(1, lambda: time.sleep(60), timeout_s=1)

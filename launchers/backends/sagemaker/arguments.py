@@ -38,6 +38,8 @@ REFUSED = {
     "container_log_level": "the level of the program's log is `runtime.log_level`",
     "compiler_config": "the SageMaker Training Compiler is discontinued; use `runtime.dynamo_backend`",
     "tensorflow_version": "orc launches PyTorch",
+    "training_recipe": f"{_WORKDIR}; write the script that trains, and name it in `script`",
+    "recipe_overrides": "there is no training_recipe; arguments go into `args`",
     "algorithm_arn": "algorithms of the marketplace bring a program of their own; orc runs yours",
     "wait": "`orc wait` waits",
     "logs": "`orc logs` shows logs",

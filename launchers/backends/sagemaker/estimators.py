@@ -33,7 +33,7 @@ def arguments_of(estimator: object) -> dict[str, Any]:
     What an object has as its class's default of `None`, or only for the SDK's own use, is left out.
     """
     if isinstance(estimator, Mapping):
-        return {str(name): value for name, value in estimator.items()}
+        return {str(name): _plain(value) for name, value in estimator.items()}
     names: Iterable[str] = (*job_fields(), *_PLACE, *ALIASES, *_FILES, "entry_point", "source_dir", "hyperparameters")
     names = (*names, *(name for name in REFUSED if name not in _OF_OBJECTS), "additional_args")
     found: dict[str, Any] = {}
@@ -45,8 +45,14 @@ def arguments_of(estimator: object) -> dict[str, Any]:
             value = value()
         if value is None or callable(value) or (isinstance(value, (list, dict, tuple)) and not value):
             continue
-        found[name] = value
+        found[name] = _plain(value)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A part of the request as such, where the SDK has an object for it (a profiler's configuration, for example)."""
+    made = getattr(value, "_to_request_dict", None)
+    return made() if callable(made) else value
 
 
 def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = None, inputs: object = None) -> LoadedJob:

@@ -9,6 +9,13 @@ from orc.launchers.backends.sagemaker.instance_table import SIZES
 
 # Types with AWS's own accelerators: the stock PyTorch images do not run on them.
 _NEURON = "ml.trn"
+# Families with disks of their own in the place of a volume that is made for the job.
+_LOCAL_DISK = frozenset(
+    (
+        *("r5d", "g4dn", "g5", "g6", "g6e", "p3dn", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200", "p6-b300"),
+        *("trn1", "trn1n", "trn2"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,11 @@ class Instance:
     def neuron(self) -> bool:
         """Whether its accelerators are Trainium chips."""
         return self.name.startswith(_NEURON)
+
+    @property
+    def local_disk(self) -> bool:
+        """Whether its disk is its own, of a size and with a key that nobody chooses."""
+        return self.name.removeprefix("ml.").partition(".")[0] in _LOCAL_DISK
 
 
 @cache

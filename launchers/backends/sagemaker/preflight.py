@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Finding
@@ -41,6 +42,11 @@ def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
             findings.append(Finding("info", f"the SDK knows the image: {image}", cluster))
         except LaunchError as error:
             findings.append(_finding(error, cluster))
+    orders = json.loads(plan.files[0].content)
+    if request["EnableNetworkIsolation"] and any("pip install" in line for line in orders["setup"]):
+        what = "enable_network_isolation: without a network the job cannot install its requirements"
+        hint = "Put them into an image (`image_uri`), and set install_requirements: false."
+        findings.append(Finding("warning", what, cluster, hint))
     python = python_of(image)
     if python is not None and python < OLDEST_PYTHON:
         findings.append(

@@ -13,7 +13,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
 _TAG = re.compile(r"[\w\s.:/=+@-]*")
 _CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OUR_CHANNELS = ("orc", "orc-attempt")
+_PARAMETER = re.compile(r"[A-Z][A-Za-z0-9]*")
 _ORC_VARIABLES = ("ORC_", "SM_")
+MAX_VARIABLE = 512
 
 
 def text(value: Any) -> str:
@@ -45,13 +47,13 @@ def matching(pattern: str, what: str) -> Reader:
     return read
 
 
-def one_of(*known: str) -> Reader:
-    """One of some words."""
+def one_of(*known: str | int) -> Reader:
+    """One of some words or numbers."""
 
-    def read(value: Any) -> str:
-        if value not in known:
-            raise ValueError(f"expected {', '.join(known[:-1])} or {known[-1]}, not {value!r}")
-        return str(value)
+    def read(value: Any) -> str | int:
+        if isinstance(value, bool) or value not in known:
+            raise ValueError(f"expected {', '.join(map(str, known[:-1]))} or {known[-1]}, not {value!r}")
+        return known[known.index(value)]
 
     return read
 
@@ -90,13 +92,15 @@ def seconds(minimum: int, maximum: int) -> Reader:
     return read
 
 
-def several(item: Reader) -> Reader:
+def several(item: Reader, most: int = 100) -> Reader:
     """A list; one value alone is short for a list of one."""
 
     def read(value: Any) -> tuple[Any, ...]:
         values = value if isinstance(value, (list, tuple)) else [value]
         if not values:
             raise ValueError("the list is empty")
+        if len(values) > most:
+            raise ValueError(f"{len(values)} entries; SageMaker takes {most}")
         return tuple(item(each) for each in values)
 
     return read
@@ -109,10 +113,45 @@ def mapping(value: Any) -> dict[str, Any]:
     return {word(key): each for key, each in value.items()}
 
 
+def section(known: Mapping[str, Reader], *needed: str) -> Reader:
+    """A section of the request in the API's own words."""
+
+    def read(value: Any) -> dict[str, Any]:
+        given = mapping(value)
+        for key in given:
+            if key not in known:
+                from orc.launchers.spec.problems import choose
+
+                raise ValueError(f"unknown key {key!r}{choose(key, list(known))}")
+        for key in needed:
+            if key not in given:
+                raise ValueError(f"{key} is missing")
+        found = {}
+        for key, each in given.items():
+            try:
+                found[key] = known[key](each)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+        return found
+
+    return read
+
+
+def parameters(value: Any) -> dict[str, str]:
+    """A mapping of short texts whose keys are in the API's words, like ``DetailedProfilingConfig``."""
+    found = {key: grammar.scalar_text(each) for key, each in mapping(value).items()}
+    for key in found:
+        if not _PARAMETER.fullmatch(key):  # the SDK would send it in another spelling
+            raise ValueError(f"{key!r} is not a name in the API's words, like DetailedProfilingConfig")
+    if len(found) > 20 or any(len(each) > 256 for each in (*found, *found.values())):
+        raise ValueError("SageMaker takes 20 entries, with 256 characters each")
+    return found
+
+
 def s3_uri(value: Any) -> str:
     """``s3://bucket/prefix``."""
     found = word(value)
-    if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", found):
+    if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", found) or len(found) > 1024:
         raise ValueError(f"{found!r} is not an S3 URI; write for example s3://my-bucket/data")
     return found
 
@@ -127,11 +166,13 @@ def data_uri(value: Any) -> str:
 def variables(value: Any) -> dict[str, str]:
     """Environment variables."""
     found = {name: grammar.scalar_text(each) for name, each in mapping(value).items()}
-    for name in found:
+    for name, each in found.items():
         if not _VARIABLE.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a variable")
         if name.startswith(_ORC_VARIABLES):
             raise ValueError(f"{name} is set by orc or SageMaker")
+        if len(each) > MAX_VARIABLE:
+            raise ValueError(f"{name}: SageMaker takes {MAX_VARIABLE} characters; the job's own `env` takes more")
     return found
 
 
@@ -194,9 +235,9 @@ _INPUT: Mapping[str, Reader] = {
     "content_type": text,
     "record_wrapping": one_of("None", "RecordIO"),
     "input_mode": one_of("File", "Pipe", "FastFile"),
-    "attribute_names": several(text),
+    "attribute_names": several(text, 16),
     "shuffle_seed": whole(0, 2**63 - 1),
-    "file_system_id": matching(r"fs-[0-9a-f]{8,}", "the id of a file system, like fs-0123456789abcdef0"),
+    "file_system_id": matching(r"fs-[0-9a-f]{8,18}", "the id of a file system, like fs-0123456789abcdef0"),
     "file_system_type": one_of("EFS", "FSxLustre"),
     "directory_path": matching(r"/.*", "an absolute path"),
     "file_system_access_mode": one_of("ro", "rw"),
@@ -234,6 +275,10 @@ def _input(name: str, entry: Any) -> dict[str, Any]:
         raise ValueError(f"{name}: give either s3_data or file_system_id")
     if "file_system_id" in found and not {"file_system_type", "directory_path"} <= found.keys():
         raise ValueError(f"{name}: a file system needs file_system_type and directory_path")
+    if "file_system_id" in found and found.get("input_mode", "File") != "File":
+        raise ValueError(f"{name}: a file system is mounted, input_mode {found['input_mode']} is for S3")
+    if ("attribute_names" in found) != (found.get("s3_data_type") == "AugmentedManifestFile"):
+        raise ValueError(f"{name}: attribute_names and s3_data_type AugmentedManifestFile go together")
     return found
 
 

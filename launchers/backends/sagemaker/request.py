@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.backends.sagemaker.channels import channels, given, own_channel
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.instances import Instance
 from orc.launchers.backends.sagemaker.names import (
@@ -17,7 +18,7 @@ from orc.launchers.backends.sagemaker.names import (
     training_job_name,
 )
 from orc.launchers.backends.sagemaker.readers import is_tag
-from orc.launchers.backends.sagemaker.settings import Settings
+from orc.launchers.backends.sagemaker.settings import MAX_RUN_S, Settings
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ MARKER_VARIABLE = "ORC_ATTEMPT_MARKER"
 DEFAULT_RUN_S = 86400
 # The agents end an attempt at the job's own time limit; SageMaker's comes after that, if they should hang.
 MARGIN_S = 60
-MAX_TAGS = 50
+MAX_TAGS, MAX_VARIABLES = 50, 100
 
 
 def home_of(settings: Settings, region: str) -> Home:
@@ -56,27 +57,29 @@ def training_request(
     `names.ACCOUNT` and `images.is_pending` stand for what a submission asks AWS and the SDK. Raises `RenderError`.
     """
     home = home_of(settings, region)
+    _refuse(job, settings, instance)
     request: dict[str, Any] = {
         "TrainingJobName": training_job_name(attempt, settings.base_job_name),
         "AlgorithmSpecification": _algorithm(job, settings, instance, region, python),
         "RoleArn": _role(job, settings, region),
         "InputDataConfig": [
-            _own_channel(CHANNEL, home.snapshot(snapshot)),
-            _own_channel(ATTEMPT_CHANNEL, home.attempt(attempt)),
-            *(_channel(job, settings, name, entry) for name, entry in settings.inputs.items()),
+            own_channel(CHANNEL, home.snapshot(snapshot)),
+            own_channel(ATTEMPT_CHANNEL, home.attempt(attempt)),
+            *channels(job, settings),
         ],
-        "OutputDataConfig": _given(
+        "OutputDataConfig": given(
             S3OutputPath=settings.output_path or f"{home.job(attempt.job)}/output",
             KmsKeyId=settings.output_kms_key,
             CompressionType="NONE" if settings.disable_output_compression else None,
         ),
-        "ResourceConfig": _given(
+        "ResourceConfig": given(
             InstanceType=instance.name,
             InstanceCount=job.resources.max_nodes,
             VolumeSizeInGB=settings.volume_size,
             VolumeKmsKeyId=settings.volume_kms_key,
             KeepAlivePeriodInSeconds=settings.keep_alive_period_in_seconds,
             TrainingPlanArn=settings.training_plan,
+            InstancePlacementConfig=_section(settings.instance_placement_config),
         ),
         "StoppingCondition": _stopping(job, settings),
         "CheckpointConfig": {"S3Uri": checkpoint_uri(settings, home, attempt), "LocalPath": local_path(settings)},
@@ -106,14 +109,38 @@ def request_text(request: Mapping[str, Any]) -> str:
     return json.dumps(request, indent=2, ensure_ascii=False) + "\n"
 
 
+def _refuse(job: JobSpec, settings: Settings, instance: Instance) -> None:
+    """What AWS would refuse, or what would contradict itself. Raises `RenderError`."""
+    wrong: list[tuple[str, str]] = []
+    if settings.use_spot_instances and settings.keep_alive_period_in_seconds is not None:
+        what = "use_spot_instances and keep_alive_period_in_seconds exclude each other: spot instances do not stay"
+        wrong.append((what, "Remove one of them."))
+    if settings.volume_kms_key and instance.local_disk:
+        what = f"volume_kms_key: the disks of {instance.name} are its own, encrypted with a key of their own"
+        wrong.append((what, "Leave volume_kms_key out."))
+    access = settings.training_repository_access_mode or settings.training_repository_credentials_provider_arn
+    if access not in (None, "Platform") and not settings.subnets:
+        what = "training_repository_access_mode Vpc: a private registry is reached from a VPC alone"
+        wrong.append((what, "Set subnets and security_group_ids to those that see it."))
+    if len(settings.environment) + 1 > MAX_VARIABLES:
+        what = f"environment: {len(settings.environment)} variables; there is room for {MAX_VARIABLES - 1}"
+        wrong.append((what, "Use the job's own `env`, which has no limit."))
+    secrets = job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode
+    if secrets and settings.enable_network_isolation:
+        what = "enable_network_isolation: without a network the job cannot ask Secrets Manager for its secrets"
+        wrong.append((what, "Set `secrets: s3` in the cluster's options."))
+    for what, hint in wrong:
+        raise RenderError(what, where=job.name, hint=hint)
+
+
 def _algorithm(job: JobSpec, settings: Settings, instance: Instance, region: str, python: str) -> dict[str, Any]:
     credentials = settings.training_repository_credentials_provider_arn
     access = settings.training_repository_access_mode or ("Vpc" if credentials else None)
     repository = None
     if access:
         auth = {"TrainingRepositoryCredentialsProviderArn": credentials} if credentials else None
-        repository = _given(TrainingRepositoryAccessMode=access, TrainingRepositoryAuthConfig=auth)
-    return _given(
+        repository = given(TrainingRepositoryAccessMode=access, TrainingRepositoryAuthConfig=auth)
+    return given(
         TrainingImage=settings.image_uri or _stock_image(job, settings, instance, region),
         TrainingInputMode=settings.input_mode,
         ContainerEntrypoint=[python, "-I", "-S", f"{INPUT}/{CHANNEL}/{ENTRY}"],
@@ -155,52 +182,6 @@ def _role(job: JobSpec, settings: Settings, region: str) -> str:
     return f"arn:{partition_of(region)}:iam::{account}:role/{settings.role}"
 
 
-def _own_channel(name: str, uri: str) -> dict[str, Any]:
-    return {
-        "ChannelName": name,
-        "DataSource": {
-            "S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
-        },
-        "InputMode": "File",
-    }
-
-
-def _channel(job: JobSpec, settings: Settings, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    if str(entry.get("s3_data", "")).startswith("file://") and not settings.local_mode:
-        raise RenderError(
-            f"inputs: {name}: SageMaker cannot read {entry['s3_data']}, which is on this machine",
-            where=job.name,
-            hint="Copy it to S3 (`aws s3 sync`), or try the job with --local-contract.",
-        )
-    if "file_system_id" in entry:
-        source: dict[str, Any] = {
-            "FileSystemDataSource": {
-                "FileSystemId": entry["file_system_id"],
-                "FileSystemAccessMode": entry.get("file_system_access_mode", "ro"),
-                "FileSystemType": entry["file_system_type"],
-                "DirectoryPath": entry["directory_path"],
-            }
-        }
-    else:
-        source = {
-            "S3DataSource": _given(
-                S3DataType=entry.get("s3_data_type", "S3Prefix"),
-                S3Uri=entry["s3_data"],
-                S3DataDistributionType=entry.get("distribution", "FullyReplicated"),
-                AttributeNames=list(entry["attribute_names"]) if "attribute_names" in entry else None,
-            )
-        }
-    return _given(
-        ChannelName=name,
-        DataSource=source,
-        ContentType=entry.get("content_type"),
-        CompressionType=entry.get("compression"),
-        RecordWrapperType=entry.get("record_wrapping"),
-        InputMode=entry.get("input_mode"),
-        ShuffleConfig={"Seed": entry["shuffle_seed"]} if "shuffle_seed" in entry else None,
-    )
-
-
 def _stopping(job: JobSpec, settings: Settings) -> dict[str, int]:
     own = job.resources.time_s
     if own is not None and settings.max_run is not None and settings.max_run < own:
@@ -209,7 +190,13 @@ def _stopping(job: JobSpec, settings: Settings) -> dict[str, int]:
             where=job.name,
             hint="Leave one of them out.",
         )
-    margin = None if own is None else own + MARGIN_S + int(job.grace)
+    if own is not None and own > MAX_RUN_S:
+        raise RenderError(
+            f"resources.time = {own} seconds: SageMaker trains {MAX_RUN_S} seconds (28 days) at most",
+            where=job.name,
+            hint="Write time: 28d or less, and `timeout` in retry.on for more than that.",
+        )
+    margin = None if own is None else min(own + MARGIN_S + int(job.grace), MAX_RUN_S)
     run = settings.max_run or margin or DEFAULT_RUN_S
     if not settings.use_spot_instances:
         if settings.max_wait is not None:
@@ -218,7 +205,7 @@ def _stopping(job: JobSpec, settings: Settings) -> dict[str, int]:
                 where=job.name,
                 hint="Write use_spot_instances: true as well, or leave max_wait out.",
             )
-        return _given(MaxRuntimeInSeconds=run, MaxPendingTimeInSeconds=settings.max_pending)
+        return given(MaxRuntimeInSeconds=run, MaxPendingTimeInSeconds=settings.max_pending)
     wait = settings.max_wait if settings.max_wait is not None else run
     if wait < run:
         raise RenderError(
@@ -226,7 +213,7 @@ def _stopping(job: JobSpec, settings: Settings) -> dict[str, int]:
             where=job.name,
             hint="max_wait is the time for waiting and training together; set max_run (or resources.time) as well.",
         )
-    return _given(MaxRuntimeInSeconds=run, MaxWaitTimeInSeconds=wait, MaxPendingTimeInSeconds=settings.max_pending)
+    return given(MaxRuntimeInSeconds=run, MaxWaitTimeInSeconds=wait, MaxPendingTimeInSeconds=settings.max_pending)
 
 
 def _tags(job: JobSpec, attempt: AttemptId, settings: Settings) -> list[dict[str, str]]:
@@ -254,7 +241,7 @@ def _optional(job: JobSpec, settings: Settings) -> dict[str, Any]:
     if settings.disable_profiler is not None:
         profiler = {**(profiler or {}), "DisableProfiler": settings.disable_profiler}
     retries = settings.max_retry_attempts
-    return _given(
+    return given(
         VpcConfig=vpc if settings.subnets else None,
         RetryStrategy={"MaximumRetryAttempts": retries} if retries else None,
         TensorBoardOutputConfig=_section(settings.tensorboard_output_config),
@@ -272,7 +259,3 @@ def _section(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _switch(name: str, value: bool | None) -> dict[str, bool] | None:
     return None if value is None else {name: value}
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}

@@ -25,9 +25,18 @@ LOCAL_TYPES = ("local", "local_gpu")
 MAX_RUN_S = 28 * 24 * 3600
 Where = Callable[["KeyPath"], str]
 _NAME = read.matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9])*", "a name at SageMaker: letters, digits and dashes")
-_VERSION = read.matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
+_version = read.matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
 _KMS = read.matching(r"[a-zA-Z0-9:/_-]+", "a KMS key")
 _ID = read.matching(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")
+_IMAGE = read.matching(r".{1,255}", "the name of an image: 255 characters at most")
+_PLAN = read.matching(
+    r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:[0-9]{12}:training-plan/.+",
+    "the ARN of a training plan, like arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine",
+)
+_FUNCTION = read.matching(
+    r"arn:[A-Za-z0-9-]+:lambda:[A-Za-z0-9-]+:[0-9]{12}:function:.+",
+    "the ARN of a Lambda function, like arn:aws:lambda:us-east-1:123456789012:function:mine",
+)
 _PATH = read.matching(r"/opt/ml/.+|/[a-z]+/.+", "an absolute path")
 _ROLE = read.matching(
     r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+|(?!arn:)[a-zA-Z0-9+=,.@_/-]{1,512}", "an IAM role: its name or its ARN"
@@ -41,9 +50,46 @@ def _key(reader: read.Reader, default: Any, becomes: str, doc: str, *, cluster: 
     return field(default=default, metadata=metadata)
 
 
-def _places(value: Any) -> dict[str, Any]:
-    """A section of the request as it is."""
-    return read.mapping(value)
+def _stock_version(value: Any) -> str:
+    """A version of what stock images hold. YAML takes 2.10 for the number 2.1, which is another one."""
+    text = str(_version(value))
+    if isinstance(value, float):
+        from orc.launchers.backends.sagemaker.images import HUGGINGFACE, PYTORCH
+
+        known = [*PYTORCH, *(version for version, _ in HUGGINGFACE)]
+        if any(version.startswith(f"{text}0") for version in known):
+            raise ValueError(f"{text} may have been written as {text}0, which is the same number; put it in quotes")
+    return text
+
+
+def _precision(value: Any) -> Any:
+    """As the runtime has it."""
+    from orc.runtime.config import KEYS
+
+    return KEYS["mixed_precision"].parse(value)
+
+
+_EXPERIMENT = read.matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,119}", "a name: letters, digits and dashes, 120 at most")
+_EXPERIMENTS = read.section(
+    dict.fromkeys(("ExperimentName", "TrialName", "TrialComponentDisplayName", "RunName"), _EXPERIMENT)
+)
+_BOARD = read.section({"S3OutputPath": read.s3_uri, "LocalPath": _PATH}, "S3OutputPath")
+_PROFILER = read.section(
+    {
+        "S3OutputPath": read.s3_uri,
+        "ProfilingIntervalInMilliseconds": read.one_of(100, 200, 500, 1000, 5000, 60000),
+        "ProfilingParameters": read.parameters,
+        "DisableProfiler": read.truth,
+    }
+)
+_PLACEMENT = read.section(
+    {
+        "EnableMultipleJobs": read.truth,
+        "PlacementSpecifications": read.several(
+            read.section({"UltraServerId": read.text, "InstanceCount": read.whole(0, 1000)}, "InstanceCount"), 10
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -109,9 +155,9 @@ class Settings:
         read.whole(1, 1000), None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
     )
     role: str | None = _key(_ROLE, None, "`RoleArn`", "Execution role: its name or its ARN.")
-    image_uri: str | None = _key(read.word, None, "`AlgorithmSpecification.TrainingImage`", "Image of your own.")
-    pytorch_version: str | None = _key(_VERSION, None, "the stock image", "PyTorch of the stock image.")
-    transformers_version: str | None = _key(_VERSION, None, "the stock image", "Transformers of the stock image.")
+    image_uri: str | None = _key(_IMAGE, None, "`AlgorithmSpecification.TrainingImage`", "Image of your own.")
+    pytorch_version: str | None = _key(_stock_version, None, "the stock image", "PyTorch of the stock image.")
+    transformers_version: str | None = _key(_stock_version, None, "the stock image", "Transformers of the stock image.")
     py_version: str | None = _key(
         read.matching(r"py3[0-9]+", "a version like py312"), None, "the stock image", "Its Python; checked."
     )
@@ -131,7 +177,7 @@ class Settings:
     distribution: Mapping[str, Any] | None = _key(
         read.distribution, None, "`launcher`", "The estimators' distribution: torch_distributed, mpi, smdistributed."
     )
-    mixed_precision: str | None = _key(read.word, None, "`runtime.mixed_precision`", "As in configuration files.")
+    mixed_precision: str | None = _key(_precision, None, "`runtime.mixed_precision`", "As in configuration files.")
     use_cpu: bool | None = _key(read.truth, None, "`runtime.use_cpu`", "As in configuration files.")
     volume_size: int | None = _key(
         read.whole(1, 65536), 30, "`ResourceConfig.VolumeSizeInGB`", "Disk of each instance, in GB."
@@ -140,8 +186,9 @@ class Settings:
     keep_alive_period_in_seconds: int | None = _key(
         read.seconds(1, 21600), None, "`ResourceConfig.KeepAlivePeriodInSeconds`", "Keep the instances warm this long."
     )
-    training_plan: str | None = _key(
-        read.word, None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on."
+    training_plan: str | None = _key(_PLAN, None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on.")
+    instance_placement_config: Mapping[str, Any] | None = _key(
+        _PLACEMENT, None, "`ResourceConfig.InstancePlacementConfig`", "Where in an UltraServer; as in the API."
     )
     max_run: int | None = _key(
         read.seconds(1, MAX_RUN_S), None, "`StoppingCondition.MaxRuntimeInSeconds`", "Longest time of training."
@@ -181,9 +228,9 @@ class Settings:
     checkpoint_local_path: str = _key(
         _PATH, "/opt/ml/checkpoints", "`CheckpointConfig.LocalPath`", "Where they are in the container."
     )
-    subnets: tuple[str, ...] = _key(read.several(_ID), (), "`VpcConfig.Subnets`", "Subnets of a VPC.")
+    subnets: tuple[str, ...] = _key(read.several(_ID, 16), (), "`VpcConfig.Subnets`", "Subnets of a VPC.")
     security_group_ids: tuple[str, ...] = _key(
-        read.several(_ID), (), "`VpcConfig.SecurityGroupIds`", "Its security groups."
+        read.several(_ID, 5), (), "`VpcConfig.SecurityGroupIds`", "Its security groups."
     )
     enable_network_isolation: bool = _key(
         read.truth, False, "`EnableNetworkIsolation`", "No network but among the job's own instances."
@@ -199,11 +246,11 @@ class Settings:
     )
     tags: Mapping[str, str] = _key(read.tags, {}, "`Tags`", "Tags at AWS, beside the job's own.")
     tensorboard_output_config: Mapping[str, Any] | None = _key(
-        _places, None, "`TensorBoardOutputConfig`", "As in the API."
+        _BOARD, None, "`TensorBoardOutputConfig`", "As in the API."
     )
-    profiler_config: Mapping[str, Any] | None = _key(_places, None, "`ProfilerConfig`", "As in the API.")
+    profiler_config: Mapping[str, Any] | None = _key(_PROFILER, None, "`ProfilerConfig`", "As in the API.")
     disable_profiler: bool | None = _key(read.truth, None, "`ProfilerConfig.DisableProfiler`", "No profiler.")
-    experiment_config: Mapping[str, Any] | None = _key(_places, None, "`ExperimentConfig`", "As in the API.")
+    experiment_config: Mapping[str, Any] | None = _key(_EXPERIMENTS, None, "`ExperimentConfig`", "As in the API.")
     training_repository_access_mode: str | None = _key(
         read.one_of("Platform", "Vpc"),
         None,
@@ -211,7 +258,7 @@ class Settings:
         "Where a private registry is reached.",
     )
     training_repository_credentials_provider_arn: str | None = _key(
-        read.word, None, "`AlgorithmSpecification.TrainingImageConfig`", "Function that knows its credentials."
+        _FUNCTION, None, "`AlgorithmSpecification.TrainingImageConfig`", "Function that knows its credentials."
     )
     enable_infra_check: bool | None = _key(read.truth, None, "`InfraCheckConfig`", "Check the instances first.")
     enable_remote_debug: bool | None = _key(read.truth, None, "`RemoteDebugConfig`", "Allow shells in the container.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.slurm.rows import expand_nodes
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.options import SlurmOptions
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.environment import Environment
+
+_GPU = re.compile(r"\b(?:gres[:/])?gpu(?=[:=,]|$)")
+_TRES = ("tres-per-node", "tres-per-task")
 
 
 def refuse_contradictions(job: JobSpec, options: SlurmOptions) -> None:
@@ -32,10 +36,12 @@ def _memory(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
 def _gpus(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
     if options.gpu_type and not job.resources.gpus_per_node:
         return [(f"gpu_type = {options.gpu_type}, but the job asks for no GPUs", "Set resources.gpus_per_node.")]
-    if any(name.partition(":")[0] == "gpu" for name in options.gres) and job.resources.gpus_per_node:
+    by = ["gres"] if any(_GPU.match(name) for name in options.gres) else []
+    by += [f"--{name} (under extra)" for name, value in options.extra if name in _TRES and _GPU.search(value or "")]
+    if by and job.resources.gpus_per_node:
         return [
             (
-                "GPUs are asked for twice, by resources.gpus_per_node and by gres",
+                f"GPUs are asked for twice, by resources.gpus_per_node and by {by[0]}",
                 "Keep resources.gpus_per_node, and gpu_type for their type.",
             )
         ]

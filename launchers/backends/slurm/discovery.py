@@ -120,7 +120,11 @@ def _limit(seconds: float | None) -> str:
 def _scalar(value: Any) -> str:
     import yaml
 
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+    from orc.launchers.spec.source import kind_of
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+    # An account called 12e3 is a text to PyYAML, and a number to who reads the file.
+    return f"'{text}'" if isinstance(value, str) and text == value and kind_of(value) != "str" else text
 
 
 def _printable(line: str) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from orc.launchers.backends.slurm.reserved import OURS, OURS_IN_SRUN, SHORT_IN_SRUN
+from orc.launchers.backends.slurm.reserved import LIKE_OURS, OURS, OURS_IN_SRUN, SHORT_IN_SRUN
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import grammar
 from orc.launchers.ssh.hosts import Access
@@ -26,6 +26,8 @@ _OPTION = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = frozenset({"mem", "mem_per_cpu", "mem_per_gpu"})  # one replaces the others
 GPU_SPELLINGS = ("gres", "gpus-per-node", "gpus-per-task")
+EXCLUSIVE = ("user", "mcs", "topo")
+EARLIEST_S = 65535  # before the time limit, that Slurm can send a signal
 _GPU_TYPE = re.compile(r"[A-Za-z0-9_.-]+")
 
 Reader = Callable[[Any], Any]
@@ -89,9 +91,9 @@ def _mount(value: Any) -> str:
 
 
 def _exclusive(value: Any) -> bool | str:
-    if isinstance(value, bool) or value in ("user", "mcs"):
+    if isinstance(value, bool) or value in EXCLUSIVE:
         return bool(value) if isinstance(value, bool) else str(value)
-    raise ValueError(f"expected true, false, user or mcs, not {value!r}")
+    raise ValueError(f"expected true, false, {', '.join(EXCLUSIVE[:-1])} or {EXCLUSIVE[-1]}, not {value!r}")
 
 
 def _whole(minimum: int, maximum: int = 2**31 - 1) -> Reader:
@@ -121,6 +123,15 @@ def _list_of(item: Reader) -> Reader:
     return read
 
 
+def _gres(value: Any) -> tuple[str, ...]:
+    """``[nvme:1, shard:2]`` or ``nvme:1,shard:2``: one by one, so that each can be looked at."""
+    words: tuple[str, ...] = _list_of(_word)(value)
+    found = tuple(one for word in words for one in word.split(","))
+    if not all(found):
+        raise ValueError(f"{value!r} has an empty entry; write for example nvme:1,shard:2")
+    return found
+
+
 def _comma_list(value: Any) -> str:
     """``[node1, node2]`` or ``node[1-2]``: Slurm wants one word."""
     return ",".join(_list_of(_word)(value))
@@ -133,7 +144,7 @@ def _export(value: Any) -> str | tuple[str, ...]:
     bad = [name for name in names if not _VARIABLE.fullmatch(name)]
     if bad:
         raise ValueError(f"{bad[0]!r} is not the name of a variable; give NONE, ALL or a list of names")
-    return names
+    return names or "NONE"
 
 
 def _srun_args(value: Any) -> tuple[str, ...]:
@@ -142,11 +153,16 @@ def _srun_args(value: Any) -> tuple[str, ...]:
         if not word.startswith("-"):
             raise ValueError(f"{word!r} is not an option; write every option as one word, like --cpu-bind=none")
         name = word[2:].partition("=")[0] if word.startswith("--") else SHORT_IN_SRUN.get(word[1:2], "")
-        if name in OURS_IN_SRUN:
-            raise ValueError(f"{word} is set by orc: {OURS_IN_SRUN[name]}")
+        if name and (ours := _meant(name, OURS_IN_SRUN)):
+            raise ValueError(f"{word} is set by orc: {OURS_IN_SRUN[ours]}")
         if name.startswith("container-"):
             raise ValueError(f"{word}: containers have keys of their own, like `container_image`")
     return words
+
+
+def _meant(option: str, known: Collection[str]) -> str | None:
+    """Which of *known* Slurm takes *option* for: its names may be cut short."""
+    return option if option in known else next((name for name in known if name.startswith(option)), None)
 
 
 def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
@@ -167,13 +183,16 @@ def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
             pairs.append((option, _line(given) if equals else None))
     else:
         raise ValueError("expected a list of --options, or a mapping")
+    keys = [f.name.replace("_", "-") for f in dataclasses.fields(SlurmOptions)]
     for option, _ in pairs:
         if not _OPTION.fullmatch(option):
             raise ValueError(f"--{option} is not an option; write for example --hint=nomultithread")
-        if option in OURS:
-            raise ValueError(f"--{option} is set by orc: {OURS[option]}")
-        if option.replace("-", "_") in {f.name for f in dataclasses.fields(SlurmOptions)}:
-            raise ValueError(f"--{option} has a key of its own: `{option.replace('-', '_')}`")
+        if option in LIKE_OURS:
+            continue
+        if option not in keys and (ours := _meant(option, OURS)):
+            raise ValueError(f"--{option} is set by orc: {OURS[ours]}")
+        if key := _meant(option, keys):
+            raise ValueError(f"--{option} has a key of its own: `{key.replace('-', '_')}`")
     return tuple(pairs)
 
 
@@ -226,10 +245,10 @@ class SlurmOptions:
     constraint: str | None = _key(_word, None, "Node features, like a100&nvlink.")
     nodelist: str | None = _key(_comma_list, None, "Nodes that must be part of the job.")
     exclude: str | None = _key(_comma_list, None, "Nodes that must not.")
-    exclusive: bool | str = _key(_exclusive, False, "Whole nodes: true, user or mcs.")
+    exclusive: bool | str = _key(_exclusive, False, "Whole nodes: true, user, mcs or topo.")
     gpu_type: str | None = _key(_gpu_type, None, "Type of the GPUs that resources.gpus_per_node asks for, like a100.")
     gpus_as: str = _key(_gpus_as, "gres", "How GPUs are asked for: gres, gpus-per-node or gpus-per-task.")
-    gres: tuple[str, ...] = _key(_list_of(_word), (), "Generic resources per node beside the GPUs.")
+    gres: tuple[str, ...] = _key(_gres, (), "Generic resources per node beside the GPUs.")
     licenses: str | None = _key(_comma_list, None, "Licenses.")
     mem_per_cpu: str | None = _key(grammar.memory, None, "Memory per CPU core, instead of resources.memory (per node).")
     mem_per_gpu: str | None = _key(grammar.memory, None, "Memory per GPU, instead of resources.memory (per node).")
@@ -251,7 +270,7 @@ class SlurmOptions:
     )
     max_requeues: int = _key(_whole(0, 100_000), 50, "How often a job may put itself back in the queue after saving.")
     signal_lead: float | None = _key(
-        _seconds(0, 65535),
+        _seconds(0, EARLIEST_S),
         None,
         "Seconds kept for saving at the end of the time limit; grace + 10 when not given.",
     )

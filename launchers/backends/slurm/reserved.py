@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SUBMITS = "with it nothing is submitted"
+
 OURS = {
     "array": "submit one job per array element",
     "chdir": "ranks run in the job's working copy of `workdir`",
@@ -15,6 +17,7 @@ OURS = {
     "gpus-per-node": "use `resources.gpus_per_node`",
     "gpus-per-socket": "use `resources.gpus_per_node`",
     "gpus-per-task": "use `resources.gpus_per_node`, and `gpus_as` for how they are asked for",
+    "help": _SUBMITS,
     "input": "ranks have no standard input",
     "job-name": "the job name is how orc finds the job again",
     "no-requeue": "use `requeue: false`",
@@ -31,15 +34,23 @@ OURS = {
     "test-only": "use `orc render`",
     "time-min": "orc must know when the time is up; use `resources.time`",
     "time": "use `resources.time`",
+    "usage": _SUBMITS,
+    "version": _SUBMITS,
     "wait": "use `orc wait`",
     "wrap": "use `command:` of the job",
 }
 
+# Options of sbatch that are not what they begin like: a key of ours (an OCI bundle, a free text of the job).
+LIKE_OURS = frozenset({"container", "extra"})
+
+_STARTS = "with it nothing is started"
 # The same for the srun that starts the agents.
 OURS_IN_SRUN = {
     "cpus-per-task": OURS["cpus-per-task"],
     "error": OURS["error"],
     "export": "use `env:` of the job or of the cluster, or the key `export`",
+    "help": _STARTS,
+    "het-group": "use `heterogeneous`",
     "input": OURS["input"],
     "jobid": "the agents run in their own job",
     "kill-on-bad-exit": "orc relies on it",
@@ -50,14 +61,19 @@ OURS_IN_SRUN = {
     "ntasks-per-node": OURS["ntasks-per-node"],
     "output": OURS["output"],
     "pty": "use `orc ssh` to look into a job",
+    "test-only": _STARTS,
+    "usage": _STARTS,
+    "version": _STARTS,
 }
 SHORT_IN_SRUN = {
     "c": "cpus-per-task",
     "e": "error",
+    "h": "help",
     "i": "input",
     "K": "kill-on-bad-exit",
     "l": "label",
     "n": "ntasks",
     "N": "nodes",
     "o": "output",
+    "V": "version",
 }

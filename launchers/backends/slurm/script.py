@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.backends.slurm.contradictions import refuse_contradictions
 from orc.launchers.backends.slurm.heterogeneous import ONCE, components
 from orc.launchers.backends.slurm.login import LOG_NAME, in_home
-from orc.launchers.backends.slurm.options import SlurmOptions, SlurmSettings
+from orc.launchers.backends.slurm.options import EARLIEST_S, SlurmOptions, SlurmSettings
 
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
@@ -58,6 +58,7 @@ def shape(job: JobSpec, options: SlurmOptions) -> Shape:
         lead = reserve = math.ceil(options.signal_lead)
     else:
         lead, reserve = (10, math.ceil(job.grace) + 10) if limit else (math.ceil(job.grace) + 30, 0)
+        lead = min(lead, EARLIEST_S)
     return Shape(
         nodes=resources.max_nodes,
         min_nodes=resources.min_nodes,
@@ -133,7 +134,7 @@ def option_pairs(
     if options.dependency:
         pairs += [("dependency", options.dependency), ("kill-on-invalid-dep", "yes")]
     for name in ("begin", "nice", "wckey", "mail_user", "mail_type"):
-        if (value := getattr(options, name)) is not None:
+        if (value := getattr(options, name)) not in (None, ""):
             pairs.append((name.replace("_", "-"), value))
     pairs += options.extra
     return pairs
@@ -158,10 +159,12 @@ def container_args(options: SlurmOptions, root: str) -> list[str]:
     found.append(f"--container-mounts={','.join([f'{root}:{root}', *options.container_mounts])}")
     if options.container_name:
         found.append(f"--container-name={options.container_name}")
-    for name in ("mount_home", "remap_root", "writable", "entrypoint"):
+    for name in ("mount_home", "remap_root", "entrypoint"):
         value = getattr(options, f"container_{name}")
         if value is not None:
             found.append(f"--{'' if value else 'no-'}container-{name.replace('_', '-')}")
+    if options.container_writable is not None:  # the one switch of pyxis whose opposite has a name of its own
+        found.append("--container-writable" if options.container_writable else "--container-readonly")
     return found
 
 

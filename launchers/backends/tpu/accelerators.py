@@ -21,6 +21,7 @@ class Family:
     most_chips: int
     alone: tuple[int, ...]  # chips of slices that are one machine
     sizes: tuple[int, ...] = ()  # chips of larger slices; empty: any multiple of four
+    cores_per_chip: int = 1  # as PyTorch/XLA counts devices: from v4 on, the cores of a chip are one
 
     def chips(self) -> str:
         """The sizes there are, as they stand in names; for messages."""
@@ -31,8 +32,8 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
-        Family("v2", 2, 256, (4,), (16, 64, 128, 256)),
-        Family("v3", 2, 1024, (4,), (16, 32, 64, 128, 256, 512, 1024)),
+        Family("v2", 2, 256, (4,), (16, 64, 128, 256), 2),
+        Family("v3", 2, 1024, (4,), (16, 32, 64, 128, 256, 512, 1024), 2),
         Family("v4", 2, 4096, (4,)),
         Family("v5litepod", 1, 256, (1, 4, 8), (16, 32, 64, 128, 256)),
         Family("v5p", 2, 8960, (4,)),
@@ -49,6 +50,7 @@ class Slice:
     accelerator_type: str
     chips: int
     hosts: int
+    cores_per_chip: int = 1  # devices of PyTorch/XLA
 
     @property
     def chips_per_host(self) -> int:
@@ -72,7 +74,7 @@ def parse(accelerator_type: str) -> Slice:
     if odd or not (chips in family.alone or fits):
         raise ValueError(f"there is no {accelerator_type}; the sizes of {family.name} are {family.chips()}")
     hosts = 1 if chips in family.alone else chips // CHIPS_PER_HOST
-    return Slice(f"{family.name}-{size}", chips, hosts)
+    return Slice(f"{family.name}-{size}", chips, hosts, family.cores_per_chip)
 
 
 def for_hosts(accelerator_type: str, hosts: int | None) -> Slice:

@@ -35,8 +35,9 @@ def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: C
     options = for_job(job, settings)
     shape = slice_of(job, options)
     names = tuple(worker_name(number) for number in range(shape.hosts))
-    if job.resources.max_nodes != shape.hosts:
-        job = job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": shape.hosts})})
+    resources = job.resources.model_copy(update={"nodes": shape.hosts, "procs_per_node": _processes(job, shape)})
+    if resources != job.resources:
+        job = job.model_copy(update={"resources": resources})
     inner = read_ssh_settings(ssh_cluster(cluster, settings, names))
     plan = render_on_hosts(job, snapshot, attempt, cluster, inner, Placement(names, job.resources.nproc))
     asked = request.render(options, shape.accelerator_type, attempt.marker, settings.public_key)
@@ -58,13 +59,47 @@ def slice_of(job: JobSpec, options: Options) -> accelerators.Slice:
         raise RenderError("resources.gpus_per_node: TPUs have no GPUs", where=job.name, hint="Remove it.")
     try:
         # One node is what a job asks for that says nothing: all the workers there are.
-        return accelerators.for_hosts(options.accelerator_type, most if most > 1 else None)
+        shape = accelerators.for_hosts(options.accelerator_type, most if most > 1 else None)
     except ValueError as error:
         raise RenderError(
             f"resources.nodes: {error}",
             where=job.name,
             hint="Leave `nodes` out to use all workers, or set accelerator_type to a generation such as v4.",
         ) from None
+    if shape.hosts > 1 and (written := [disk.source for disk in options.data_disks if disk.mode == "read_write"]):
+        raise RenderError(
+            f"data_disks: {written[0]} is read_write, and {shape.accelerator_type} has {shape.hosts} machines: only "
+            "one can write to a disk",
+            where=job.name,
+            hint="Write mode: read_only, or take a type with one machine.",
+        )
+    return shape
+
+
+def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
+    """Processes of each machine: one for each chip where `launcher: xla` is to start those, else what the job says.
+
+    Raises `RenderError` for a number that torch_xla cannot work with on these chips.
+    """
+    asked, options = job.resources.procs_per_node, job.launcher.options
+    wanted = (job.launcher.kind, options.get("processes", "chip"), options.get("device", "TPU"))
+    if wanted != ("xla", "chip", "TPU"):
+        return asked
+    if shape.cores_per_chip > 1:
+        raise RenderError(
+            f"a chip of {shape.accelerator_type} is two devices, which one process per chip cannot train on",
+            where=job.name,
+            hint="Write `launcher: {kind: xla, options: {processes: host}}`.",
+        )
+    chips = shape.processes_per_host
+    if asked is None or asked == chips or (asked == 1 and shape.hosts == 1):
+        return asked or chips
+    raise RenderError(
+        f"resources.procs_per_node = {asked}: a machine of {shape.accelerator_type} has {chips} "
+        f"chip{'s' if chips > 1 else ''}, and torch_xla uses all of them, or one of a single machine",
+        where=job.name,
+        hint="Leave `procs_per_node` out: it is one process for each chip.",
+    )
 
 
 def on_workers(plan: Plan, workers: Workers) -> Plan:

@@ -95,6 +95,8 @@ def parent(project: str, zone: str) -> str:
 def _queued(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> dict[str, Any]:
     """A CreateQueuedResourceRequest."""
     where = parent(options.project, zone)
+    if options.reserved:  # the tier has no word for it in this version of the API, the node has
+        node = {**node, "scheduling_config": {"reserved": True}}
     resource: dict[str, Any] = {"tpu": {"node_spec": [{"parent": where, "node_id": name, "node": node}]}}
     if options.spot:
         resource["spot"] = {}

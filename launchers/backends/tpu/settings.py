@@ -30,6 +30,7 @@ _PROJECT = r"(?:[a-z0-9.-]{1,63}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]"
 _ZONE = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
 _NODE = r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _LABEL_KEY, _LABEL_VALUE = r"[a-z][-_a-z0-9]{0,62}", r"[-_a-z0-9]{0,63}"
+_METADATA_KEY = r"[A-Za-z0-9_-]{1,128}"
 LABEL_PREFIX = "orc-"  # of labels that are ours
 _OURS = ("ssh-keys", "startup-script")  # metadata with an option of its own
 _METADATA_BYTES = 256 * 1024  # of one value; the service's limit
@@ -69,6 +70,8 @@ def _metadata(value: Any) -> dict[str, str]:
     for key, given in value.items():
         if key in _OURS:
             raise LocatedError(((key,), f"use the option {'ssh_key' if key == 'ssh-keys' else 'startup_script'}"))
+        if not re.fullmatch(_METADATA_KEY, str(key)):
+            raise LocatedError(((key,), "keys of metadata are letters, digits, - and _, 128 at most"))
         found[str(key)] = _text(given)
     return found
 
@@ -122,6 +125,9 @@ _FLAG = cs.bool_schema(strict=True)
 _ZONES = several(_matching(_ZONE, "a zone", "us-central2-b"))
 _TYPE = read(lambda value: accelerators.check(grammar.scalar_text(value)))
 _NAME = _matching(_NODE, "the name of a TPU", "my-tpu")
+_RESERVATION = _matching(
+    r"projects/[^/\s]+/locations/[^/\s]+/reservations/[^/\s]+", "a reservation", "projects/P/locations/Z/reservations/R"
+)
 _FINISH = cs.literal_schema(["delete", "keep", "idle"])
 
 
@@ -141,7 +147,7 @@ class Options(Model):
     queued: bool = setting(_FLAG, default=True, doc="Ask with a queued resource; false: create the node at once.")
     spot: bool = setting(_FLAG, default=False, doc="Capacity that may be taken away.")
     reserved: bool = setting(_FLAG, default=False, doc="From the project's reservation.")
-    reservation: str | None = setting(maybe(read(word)), default=None, doc="Name of the reservation, in full.")
+    reservation: str | None = setting(maybe(_RESERVATION), default=None, doc="Name of the reservation, in full.")
     valid_until: float | None = setting(
         maybe(seconds(60, 30 * _DAY)),
         default=None,
@@ -205,6 +211,9 @@ class Options(Model):
             wrong.append((("internal",), "there are no other addresses with `external_ips: false`; remove it"))
         if self.ssh_key and "%" in self.ssh_key:
             wrong.append((("ssh_key",), "ssh gives % in a path a meaning of its own; move the key"))
+        there = self.reservation.split("/")[3] if self.reservation else None
+        if there and self.zones != (there,):
+            wrong.append((("reservation",), f"it is in {there}, not in {', '.join(self.zones)}; name its zone alone"))
         if len(set(self.zones)) != len(self.zones) or not self.zones:
             wrong.append((("zones",), "a zone is listed twice" if self.zones else "name at least one zone"))
         if wrong:

@@ -146,10 +146,11 @@ def one_rank(rank: int, world: int, port: int, train: Callable[..., None], *args
 
 
 def run(world: int, train: Callable[..., None], *args: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.start_processes(one_rank, (world, port, train, *args), nprocs=world, start_method="fork")
+    with socket.socket() as holder:  # nobody else is given the port; torch's store sets this option too
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        mp.start_processes(one_rank, (world, port, train, *args), nprocs=world, start_method="fork")
 
 
 if __name__ == "__main__":

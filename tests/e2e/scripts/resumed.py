@@ -42,8 +42,8 @@ for epoch in range(resumed.epoch if resumed else 0, 2):
         optimizer.zero_grad()
         step += 1
         report(step=step, epoch=epoch, world=accelerator.num_processes, samples=samples.tolist(), loss=loss.item())
-        if args.preempt_at is not None:
-            time.sleep(0.1)  # the ranks agree on a step within a second; there must be steps left
+        if args.preempt_at is not None and step >= begin + args.preempt_at:
             if step == begin + args.preempt_at and accelerator.is_last_process:
                 os.kill(os.getpid(), signal.SIGTERM)  # one rank is told, all leave after the same step
+            time.sleep(0.4)  # the ranks agree on a step within a second; there must be steps left in this epoch
 accelerator.end_training()

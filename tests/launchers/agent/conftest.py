@@ -24,7 +24,7 @@ AGENT = Path(agent_module.__file__)
 TOKEN = "7e57" * 16
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
     """Wait for a true value; fail after *timeout_s*."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -118,10 +118,10 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
             "env": {},
             "secrets": [],
             "setup": [],
-            "grace_s": 2.0,
+            "grace_s": 30.0,
             "deadline_s": None,
             "heartbeat_s": 0.2,
-            "peer_timeout_s": 1.5,
+            "peer_timeout_s": 60.0,  # a busy machine is no silence; tests of silence give their own
             "preempt_exit": 75,
             "on_exit": None,
         }
@@ -135,7 +135,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
                 process.kill()
             process.communicate()
         for pid in one.remains():
-            os.kill(pid, signal.SIGKILL)
+            agent_module.signal_process(pid, signal.SIGKILL)  # they are ending already
         shutil.rmtree(one.root, ignore_errors=True)
 
 
@@ -157,7 +157,7 @@ class Linked:
         (job.directory / "link.json").write_text(json.dumps({**link, **given}))
         argv = [sys.executable, "-I", "-S", *before, str(AGENT), "start", str(job.directory / "agent.json")]
         argv += ["--node-rank", str(node), "--owner", "ssh:orc-job-1-a1"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         answer = json.loads(done.stdout)
         assert done.returncode == {"held": 0, "busy": 78, "taken": 76, "failed": 77}[answer["state"]], done.stderr
         if node == 0 and answer["state"] == "held":
@@ -176,7 +176,7 @@ class Linked:
         lease = self.lease(node)
         return bool(lease) and not agent_module.is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
 
-    def until_over(self, *nodes: int, timeout_s: float = 40.0) -> None:
+    def until_over(self, *nodes: int, timeout_s: float = 60.0) -> None:
         for node in nodes or range(len(self.nodes)):
             until(lambda node=node: self.over(node), timeout_s, f"the end of node {node}: {self.log(node)}")
 
@@ -213,7 +213,7 @@ def linked(attempt: Callable[..., Attempt], tmp_path: Path) -> Iterator[Callable
     made: list[Linked] = []
 
     def make(script, /, nnodes=2, **changes):
-        first = attempt(script, nnodes=nnodes, link=True, peer_timeout_s=changes.pop("peer_timeout_s", 3.0), **changes)
+        first = attempt(script, nnodes=nnodes, link=True, peer_timeout_s=changes.pop("peer_timeout_s", 60.0), **changes)
         nodes = []
         for node in range(nnodes):
             root = tmp_path / f"host-{node}"
@@ -227,5 +227,5 @@ def linked(attempt: Callable[..., Attempt], tmp_path: Path) -> Iterator[Callable
     for one in made:
         for node, job in enumerate(one.nodes):
             if one.lease(node) and not one.over(node):
-                os.kill(one.lease(node)["pid"], signal.SIGKILL)
+                agent_module.signal_process(one.lease(node)["pid"], signal.SIGKILL)
             until(lambda job=job: not job.remains(), what="the end of the ranks")

@@ -25,7 +25,7 @@ def gang(job, owner="local:orc-job-1-a1", **environ):
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
 
 
@@ -62,7 +62,7 @@ def test_nodes_that_start_apart_meet_at_one_address(attempt):
     until(lambda: (job.record("heartbeat.json", 1) or {}).get("state") in ("setup", "waiting"))
     assert job.log(1) == ""
     first = job.start(0)
-    assert [first.wait(30), second.wait(30)] == [0, 0]
+    assert [first.wait(60), second.wait(60)] == [0, 0]
     assert job.log(0) == job.log(1)
     addr, port = job.log(0).split()
     assert addr == "127.0.0.1"
@@ -70,8 +70,15 @@ def test_nodes_that_start_apart_meet_at_one_address(attempt):
 
 
 def test_a_slow_setup_on_one_node_is_waited_for(attempt):
-    job = attempt("print('ran')", nnodes=2, setup=['test "$ORC_NODE_RANK" = 0 || sleep 1.5'], startup_timeout_s=1.0)
-    assert [process.wait(30) for process in (job.start(0), job.start(1))] == [0, 0]
+    slow = 'test "$ORC_NODE_RANK" = 0 || until test -e ../go; do sleep 0.05; done'
+    job = attempt("print('ran')", nnodes=2, setup=[slow], startup_timeout_s=600.0)
+    second = job.start(1)
+    until(lambda: job.record("heartbeat.json", 1))
+    first = job.write(startup_timeout_s=0.5).start(0)  # over long before the setup is, but node 1 has started
+    until(lambda: (job.record("heartbeat.json", 0) or {}).get("state") == "waiting")
+    time.sleep(1.0)
+    (job.root / "jobs/job-1/go").touch()
+    assert [first.wait(60), second.wait(60)] == [0, 0]
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -86,14 +93,13 @@ def test_a_node_that_never_starts_is_a_node_failure(attempt, missing):
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_node_that_falls_silent_is_a_node_failure(attempt, silent):
-    job = attempt(IDLE, nnodes=3)
+    job = attempt(IDLE, nnodes=3, peer_timeout_s=6.0)
     agents = [job.start(node) for node in range(3)]
     for rank in range(3):
         job.until_log("ready", rank)
-    time.sleep(0.5)  # each has seen a heartbeat of the others
     agents[silent].kill()
     others = [node for node in range(3) if node != silent]
-    assert [agents[node].wait(30) for node in others] == [1, 1]
+    assert [agents[node].wait(60) for node in others] == [1, 1]
     for node in others:
         record = job.exit(node)
         assert (record["outcome"], record["peer_lost"]) == ("peer", True)
@@ -112,7 +118,7 @@ def test_a_failure_on_one_node_stops_the_others_with_its_status(attempt):
         nproc=2,
     )
     agents = [job.start(node) for node in range(2)]
-    assert [process.wait(30) for process in agents] == [9, 9]
+    assert [process.wait(60) for process in agents] == [9, 9]
     assert job.exit(0)["outcome"] == "peer"
     assert "rank 2 exited with 9" in job.exit(0)["reason"]
     assert job.exit(1)["outcome"] == "crash"
@@ -134,7 +140,7 @@ def test_a_notice_to_one_node_reaches_all_and_all_are_preempted(attempt):
     job.until_log("ready", 0)
     job.until_log("ready", 1)
     agents[1].send_signal(signal.SIGUSR1)
-    assert [process.wait(30) for process in agents] == [75, 75]
+    assert [process.wait(60) for process in agents] == [75, 75]
     assert {job.exit(node)["outcome"] for node in range(2)} == {"preempted"}
 
 
@@ -151,15 +157,13 @@ def test_ranks_that_answer_75_to_a_crash_elsewhere_were_not_preempted(attempt):
         """,
         nnodes=2,
     )
-    assert [process.wait(30) for process in [job.start(0), job.start(1)]] == [3, 3]
+    assert [process.wait(60) for process in [job.start(0), job.start(1)]] == [3, 3]
     assert job.exit(0)["outcome"] == "peer"
 
 
 def test_a_gang_detaches_at_once_and_runs_all_nodes(attempt):
     job = attempt(IDLE, nnodes=2)
-    began = time.monotonic()
-    assert gang(job).returncode == 0
-    assert time.monotonic() - began < 5
+    assert gang(job).returncode == 0  # its pipes are closed too, though the ranks go on
     for rank in range(2):
         job.until_log("ready", rank)
     status = Path(f"/proc/{gang_pid(job)}/stat").read_text().rpartition(")")[2].split()

@@ -23,7 +23,7 @@ while True:
 
 
 def ask(*words):
-    done = subprocess.run([sys.executable, "-I", "-S", AGENT, *words], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-I", "-S", AGENT, *words], capture_output=True, text=True, timeout=60)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
@@ -67,7 +67,7 @@ def placed(attempt):
     yield make
     for job in made:
         if lease(job) and not over(job):
-            os.kill(lease(job)["pid"], signal.SIGKILL)
+            agent.signal_process(lease(job)["pid"], signal.SIGKILL)
         until(lambda job=job: not job.remains())
 
 
@@ -157,7 +157,7 @@ def test_two_starts_at_once_have_one_winner(placed):
     argv = [sys.executable, "-I", "-S", AGENT, "start", job.directory / "agent.json", "--node-rank", "0"]
     argv += ["--owner", "ssh:orc-job-1-a1"]
     both = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    answers = [json.loads(process.communicate(timeout=30)[0])["state"] for process in both]
+    answers = [json.loads(process.communicate(timeout=60)[0])["state"] for process in both]
     assert answers.count("held") == 1
     assert set(answers) <= {"held", "taken", "busy"}
 

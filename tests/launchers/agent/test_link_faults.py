@@ -54,7 +54,7 @@ class Job:
             "setup": [],
             "grace_s": 1.0,
             "heartbeat_s": 1.0,
-            "peer_timeout_s": 6.0,
+            "peer_timeout_s": 60.0,
             "link": True,
             "hosts": [{"name": name, "address": testbed.address(name)} for name in self.names],
             **changes,

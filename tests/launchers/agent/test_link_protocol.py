@@ -12,6 +12,7 @@ import time
 import pytest
 
 from orc.launchers import agent, agent_channel, agent_shared
+from orc.launchers.agent_joiner import Joiner
 
 from .conftest import TOKEN, Linked, until
 from .test_link import IDLE
@@ -214,6 +215,22 @@ def test_what_is_nested_without_end_ends_the_connection():
             channel.greeting(b"")
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_did_not_say_so(tmp_path, told):
+    settings = {"node": 1, "restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9}
+    joiner = Joiner({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        channel = joiner.open(sock)
+        channel.agree(hub=False)
+        joiner.joined = channel
+        joiner.publish("node-1/exit.json", {"restart": 0})
+        joiner.pump(channel, time.monotonic())
+        if told:
+            joiner.on_record(channel, "node-0/exit.json", {"restart": 0})
+        joiner.drop(channel, "it has closed the connection", by_peer=True)
+    assert joiner.state()["handed_over"] is told
+
+
 class Many:
     """Joiners in one process, as small as can be: they say that they wait, and take what comes."""
 
@@ -293,7 +310,8 @@ def test_256_nodes_meet_and_stop_over_one_node(attempt):
         many.until_all_have("node-0/exit.json")
         for _ in range(3):
             many.step()
-        until(lambda: first.over(0), what="the end of node 0")
+        # It makes 255 records durable before.
+        until(lambda: first.over(0), timeout_s=120, what="the end of node 0")
         assert agent.read_json(str(job.directory / "node-255/exit.json"))["outcome"] == "cancelled"
     finally:
         if not first.over(0):

@@ -38,7 +38,7 @@ def test_an_agent_is_small(attempt):
     resident_kb = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
     assert resident_kb < 40 * 1024
     process.terminate()
-    process.wait(30)
+    process.wait(60)
 
 
 def test_later_sources_of_the_environment_win(attempt):
@@ -195,7 +195,7 @@ def test_sigterm_is_forwarded_and_ranks_that_saved_were_preempted(attempt):
     job.until_log("ready", 0)
     job.until_log("ready", 1)
     process.terminate()
-    assert process.wait(30) == 75
+    assert process.wait(60) == 75
     assert job.exit()["outcome"] == "preempted"
     assert job.exit()["reason"] == "preempted (SIGTERM)"
     assert "saving" in job.log(1)
@@ -206,7 +206,7 @@ def test_a_preempted_job_that_did_not_save_says_so_and_still_wants_to_run_again(
     process = job.start()
     job.until_log("ready")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 75
+    assert process.wait(60) == 75
     assert job.exit()["reason"] == "preempted (SIGUSR1); not saved: rank 0 was killed by SIGTERM"
     assert job.exit()["ranks"]["0"]["signal"] == "SIGTERM"
 
@@ -219,7 +219,7 @@ def test_a_scheduler_that_signals_everybody_at_once_is_a_preemption_too(attempt)
     for pid in job.remains():
         os.kill(pid, signal.SIGTERM)  # the ranks first
     process.terminate()
-    assert process.wait(30) == 75
+    assert process.wait(60) == 75
     assert job.exit()["outcome"] == "preempted"
 
 
@@ -236,8 +236,34 @@ def test_finishing_in_spite_of_a_notice_is_success(attempt):
     process = job.start()
     job.until_log("ready")
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert job.exit()["outcome"] == "succeeded"
+
+
+def test_the_rank_that_failed_first_is_named_by_an_agent_that_comes_late(attempt):
+    job = attempt(
+        """
+        import os, sys, time
+        rank = os.environ["RANK"]
+        print("ready", flush=True)
+        while not os.path.exists(f"../go-{rank}"):
+            time.sleep(0.01)
+        sys.exit(40 + int(rank))
+        """,
+        nproc=2,
+    )
+    process = job.start()
+    job.until_log("ready", 0)
+    job.until_log("ready", 1)
+    until(lambda: (job.record("heartbeat.json") or {}).get("state") == "running")  # and has noted what it started
+    process.send_signal(signal.SIGSTOP)
+    sessions = [session["pid"] for session in job.record("pids.json")["sessions"]]
+    for rank in (1, 0):
+        (job.root / f"jobs/job-1/go-{rank}").touch()
+        until(lambda rank=rank: agent.process_start(sessions[rank]) is None)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 41
+    assert job.exit()["reason"] == "rank 1 exited with 41"
 
 
 def test_one_rank_that_leaves_with_75_gives_the_others_time_to_leave_too(attempt):
@@ -261,7 +287,7 @@ def test_sigterm_during_a_cancellation_is_a_cancellation(attempt):
     job.until_log("ready")
     (job.directory / "cancel.json").write_text('{"grace_s": 5, "at": 0, "reason": "by ada"}')
     process.terminate()
-    assert process.wait(30) == 143
+    assert process.wait(60) == 143
     assert (job.exit()["outcome"], job.exit()["reason"]) == ("cancelled", "by ada")
 
 
@@ -380,7 +406,7 @@ def test_progress_travels_in_the_heartbeat_and_a_broken_file_does_no_harm(attemp
     beat = until(lambda: (b := job.record("heartbeat.json")) and b["progress"] == {"step": 7} and b)
     assert (beat["state"], beat["ranks_alive"]) == ("running", 1)
     process.terminate()
-    process.wait(30)
+    process.wait(60)
 
 
 def test_only_known_placeholders_are_filled_in():

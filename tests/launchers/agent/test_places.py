@@ -62,9 +62,7 @@ def port() -> Iterator[int]:
 
 
 def test_nodes_meet_at_a_port_that_was_known_before_anything_ran(linked, port: int) -> None:
-    both = linked(
-        "import os; print(os.environ['RANK'])", hub={"port": port, "addresses": ["127.0.0.1"]}, peer_timeout_s=20.0
-    )
+    both = linked("import os; print(os.environ['RANK'])", hub={"port": port, "addresses": ["127.0.0.1"]})
     for job in both.nodes:
         (job.directory / "link.json").write_text(json.dumps({"token": "7e57"}))
     agents = [job.start(node, owner="sagemaker:x", restart=2) for node, job in enumerate(both.nodes)]
@@ -84,7 +82,7 @@ def test_a_port_that_somebody_else_has_is_named(linked, port: int) -> None:
 
 
 def test_the_hub_tells_its_restart_to_who_has_not_joined_yet(linked, port: int) -> None:
-    both = linked("print('never')", hub={"port": port, "addresses": ["127.0.0.1"]})
+    both = linked("print('never')", hub={"port": port, "addresses": ["127.0.0.1"]}, peer_timeout_s=1.0)
     (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
     agent = both.nodes[0].start(0, restart=4)
     assert restart_of_hub(["127.0.0.1"], port) == 4

@@ -27,7 +27,7 @@ def shim(tmp_path):
 
 
 def test_status_log_and_record(shim, tmp_path):
-    assert shim(sys.executable, "-c", "print('out'); raise SystemExit(42)", RANK="5", LOCAL_RANK="1").wait(30) == 42
+    assert shim(sys.executable, "-c", "print('out'); raise SystemExit(42)", RANK="5", LOCAL_RANK="1").wait(60) == 42
     record = agent.read_json(str(tmp_path / "node-1/rank-5-r2.json"))
     assert (record["rank"], record["local_rank"], record["exit_code"], record["signal"]) == (5, 1, 42, None)
     assert (tmp_path / "logs/rank-5.log").read_text() == "out\n"
@@ -35,7 +35,7 @@ def test_status_log_and_record(shim, tmp_path):
 
 def test_a_signal_is_passed_on_as_a_signal(shim, tmp_path):
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    assert shim(sys.executable, "-c", program, RANK="0").wait(30) == -signal.SIGSEGV
+    assert shim(sys.executable, "-c", program, RANK="0").wait(60) == -signal.SIGSEGV
     assert agent.read_json(str(tmp_path / "node-1/rank-0-r2.json"))["signal"] == "SIGSEGV"
 
 
@@ -51,7 +51,7 @@ while True:
     log = tmp_path / "logs/rank-0.log"
     until(lambda: log.exists() and "ready" in log.read_text())
     process.terminate()
-    assert process.wait(30) == 75
+    assert process.wait(60) == 75
     record = agent.read_json(str(tmp_path / "node-1/rank-0-r2.json"))
     assert (record["exit_code"], record["told"]) == (75, True)
     assert log.read_text() == "ready\ntold\n"
@@ -68,18 +68,18 @@ def test_the_program_dies_with_the_shim(shim, tmp_path):
 
 def test_the_rank_of_open_mpi_is_understood(shim, tmp_path):
     env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    assert shim("true", **env).wait(30) == 0
+    assert shim("true", **env).wait(60) == 0
     assert agent.read_json(str(tmp_path / "node-1/rank-3-r2.json"))["local_rank"] == 1
 
 
 def test_a_program_that_cannot_be_started_is_told_in_the_ranks_log(shim, tmp_path):
-    assert shim("no-such-program", RANK="0").wait(30) == 127
+    assert shim("no-such-program", RANK="0").wait(60) == 127
     assert "cannot start no-such-program" in (tmp_path / "logs/rank-0.log").read_text()
 
 
 def test_ranks_that_a_launcher_starts_again_while_the_attempt_stops_do_not_run(shim, tmp_path):
     (tmp_path / "stop-r2.json").write_text("{}")
-    assert shim("touch", str(tmp_path / "ran"), RANK="0").wait(30) == 143
+    assert shim("touch", str(tmp_path / "ran"), RANK="0").wait(60) == 143
     assert not (tmp_path / "ran").exists()
 
 
@@ -101,7 +101,9 @@ while all(r.poll() is None for r in ranks):
 if any(r.poll() for r in ranks):
     for r in ranks:
         r.send_signal(signal.SIGTERM)
-    time.sleep(patience)
+    until = time.monotonic() + patience
+    while any(r.poll() is None for r in ranks) and time.monotonic() < until:
+        time.sleep(0.01)
     for r in ranks:
         r.kill()
     sys.exit(1)
@@ -111,7 +113,7 @@ sys.exit(0)
 """
 
 
-def launched(attempt, script, patience="0.5", **changes):
+def launched(attempt, script, patience="60", **changes):
     launcher = ["{python}", "-c", LAUNCHER, patience]
     command = {"spawn": "launcher", "launcher": launcher, "program": ["{python}", "train.py"], "env": {}}
     return attempt(script, command=command, nproc=2, **changes)
@@ -123,8 +125,12 @@ def test_the_first_failing_rank_is_known_though_the_launcher_says_1(attempt):
         """
         import os, sys, time
         print("rank", os.environ["RANK"], flush=True)
-        time.sleep(0.3)
-        sys.exit(42) if os.environ["RANK"] == "1" else time.sleep(600)
+        if os.environ["RANK"] == "0":
+            open("here", "w").close()
+            time.sleep(600)
+        while not os.path.exists("here"):
+            time.sleep(0.01)
+        sys.exit(42)
         """,
     )
     assert job.run() == 42

@@ -11,14 +11,14 @@ REPORT = """
     rank, node = os.environ["RANK"], os.environ["ORC_NODE_RANK"]
     report = {"rank": int(rank), "restart": RESTART, "summary": f"stalled: rank {rank} is at train.py:3, S3CRET"}
     pathlib.Path(os.environ["ORC_ATTEMPT_DIR"], f"node-{node}", f"stall-{rank}.json").write_text(json.dumps(report))
-    if rank == "1" or HANGS:
+    if rank == "1":
         time.sleep(600)
     sys.exit(79)
 """
 
 
-def script(restart=0, hangs=False):
-    return REPORT.replace("RESTART", str(restart)).replace("HANGS", str(hangs))
+def script(restart=0):
+    return REPORT.replace("RESTART", str(restart))
 
 
 def test_a_rank_that_stalled_and_ended_is_a_crash_whose_reason_says_where(attempt):
@@ -41,6 +41,9 @@ def test_a_report_of_an_earlier_restart_is_not_told(attempt):
 
 
 def test_a_time_limit_says_what_the_run_was_stuck_at(attempt):
-    job = attempt(script(hangs=True), deadline_s=1.0, grace_s=0.1)
+    job = attempt("import time; time.sleep(600)", deadline_s=1.0)
+    (job.directory / "node-0").mkdir()
+    report = {"rank": 0, "restart": 0, "summary": "stalled: rank 0 is at train.py:3"}
+    (job.directory / "node-0/stall-0.json").write_text(json.dumps(report))  # in time, however slow the start is
     assert job.run() == 124
-    assert job.exit()["reason"] == "time limit of 1 s reached; stalled: rank 0 is at train.py:3, S3CRET"
+    assert job.exit()["reason"] == "time limit of 1 s reached; stalled: rank 0 is at train.py:3"

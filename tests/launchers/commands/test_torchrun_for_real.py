@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from orc.launchers.agent_network import Port
 from orc.launchers.commands import build_command
 from orc.launchers.spec import JobSpec
 
@@ -29,11 +30,12 @@ dist.destroy_process_group()
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """As the agents choose it: nobody else's until the test is over."""
+    held = Port()
+    yield held.number
+    held.close()
 
 
 def _start(tmp_path: Path, job: JobSpec, node: int, port: int) -> subprocess.Popen[str]:
@@ -54,7 +56,7 @@ def _start(tmp_path: Path, job: JobSpec, node: int, port: int) -> subprocess.Pop
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_meet_at_the_given_port(nodes: int, tmp_path: Path) -> None:
+def test_ranks_meet_at_the_given_port(nodes: int, port: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     job = JobSpec.model_validate(
         {
@@ -64,12 +66,11 @@ def test_ranks_meet_at_the_given_port(nodes: int, tmp_path: Path) -> None:
             "launcher": {"kind": "torchrun", "options": {"monitor_interval": 0.1, "rdzv_conf": {"timeout": 60}}},
         }
     )
-    port = _free_port()
     launchers = [_start(tmp_path, job, node, port) for node in range(nodes)]
     lines: list[str] = []
     try:
         for launcher in launchers:
-            output, errors = launcher.communicate(timeout=90)
+            output, errors = launcher.communicate(timeout=150)
             assert launcher.returncode == 0, errors
             lines += output.splitlines()
     finally:
@@ -82,13 +83,20 @@ def test_ranks_meet_at_the_given_port(nodes: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_failing_rank_ends_the_launcher_without_a_restart(tmp_path: Path) -> None:
+def test_a_failing_rank_ends_the_launcher_without_a_restart(port: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import os, sys\nopen('starts', 'a').write('x')\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
+        """
+import os, sys, time
+open("starts", "a").write("x")
+if os.environ["RANK"] == "1":
+    while os.path.getsize("starts") < 2:  # the launcher would end the other one
+        time.sleep(0.02)
+    sys.exit(3)
+"""
     )
     job = JobSpec.model_validate({"name": "x", "script": "train.py", "resources": {"procs_per_node": 2}})
-    launcher = _start(tmp_path, job, 0, _free_port())
-    _, errors = launcher.communicate(timeout=90)
+    launcher = _start(tmp_path, job, 0, port)
+    _, errors = launcher.communicate(timeout=150)
     assert launcher.returncode == 1
     assert "exitcode  : 3" in errors
     assert (tmp_path / "starts").read_text() == "xx"

@@ -159,7 +159,7 @@ def slurm_ssh_backend(login_cluster: Cluster) -> Iterator[Backend]:
 
 @pytest.fixture
 def ssh_backend(hosts: HostsTestbed) -> Iterator[Backend]:
-    backend = SshBackend(hosts.cluster(slots=8, connect_timeout=10, peer_timeout=10))
+    backend = SshBackend(hosts.cluster(slots=8, connect_timeout=30, peer_timeout=60))
     yield backend
     backend.close()
 

@@ -62,20 +62,25 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal(run, launcher):
     assert "SIGKILL" in seen.reason
 
 
-def test_ranks_that_ignore_the_signal_to_end_are_killed_after_a_failure(run):
-    _job, seen = run(
+def test_ranks_that_ignore_the_signal_to_end_are_killed_after_a_failure(make_job):
+    job = make_job(
         """
-        import os, signal, time
+        import os, pathlib, signal, time
         if os.environ["RANK"] == "1":
-            time.sleep(0.5)
+            while not pathlib.Path(os.environ["ORC_JOB_DIR"], "go").exists():
+                time.sleep(0.02)
             raise SystemExit(5)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("deaf", flush=True)
         time.sleep(600)
         """,
         nodes=2,
         procs=1,
         grace=1,
-    )
+    ).submit()
+    job.until_log(0, "deaf")
+    job.go()
+    seen = job.wait()
     assert seen.phase is Phase.FAILED
     assert seen.exit is not None
     assert seen.exit.exit_status == 5

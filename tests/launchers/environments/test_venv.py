@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def command_lines() -> Iterator[bytes]:
+    """Of every process."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_bytes()
+
 
 VENV = {"kind": "venv", "requirements": "requirements.txt", "find_links": ["wheels"], "no_index": True}
 
@@ -57,7 +76,14 @@ def test_a_package_that_is_not_what_the_lock_file_says_is_refused_in_pips_words_
     wheel(here.code / "wheels")
     (here.code / "requirements.txt").write_text(f"tinypkg==1.0 --hash=sha256:{'0' * 64}\n")
     # Two nodes that share the root: the second one, which waits, need not fail as slowly.
-    processes = [here.start(name, **VENV) for name in ("environment.json", "other.json")]
+    first = here.start("environment.json", **VENV)
+    until(lambda: here.envs)
+    first.send_signal(signal.SIGSTOP)
+    second = here.start("other.json", **VENV)
+    waits = second.stdout.readline()
+    first.send_signal(signal.SIGCONT)
+    assert "waiting for another process" in waits
+    processes = [first, second]
     outputs = [process.communicate(timeout=150)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
     assert sum("-m venv" in output for output in outputs) == 1
@@ -68,19 +94,18 @@ def test_a_package_that_is_not_what_the_lock_file_says_is_refused_in_pips_words_
     assert here.envs == []
 
 
-def test_a_build_that_is_told_to_end_leaves_nothing(node: Any, wheel: Any) -> None:
+@pytest.mark.parametrize("moment", ["*", "*/lib/*/site-packages/pip"])  # the latter by a child of `venv`
+def test_a_build_that_is_told_to_end_leaves_nothing(moment: str, node: Any, wheel: Any) -> None:
     here = node("a")
     wheel(here.code / "wheels")
     (here.code / "requirements.txt").write_text("tinypkg==1.0\n")
     process = here.start(**VENV)
-    deadline = time.monotonic() + 60
-    while not here.envs:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: [path for path in (here.root / "envs").glob(moment) if path.is_dir()])
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert here.envs == []
+    assert [line for line in command_lines() if os.fsencode(here.root / "envs") in line] == []
 
 
 def test_the_digest_covers_all_that_goes_in(node: Any, wheel: Any) -> None:

@@ -27,6 +27,10 @@ WRONG = {
         "resources:\n  nodes: 2\n  nodez: 3",
         "job.yaml:5:3: resources: unknown key 'nodez', did you mean 'nodes'?",
     ),
+    "letters in the wrong order": (
+        "agrs: [a]",
+        "job.yaml:3:1: unknown key 'agrs', did you mean 'args'?",
+    ),
     "a kind where there is none": (
         "environment: {kind: venv}",
         "job.yaml:3:15: environment: unknown key 'kind'; known are venv, conda, copy, container, none",

@@ -6,6 +6,9 @@ import copy
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from orc.launchers.ids import JOB_ID, new_job_id
-from orc.launchers.spec import JobSpec, Launcher, Resources
+from orc.launchers.spec import JobSpec, Launcher, Resources, load_job
 from orc.runtime.config import JOB_KEYS
 
 
@@ -31,6 +34,30 @@ def test_the_smallest_job(job_files: Any) -> None:
     assert loaded.source_path == Path("job.yaml")
     assert loaded.base_dir == job_files.directory
     assert loaded.workdir == job_files.directory
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin", "/dev/fd/0", "<(cat)"])
+def test_a_job_that_is_piped_in_starts_from_the_current_directory(job_files: Any, name: str) -> None:
+    """Not from /dev, of which a snapshot would be taken."""
+    print_it = "import sys; from orc.launchers.spec import load_job; print(*load_job(sys.argv[1])[1:])"
+    command = f'exec "$0" -c "$1" {name}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, print_it],
+        input="name: x\nscript: train.py\nworkdir: .\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    source, base_dir = done.stdout.split()
+    assert source.startswith("/dev/")
+    assert base_dir == str(job_files.directory)
+
+
+def test_files_in_shared_memory_are_files() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        for name in ("job.yaml", "train.py"):
+            (Path(place) / name).write_text("name: x\nscript: train.py\n")
+        assert load_job(f"{place}/job.yaml").base_dir == Path(place)
 
 
 def test_what_processes_get_as_text_is_taken_as_written(job_files: Any) -> None:

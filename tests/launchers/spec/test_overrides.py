@@ -33,6 +33,9 @@ OK = "name: digits\nscript: train.py\nresources: {nodes: 2}\n"
         ("runtime.seed=3", "runtime", {"seed": 3}),
         ("resources.nodes=", "resources.nodes", 1),
         ("resources.nodes=null", "resources.nodes", 1),
+        ("cluster=", "cluster", "local"),
+        ("workdir=", "workdir.path", "."),
+        ("checkpoint.dir=", "checkpoint.dir", None),
         ("tags.team=${job.name}", "tags", {"team": "digits"}),
         ("resources.procs_per_node=${env:N}", "resources.procs_per_node", 6),
     ],
@@ -42,6 +45,11 @@ def test_values_are_read_as_in_the_file(override: str, path: str, value: object,
     for part in path.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+def test_one_program_takes_the_place_of_another(job_files: Any) -> None:
+    job = job_files.load(OK, ["script=", "module=my.train"]).spec
+    assert (job.script, job.module) == (None, "my.train")
 
 
 def test_later_overrides_win_and_the_cluster_goes_over_all(job_files: Any) -> None:

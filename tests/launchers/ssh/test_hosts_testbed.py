@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
+from hosts_testbed import eventually
+
 
 def test_hosts_are_machines_of_their_own(hosts: Any) -> None:
     found = {
@@ -20,6 +22,7 @@ def test_what_a_test_leaves_is_found_and_removed(hosts: Any) -> None:
     (hosts.root("node3") / "store" / "tmp").mkdir(parents=True)
     (hosts.root("node3") / "store" / "tmp" / "half").touch()
     (hosts.root("node3") / "store" / "cas").touch()
+    eventually(lambda: list(hosts.processes("node2").values()) == ["sleep 99"])  # it has become that by now
     process, file = hosts.leftovers()
     assert process.startswith("node2: process ")
     assert process.endswith(": sleep 99")

@@ -131,7 +131,7 @@ def test_a_host_is_reached_through_a_proxy_command(hosts: Any, reach: Reach, hos
 
 def test_a_proxy_command_that_fails_is_shown(hosts: Any, reach: Reach) -> None:
     with pytest.raises(LinkLost, match="it closes every new connection at once") as lost:
-        reach("node1", "Host node1\n ProxyCommand false %h\n", connect_timeout=2).names("/")
+        reach("node1", "Host node1\n ProxyCommand false %h\n", connect_timeout=5).names("/")
     assert f"Does the ProxyCommand work? Try: false {hosts.address('node1')}" in lost.value.hint
 
 
@@ -303,10 +303,16 @@ def test_nothing_is_left_on_the_host_when_the_connection_is_closed(hosts: Any, r
 
 def test_ctrl_c_while_connecting_ends_at_once(hosts: Any, reach: Reach) -> None:
     hosts.fault("drop", "node1")
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    transport = reach("node1", connect_timeout=120)
+
+    def interrupt() -> None:
+        eventually(lambda: transport._connecting.locked())  # type: ignore[attr-defined]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        reach("node1", connect_timeout=120).names("/")
+        transport.names("/")
     assert time.monotonic() - began < 100
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts_testbed import eventually
 
 from orc.launchers.ssh.errors import AccessRefused
 
@@ -65,11 +67,16 @@ def enter(hosts: Any, tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A running ssh-agent without keys; its socket."""
-    socket = tmp_path / "agent.socket"
-    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket)], stdout=subprocess.DEVNULL)
-    while not socket.exists():
+    path = tmp_path / "agent.socket"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+
+    def listens() -> bool:
         assert process.poll() is None
-    yield socket
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(path)) == 0
+
+    eventually(listens)
+    yield path
     process.terminate()
     process.wait()
 

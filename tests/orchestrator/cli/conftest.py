@@ -79,7 +79,6 @@ def orc_process(place: Path) -> Run:
             [sys.executable, "-m", "orc.orchestrator.cli.main", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
             **options,
         )
         return Result(done.returncode, done.stdout, done.stderr)

@@ -110,12 +110,12 @@ def test_a_cancelled_build_leaves_nothing(orc: Any, folder: Path, orc_home: Path
     text = JOB.replace("nodes: 2", "nodes: 1") + "environment: {conda: environment.yml}\n"
     (folder / "job.yaml").write_text(text)
     job = orc("submit", str(folder / "job.yaml"), "--json").json["id"]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (begun := list((orc_home / "state").glob("envs/*/bin"))):
         assert time.monotonic() < deadline, orc("logs", job, "--node", "0").out
         time.sleep(0.05)
     orc("cancel", job, "--grace", "10")
-    assert orc("wait", job, "--timeout", "30").code == 3
+    assert orc("wait", job, "--timeout", "120").code == 3
     assert not begun[0].parent.exists()
 
 

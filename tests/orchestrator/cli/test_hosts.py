@@ -100,7 +100,7 @@ def test_a_job_with_a_copied_environment_is_looked_into(
     assert sorted(done.out.splitlines()) == [f"[node 0] {first}", f"[node 1] {second}"]
     samples = [json.loads(line) for line in orc_process("top", "--once", "--json").out.splitlines()]
     assert [(s["host"], [r["rank"] for r in s["ranks"]]) for s in samples] == [(first, [0, 1]), (second, [2, 3])]
-    done = orc_process("stacks", job, "--json")
+    done = orc_process("stacks", job, "--timeout", "60", "--json")
     assert done.code == 0, done.err
     assert [(g["ranks"], g["frames"][0][2]) for g in done.json["groups"]] == [([1], "odd"), ([0, 2, 3], "ordinary")]
     orc_process("cancel", job, "--grace", "1")

@@ -40,6 +40,12 @@ def test_help_lists_every_command_with_its_line(orc: Run) -> None:
         assert (f"  {name} " in shown.out and line in shown.out) == (name not in HIDDEN)
 
 
+def test_no_command_at_all_gets_the_help_and_not_an_error_block(orc: Run) -> None:
+    shown = orc()
+    assert (shown.code, shown.out) == (2, "")
+    assert shown.err == orc("--help").out
+
+
 def test_a_mistyped_command_gets_the_nearest(orc: Run) -> None:
     result = orc("sumbit", "job.yaml")
     assert result.code == 2

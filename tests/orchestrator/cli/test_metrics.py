@@ -66,9 +66,11 @@ def test_json_is_every_line_as_it_was_written(orc, measured):
 
 
 def test_a_job_that_has_measured_nothing_says_so(orc, measured):
-    refused = orc("metrics", measured(0))
-    assert refused.code == 2
-    assert "measured nothing" in refused.err
+    job = measured(0)
+    for options in ((), ("--follow",), ("--follow", "--json")):
+        refused = orc("metrics", job, *options)
+        assert refused.code == 2
+        assert "measured nothing" in refused.err + refused.out
 
 
 def test_following_shows_what_comes_until_the_job_has_ended(orc, orc_process, job_file):

@@ -90,6 +90,7 @@ def test_clusters_are_listed_shown_and_checked(orc: Run, orc_home: Path, place: 
     assert "here" in orc("clusters").out
     shown = orc("clusters", "show", "here", "--json").json
     assert (shown["kind"], shown["root"], shown["env"]) == ("local", f"{place}/root", {"A": "1"})
+    assert orc("clusters", "--json", "show", "here").json == shown
     assert "kind: local" in orc("clusters", "show", "here").out
     checked = orc("clusters", "check", "here", "--json")
     assert checked.code == 0

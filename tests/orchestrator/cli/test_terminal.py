@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,14 @@ from orc.orchestrator.cli.display import Display, describe, display
 
 JobFile = Callable[..., str]
 
-SLOW = "name: slow\ncommand: echo first; sleep 0.6; echo last\nlauncher: python\n"
+WAITS = "name: slow\ncommand: echo first; while [ ! -e {go} ]; do sleep 0.05; done; echo last\nlauncher: python\n"
 
 
-def _on_a_terminal(*arguments: str) -> tuple[int, str]:
-    """`orc ARGS` with stdout and stderr on one terminal; its exit status and everything it wrote."""
+def _on_a_terminal(*arguments: str, once_said: str = "", go: Path | None = None) -> tuple[int, str]:
+    """`orc ARGS` with stdout and stderr on one terminal; its exit status and everything it wrote.
+
+    The file *go* is made when it has written *once_said*.
+    """
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "orc.orchestrator.cli.main", *arguments]
     env = {**os.environ, "TERM": "xterm-256color"}
@@ -34,14 +38,16 @@ def _on_a_terminal(*arguments: str) -> tuple[int, str]:
         if not data:
             break
         written += data
+        if go is not None and once_said.encode() in written:
+            go.touch()
     os.close(leader)
-    return process.wait(timeout=30), written.decode()
+    return process.wait(timeout=60), written.decode()
 
 
-def test_following_shows_the_state_in_a_line_that_comes_and_goes(job_file: JobFile) -> None:
-    code, written = _on_a_terminal("submit", job_file(SLOW), "--follow")
+def test_following_shows_the_state_in_a_line_that_comes_and_goes(job_file: JobFile, place: Path) -> None:
+    go = place / "go"
+    code, written = _on_a_terminal("submit", job_file(WAITS.format(go=go)), "--follow", once_said="RUNNING", go=go)
     assert code == 0
-    assert "RUNNING" in written
     assert "\x1b[2K" in written or "\r" in written
     # The lines of the job stand alone: nothing of the live line is left on them.
     lines = [line.rpartition("\x1b[2K")[2].strip() for line in written.split("\n")]

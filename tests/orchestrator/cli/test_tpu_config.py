@@ -138,6 +138,15 @@ def test_which_cluster_is_meant_has_to_be_clear(orc, clusters) -> None:
     assert "there is no cluster of kind tpu" in orc("tpu-config", "--tpu-name", "n", "--command", "id").err
 
 
+def test_debug_needs_no_cluster_when_name_and_zone_are_given(orc) -> None:
+    given = ("tpu-config", "--debug", "--tpu_name", "n", "--command", "a", "--command", "b")
+    done = orc(*given, "--tpu_zone", "z")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "# on all workers of the TPU n in z:\n/bin/sh -e -c 'exec 2>&1\na\nb'\n"
+    assert orc(*given, "--tpu_zone", "z", "--json").json["cluster"] is None
+    assert "there is no cluster of kind tpu" in orc(*given).err
+
+
 @pytest.mark.hosts
 @pytest.mark.xdist_group("hosts")
 def test_workers_of_a_real_pod_run_it_over_ssh(orc, clusters, tpu_pods) -> None:

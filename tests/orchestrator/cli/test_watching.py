@@ -57,7 +57,7 @@ def job(
     path = job_file(JOB)
     Path(path).with_name("train.py").write_text(SCRIPT)
     job_id = orc("submit", path, "--json").json["id"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(list((orc_home / "state/jobs" / job_id / "a1").glob("node-*/progress.json"))) < 2 or any(
         "started" not in orc("logs", job_id, "--rank", str(rank)).out for rank in range(4)
     ):
@@ -65,7 +65,7 @@ def job(
         time.sleep(0.05)
     yield job_id
     orc("cancel", job_id, "--grace", "1")
-    orc("wait", job_id, "--timeout", "30")
+    orc("wait", job_id, "--timeout", "120")
 
 
 def test_a_program_runs_in_the_working_copy_with_the_jobs_environment(
@@ -90,16 +90,16 @@ def test_a_program_runs_in_the_working_copy_with_the_jobs_environment(
     assert (sample["job"], sample["node"], sample["state"]) == (job, 1, "running")
     assert [rank["rank"] for rank in sample["ranks"]] == [2, 3]
     assert all(rank["rss"] > 1_000_000 and rank["processes"] == 1 for rank in sample["ranks"])
-    assert 1 < sample["steps_per_s"] <= 25
+    assert 0 < sample["steps_per_s"] < 100  # about 20
     rows = orc("top", "--once").out.splitlines()
     assert [row.split()[:2] for row in rows] == [["JOB", "NODE"], [job, "0"], [job, "1"]]
 
-    done = orc("stacks", job, "--json")
+    done = orc("stacks", job, "--timeout", "60", "--json")
     assert done.code == 0, done.err
     groups = done.json["groups"]
     assert [group["ranks"] for group in groups] == [[1], [0, 2, 3]]
     assert [group["frames"][0][2] for group in groups] == ["odd", "ordinary"]
-    text = orc("stacks", job).out
+    text = orc("stacks", job, "--timeout", "60").out
     assert text.startswith("rank 1\n")
     assert "\n\nranks 0,2-3 (3)\n" in text
 
@@ -132,7 +132,7 @@ def test_top_draws_its_table_anew_until_ctrl_c(job: str) -> None:
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}
     with subprocess.Popen(argv, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
-        shown, deadline = b"", time.monotonic() + 60
+        shown, deadline = b"", time.monotonic() + 120
         while shown.count(b"STEP/S") < 4:
             assert time.monotonic() < deadline, shown
             shown += os.read(leader, 65536)
@@ -143,7 +143,7 @@ def test_top_draws_its_table_anew_until_ctrl_c(job: str) -> None:
                     break
             except OSError:
                 break
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=60) == 130
     os.close(leader)
     assert shown.count(job.encode()) >= 4
     assert b"running" in shown

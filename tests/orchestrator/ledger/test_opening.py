@@ -39,11 +39,11 @@ def test_files_beside_the_ledger_are_private_too(tmp_path):
     database.close()
 
 
-def test_the_file_is_durable_checked_and_in_wal_mode(tmp_path):
+def test_the_file_is_durable_checked_and_in_wal_mode_and_is_waited_for(tmp_path):
     database = open_database(tmp_path)
     with database.read() as connection:
-        pragmas = ("journal_mode", "synchronous", "foreign_keys")
-        assert [connection.tuples(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 1]
+        pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        assert [connection.tuples(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 1, 120_000]
     database.close()
 
 
@@ -168,11 +168,18 @@ def test_a_ledger_in_memory_is_refused(tmp_path, url):
         open_database(tmp_path, url)
 
 
-@pytest.mark.parametrize("url", ["nonsense", "nosuchdb://host/x", "postgresql+nosuchdriver://host/x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("nonsense", "nosuchdb://host/x", "postgresql+nosuchdriver://host/x"),
+        *("postgresql://u:secret@host:notaport/x", "postgresql://u:secret@[::1/x"),
+    ],
+)
 def test_a_bad_url_is_one_clear_error(tmp_path, url):
     with pytest.raises(LedgerError) as caught:
         open_database(tmp_path, url)
     assert caught.value.where == "ORC_LEDGER_URL"
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", ["sqlite+pysqlite", "postgresql+nosuchdriver", "not a scheme"])

@@ -138,7 +138,7 @@ print(os.waitpid(child, 0)[1], faults)
 
 
 def test_a_worker_process_does_not_slow_the_next_copy_and_can_make_its_own():
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=150, check=True)
     status, faults = map(int, done.stdout.split())
     assert status == 0
     assert faults < 1000  # the copy has 2000 pages
@@ -164,10 +164,10 @@ if len(sys.argv) > 2:
 def test_the_end_of_the_process_waits_and_tells_what_went_wrong(tmp_path):
     target = tmp_path / "state"
     command = [sys.executable, "-c", SCRIPT, str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
     assert read_manifest(target).files
-    done = subprocess.run([*command, "full"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "full"], capture_output=True, text=True, timeout=150)
     assert "orc: saving" in done.stderr
     assert "No space left on device" in done.stderr
     assert os.listdir(tmp_path) == ["state"]

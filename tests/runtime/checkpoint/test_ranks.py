@@ -1,12 +1,13 @@
 """Saving and loading on several ranks."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from orc.runtime import Accelerator, ProjectConfiguration
+from orc.runtime import Accelerator, InitProcessGroupKwargs, ProjectConfiguration, RunContext, use_context
 
 pytestmark = pytest.mark.distributed
 
@@ -147,6 +148,17 @@ def test_ranks_keep_the_newest_and_an_epoch_after_loading_is_bit_equal(tmp_path,
     assert states[0] != states[1], "each rank has its own generators back"
 
 
+def test_a_save_waits_as_long_as_the_scripts_collectives(monkeypatch):
+    with use_context(RunContext.fake(0, 2)):
+        assert Accelerator()._checkpoints.meeting.timeout_s == 600
+        chosen = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
+        checkpoints = Accelerator(kwargs_handlers=[chosen])._checkpoints
+        assert checkpoints.meeting.timeout_s == checkpoints._background_meeting.timeout_s == 7
+    monkeypatch.setenv("ORC_TIMEOUT_S", "8")
+    with use_context(RunContext.fake(0, 2)):
+        assert Accelerator()._checkpoints.meeting.timeout_s == 8
+
+
 def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_ranks):
     def save_on_main(root):
         accelerator = build(root)[0]
@@ -282,7 +294,7 @@ def test_meetings_keep_the_store_small_and_in_step(run_ranks):
         from orc.runtime.context import current_context
 
         context = current_context()
-        meeting = Meeting(context, timeout_s=5)
+        meeting = Meeting(context, timeout_s=60)
         totals = [meeting.hold("sum", context.rank + n, sum) for n in range(20)]
         context.barrier()
         keys = sum("orc/meeting" in key for key in context.store.list_keys()) if context.is_main else 0

@@ -22,7 +22,7 @@ def relays(directory, broken=None):
     target.mkdir()
     names = ["empty", "large", "small"]
     contents = {"empty": b"", "large": os.urandom(9500), "small": b"abc"}
-    meeting = Meeting(context, timeout_s=20)
+    meeting = Meeting(context, timeout_s=60)
     meeting.hold("begin", None, len)
     relay = meeting.relay()
     result = None

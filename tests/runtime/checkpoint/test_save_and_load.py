@@ -185,6 +185,39 @@ def test_registered_objects_and_hooks_are_saved_and_loaded(tmp_path, make_run):
     assert counter.state["count"] == 7
 
 
+def test_registered_objects_may_hold_arrays(tmp_path, make_run):
+    class Holder:
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    run, holder = make_run(), Holder()
+    run.accelerator.register_for_checkpointing(holder)
+    arrays = [
+        np.arange(5.0),
+        np.zeros((2, 0), "int32"),
+        np.array(["a", "bc"]),
+        np.array([True]),
+        np.ones(2, "complex64"),
+    ]
+    for block in (True, False):
+        holder.state = {"arrays": [array.copy() for array in arrays], "generator": np.random.RandomState(1).get_state()}
+        run.accelerator.save_state(tmp_path / "s", block=block)
+        holder.state["arrays"][0] += 1  # what is written in the background was copied before
+        run.accelerator.load_state(tmp_path / "s")
+        for loaded, array in zip(holder.state["arrays"], arrays, strict=True):
+            assert type(loaded) is np.ndarray
+            np.testing.assert_array_equal(loaded, array, strict=True)
+        np.random.RandomState().set_state(holder.state["generator"])
+    assert np.ndarray not in torch.serialization.get_safe_globals()
+
+    holder.state = {"array": np.array([print, None])}
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl could not be loaded again"):
+        run.accelerator.save_state(tmp_path / "s")
+
+
 def test_hooks_may_take_over_weights(tmp_path, make_run):
     run = make_run()
     run.accelerator.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())

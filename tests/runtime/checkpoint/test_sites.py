@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -212,10 +213,14 @@ DEATHS = [("create", 3), ("seal", 3), ("commit", 6)]
 def test_a_machine_that_dies_in_a_save_leaves_all_at_one_step(tmp_path, run_ranks, disks, moment, step):
     run_ranks(2, saved, 3, env=disks(0, 1), nodes=2)
 
+    other = str(tmp_path / "0" / "checkpoint_1")
+
     def dies():
         from orc.runtime.checkpoint.destination import LocalDestination
 
         def gone(*_):
+            while moment == "commit" and not os.path.exists(other):  # complete on the other machine
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
         if os.environ["RANK"] == "1":

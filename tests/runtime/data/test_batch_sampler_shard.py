@@ -53,6 +53,12 @@ def test_batches_that_cannot_be_split_evenly_are_refused():
         BatchSamplerShard(batches(10, 5), 2, 0, split_batches=True)
 
 
+@pytest.mark.parametrize("length", range(1, 10))
+def test_a_rank_without_a_piece_of_the_last_batch_counts_one_batch_less(length):
+    made = [BatchSamplerShard(batches(length, 4), 4, rank, split_batches=True, even_batches=False) for rank in range(4)]
+    assert [len(shard) for shard in made] == [len(list(shard)) for shard in made]
+
+
 CASES = list(
     itertools.product((1, 2, 5, 8, 9, 16, 23), (1, 2, 4), (2, 3, 4), (False, True), (False, True), (False, True))
 )

@@ -7,7 +7,14 @@ from itertools import chain
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from orc.runtime.context import GradientRecord, RunContext
 from orc.runtime.data.loader import DataLoaderShard
@@ -106,6 +113,31 @@ def test_the_end_is_known_with_and_without_a_length():
     for loader in (prepare(DataLoader(range(6), batch_size=2)), prepare(DataLoader(Stream(6), batch_size=2))):
         assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
         assert loader.gradient.active == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_is_known_where_the_last_batch_has_no_piece_for_this_rank(rank):
+    class Backwards(Sampler):
+        def __len__(self):
+            return 9
+
+        def __iter__(self):
+            return iter(range(8, -1, -1))
+
+    class Own(BatchSampler):
+        pass
+
+    plain = DataLoader(range(9), batch_size=4, sampler=Backwards())
+    own = DataLoader(range(9), batch_sampler=Own(Backwards(), 4, drop_last=False))
+    for given in (plain, own):
+        loader = prepare(given, ranks=2, rank=rank, split_batches=True, even_batches=False)
+        assert [loader.end_of_dataloader for _ in loader] == [False, False, True][rank:]
+    assert len(prepare(plain, ranks=2, rank=rank, split_batches=True, even_batches=False)) == 3 - rank
+
+
+def test_a_share_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="process_index 2 is not one of 2 processes, 0 to 1"):
+        prepare(DataLoader(range(4)), ranks=2, rank=2)
 
 
 def test_skip_first_batches_skips_in_its_own_passes_only():

@@ -42,6 +42,31 @@ KINDS = {
 }
 
 
+class Batched(IterableDataset):
+    """Yields batches that are made already."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "dispatched stream"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_of_ready_made_batches_arrive_once(kind, world):
+    def body():
+        config = DataLoaderConfiguration(dispatch_batches=kind == "dispatched stream")
+        accelerator = Accelerator(dataloader_config=config)
+        for count in (1, 2, 3, 4, 5):
+            batches = list(torch.arange(3 * count).view(count, 3))
+            loader = accelerator.prepare(DataLoader(batches if kind == "map" else Batched(batches), batch_size=None))
+            seen = [row for batch in loader for row in accelerator.gather_for_metrics({"rows": batch})["rows"].tolist()]
+            assert seen == list(range(3 * count))
+
+    run_threads(world, body)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sample_arrives_once_and_in_order(kind, world):

@@ -123,9 +123,13 @@ def test_helpers_have_a_second_home():
         assert getattr(utils, name) is getattr(orc.runtime, name)
     assert set(orc.runtime.__all__) <= {*dir(utils)}
     assert not hasattr(utils, "no_such_helper")
-    environment = importlib.import_module("orc.runtime.utils.environment")
-    for name in environment.__all__:
-        assert getattr(environment, name) is getattr(orc.runtime, name)
+
+
+@pytest.mark.parametrize("path", ["data_loader", "utils.environment", "utils.operations"])
+def test_documented_paths_hold_the_same_names(path):
+    module = importlib.import_module(f"orc.runtime.{path}")
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(orc.runtime, name)
 
 
 def test_documented_helpers_are_all_there():

@@ -1,6 +1,9 @@
 """One object in one file, and models without what was put around them."""
 
+import io
+
 import torch
+from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from orc.runtime import Accelerator, RunContext, extract_model_from_parallel, load, save, use_context
@@ -15,6 +18,20 @@ def test_the_main_process_saves(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.bin", "0.safetensors", "node-0.bin", "node-2.bin"]
     assert load(tmp_path / "node-2.bin") == {"rank": 2}
     assert load(tmp_path / "0.safetensors")["rank"].item() == 0
+
+
+def test_files_that_are_open_are_taken_as_torch_save_takes_them():
+    for rank in range(2):
+        pickled, safe = io.BytesIO(), io.BytesIO()
+        with use_context(RunContext.fake(rank, 2)):
+            save({"rank": rank}, pickled)
+            Accelerator().save({"rank": torch.tensor(rank)}, safe, safe_serialization=True)
+        if rank == 0:
+            pickled.seek(0)
+            assert load(pickled) == {"rank": 0}
+            assert load_safetensors(safe.getvalue())["rank"].item() == 0
+        else:
+            assert pickled.getvalue() == safe.getvalue() == b""
 
 
 def test_shared_tensors_are_saved_once(tmp_path):

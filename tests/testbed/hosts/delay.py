@@ -37,6 +37,7 @@ def open_raw(interface):
 def main():
     a, b = open_raw(sys.argv[1]), open_raw(sys.argv[2])
     late = float(sys.argv[3]) / 1000
+    print("ready", flush=True)
     other = {a: b, b: a}
     queue = collections.deque()  # (due, socket to send on, frame), in order
     while True:

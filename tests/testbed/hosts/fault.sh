@@ -86,10 +86,12 @@ add rule inet fault out oifname eth0 ip daddr != $LAPTOP_IP drop" ;;
     in_switch ip link set "$host" nomaster
     in_switch ip link set "d-$host" master br0 up
     setsid nsenter -t "$(pid_of switch)" -n python3 "$HERE/delay.py" "$host" "e-$host" "$ms" \
-      </dev/null >>"$D/log/$host.delay.log" 2>&1 &
+      </dev/null >"$D/log/$host.delay.log" 2>&1 &
     record "$host.delay" $!
-    sleep 0.3
-    pid_of "$host.delay" >/dev/null || die "delay.py failed, see $D/log/$host.delay.log" ;;
+    until grep -q ready "$D/log/$host.delay.log"; do
+      pid_of "$host.delay" >/dev/null || die "delay.py failed, see $D/log/$host.delay.log"
+      sleep 0.02
+    done ;;
   rate) [ $# -eq 3 ] || usage
     in_switch tc qdisc replace dev "$host" root tbf rate "$3" burst 32kb latency 200ms
     in_net "$host" tc qdisc replace dev eth0 root tbf rate "$3" burst 32kb latency 200ms ;;

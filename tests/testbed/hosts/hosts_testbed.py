@@ -168,9 +168,7 @@ class HostsTestbed:
             for pid, command in self.processes(host).items()
         ]
         for host in self.names:
-            root = self.root(host)
-            for path in (*root.glob("store/tmp/*"), *root.glob("jobs/*/**/*.tmp"), *root.glob("jobs/*/**/.*.tmp")):
-                found.append(f"{host}: {path.relative_to(self.home(host))}")
+            found += [f"{host}: {path.relative_to(self.home(host))}" for path in _unfinished(self.root(host))]
         return found
 
     def clean(self) -> None:
@@ -188,7 +186,16 @@ class HostsTestbed:
                     entry.unlink()
 
 
-def eventually(probe: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.05) -> T:
+def _unfinished(root: Path) -> list[Path]:
+    """What a writer below a cluster's *root* has not finished."""
+    while True:
+        try:
+            return [*root.glob("store/tmp/*"), *root.glob("jobs/*/**/*.tmp"), *root.glob("jobs/*/**/.*.tmp")]
+        except FileNotFoundError:  # of a directory that somebody has just removed
+            continue
+
+
+def eventually(probe: Callable[[], T], *, timeout_s: float = 150, every_s: float = 0.05) -> T:
     """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
     deadline = time.monotonic() + timeout_s
     while True:

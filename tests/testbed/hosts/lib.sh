@@ -48,7 +48,7 @@ kill_recorded() {
   local pid i
   if pid=$(pid_of "$1"); then
     kill -KILL "$pid" 2>/dev/null || true
-    for i in $(seq 100); do
+    for i in $(seq 1200); do
       pid_of "$1" >/dev/null || break
       sleep 0.05
     done
@@ -70,7 +70,7 @@ hold() {
   # until the holder has left this network namespace, commands meant for its
   # own would act on ours
   local i
-  for i in $(seq 200); do
+  for i in $(seq 1500); do
     [ "$(readlink "/proc/$!/ns/net")" = "$(readlink /proc/$$/ns/net)" ] || return 0
     sleep 0.02
   done
@@ -107,7 +107,7 @@ boot_host() {
   hold "$name.outer" --net --mount --uts --ipc --pid --fork --kill-child \
     bash "$HERE/host-init.sh" "$D" "$name" "$RUSER" "$RUID"
   outer=$(pid_of "$name.outer") || die "cannot start $name, see $D/log/$name.outer.log"
-  for i in $(seq 200); do
+  for i in $(seq 1200); do
     [ -e "$D/hosts/$name/ready" ] && break
     pid_of "$name.outer" >/dev/null || die "$name died, see $D/log/$name.outer.log"
     sleep 0.05
@@ -119,10 +119,13 @@ boot_host() {
   start_sshd "$name"
 }
 
-# returns when it listens: sshd goes to the background before that
+# returns when it listens and has said which process it is: sshd goes to the background before that
 start_sshd() {
   in_host "$1" sh -c 'kill -0 "$(cat /run/sshd.pid 2>/dev/null)" 2>/dev/null || /usr/sbin/sshd -E /var/log/sshd.log || exit
-    for i in $(seq 250); do grep -q ":0016 00000000:0000 0A" /proc/net/tcp && exit 0; sleep 0.02; done; exit 1'
+    for i in $(seq 1500); do
+      grep -q ":0016 00000000:0000 0A" /proc/net/tcp && kill -0 "$(cat /run/sshd.pid 2>/dev/null)" 2>/dev/null && exit 0
+      sleep 0.02
+    done; exit 1'
 }
 
 # new host key for a host; known_hosts is only written by up.sh

@@ -138,7 +138,7 @@ CONF
     cp "$1/client/ssh_config" "$1/client/etc/ssh/ssh_config"
     mount --bind "$1/client/etc" /etc
     : > "$1/client/ready"; exec sleep infinity' sh "$D" 9>&-
-  for _ in $(seq 200); do [ -e "$D/client/ready" ] && break; sleep 0.05; done
+  for _ in $(seq 1200); do [ -e "$D/client/ready" ] && break; sleep 0.05; done
   [ -e "$D/client/ready" ] || die "laptop did not come up, see $D/log/laptop.log"
   in_switch sysctl -qw net.ipv6.conf.all.disable_ipv6=1 2>/dev/null || true
   in_switch ip link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0

@@ -35,6 +35,7 @@ ACCOUNT, REGION = "123456789012", "us-east-1"
 GROUP = "/aws/sagemaker/TrainingJobs"
 GRACE_S = 30.0
 SYNC_S = 0.3
+_MAKING = threading.Lock()  # jobs begin to speak at the same time
 
 
 class S3:
@@ -94,8 +95,12 @@ class Job:
     def write(self, stream: str, lines: list[str]) -> None:
         write_logs(stream, lines)
         order = self.directory.parent.parent / "interrupt-when"
-        if order.exists() and any(order.read_text() in line for line in lines):
-            order.unlink()
+        try:
+            text = order.read_text()
+        except FileNotFoundError:
+            return
+        if any(text in line for line in lines):
+            order.unlink(missing_ok=True)  # another job may have printed it, too
             (self.directory / "interrupt").touch()
 
     def note(self, state: dict[str, Any]) -> None:
@@ -127,10 +132,11 @@ def dated(value: Any) -> Any:
 def write_logs(stream: str, lines: list[str]) -> None:
     """One event for each line, as the log driver does it; an event is never empty."""
     backend = logs_backends[ACCOUNT][REGION]
-    if GROUP not in backend.groups:
-        backend.create_log_group(GROUP, {})
-    if stream not in backend.groups[GROUP].streams:
-        backend.create_log_stream(GROUP, stream)
+    with _MAKING:
+        if GROUP not in backend.groups:
+            backend.create_log_group(GROUP, {})
+        if stream not in backend.groups[GROUP].streams:
+            backend.create_log_stream(GROUP, stream)
     now = int(time.time() * 1000)
     backend.put_log_events(GROUP, stream, [{"timestamp": now, "message": line or " "} for line in lines])
 

@@ -60,7 +60,9 @@ class SagemakerTestbed:
 
     def interrupt_when(self, text: str) -> None:
         """Take the instances of the first spot job away that prints this."""
-        (self.directory / "interrupt-when").write_text(text)
+        order = self.directory / "interrupt-when"
+        order.with_suffix(".new").write_text(text)
+        order.with_suffix(".new").rename(order)  # what is empty would be in every line
 
     def hold(self, held: bool = True) -> None:
         """Keep new jobs from starting, or let them."""
@@ -128,8 +130,8 @@ def _sagemaker_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sage
     finally:
         server.stdin.close()
         server.stdout.close()
-        server.wait(30)
-    deadline = time.monotonic() + 30
+        server.wait(60)
+    deadline = time.monotonic() + 60
     while left := testbed.machines():
         assert time.monotonic() < deadline, f"containers that outlive the server: {left}"
         time.sleep(0.05)

@@ -48,9 +48,11 @@ class LoginNode:
         self._log = directory / "sshd.log"
         self._process: subprocess.Popen[bytes] | None = None
         self.home.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        # Nobody else is given this port as long as it is bound; sshd, which reuses addresses, too, may listen on it.
+        self.held = socket.socket()
+        self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.held.bind(("127.0.0.1", 0))
+        self.port = int(self.held.getsockname()[1])
         for key in ("host_key", "identity"):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(directory / key)], check=True
@@ -71,7 +73,7 @@ class LoginNode:
             self._process = subprocess.Popen(
                 [sshd, "-D", "-e", "-f", str(self.directory / "sshd_config")], stdin=subprocess.DEVNULL, stderr=log
             )
-        eventually(self._listens, timeout_s=20, every_s=0.02)
+        eventually(self._listens, every_s=0.02)
 
     def stop(self) -> None:
         """Shut sshd down; sessions that are open stay."""
@@ -88,6 +90,8 @@ class LoginNode:
         return {"login": NAME, "ssh_config": str(self.ssh_config)}
 
     def _listens(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self._log.read_text()
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
@@ -99,6 +103,7 @@ def login_node(slurm_testbed: SlurmTestbed, tmp_path_factory: pytest.TempPathFac
     node.start()
     yield node
     node.stop()
+    node.held.close()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 NODES = ("node1", "node2", "node3", "node4")
+_LONGEST_S = 500
 T = TypeVar("T")
 
 
@@ -122,7 +123,7 @@ class SlurmTestbed:
         pid = self._controller()
         if at_once:
             os.kill(pid, signal.SIGTERM)
-            eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+            eventually(lambda: has_ended(pid))
         try:
             yield
         finally:
@@ -143,7 +144,15 @@ class SlurmTestbed:
         return {**os.environ, "SLURM_TESTBED_DIR": str(self.directory)}
 
 
-def eventually(probe: Callable[[], T], *, timeout_s: float = 30, every_s: float = 0.1) -> T:
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, but for its parent that has not looked yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def eventually(probe: Callable[[], T], *, timeout_s: float = 90, every_s: float = 0.1) -> T:
     """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -156,11 +165,16 @@ def eventually(probe: Callable[[], T], *, timeout_s: float = 30, every_s: float 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that uses the cluster carries the mark, and all of them go to one worker of pytest-xdist."""
+    """Every test that uses the cluster carries the mark, and all of them go to one worker of pytest-xdist.
+
+    They may take long: what limits them is what they wait for.
+    """
     for item in items:
         if "slurm_testbed" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.xdist_group("slurm"))
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(_LONGEST_S))
 
 
 @pytest.fixture(scope="session")

@@ -283,7 +283,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def control(address: str, action: str, *args: str, timeout: float = 10.0) -> dict[str, Any]:
+def control(address: str, action: str, *args: str, timeout: float = 60.0) -> dict[str, Any]:
     """Ask a server in another process to do something; see ``ctl --help`` for the actions."""
     order = struct_pb2.Struct()
     order.update({"action": action, "args": list(args)})

@@ -176,7 +176,7 @@ def test_faults_hit_as_many_calls_as_they_are_told(serve: Serve) -> None:
     with pytest.raises(exceptions.ServiceUnavailable):
         client.get_node(name=f"{PARENT}/nodes/one")
     retry = core_retry.Retry(
-        predicate=core_retry.if_exception_type(exceptions.ServiceUnavailable), initial=0.01, timeout=5
+        predicate=core_retry.if_exception_type(exceptions.ServiceUnavailable), initial=0.01, timeout=60
     )
     assert client.get_node(name=f"{PARENT}/nodes/one", retry=retry).state == t.Node.State.READY
     with pytest.raises(exceptions.GoogleAPICallError):
@@ -286,7 +286,7 @@ def test_a_queued_resource_fails_expires_or_waits_for_capacity(serve: Serve) -> 
     client.create_queued_resource(parent=PARENT, queued_resource_id="late", queued_resource=late)
     client.create_queued_resource(parent=PARENT, queued_resource_id="wait", queued_resource=queued("d"))
     until(lambda: qr_state(client, f"{PARENT}/queuedResources/late") == QR.FAILED)
-    assert qr_state(client, f"{PARENT}/queuedResources/wait") == QR.WAITING_FOR_RESOURCES
+    until(lambda: qr_state(client, f"{PARENT}/queuedResources/wait") == QR.WAITING_FOR_RESOURCES)
     client.delete_queued_resource(request={"name": f"{PARENT}/queuedResources/one", "force": True})
     until(lambda: qr_state(client, f"{PARENT}/queuedResources/wait") == QR.ACTIVE)
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,18 +136,20 @@ class _Machines:
 def _empty(hosts: HostsTestbed, host: str) -> None:
     """The machine is gone with all that ran and lay there."""
 
-    def nothing_runs() -> bool:
+    def nothing_is_left() -> bool:
+        """Somebody who is still logged in may start something meanwhile."""
         left = hosts.processes(host)
         for pid in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        return not left
+        if left:
+            return False
+        for entry in hosts.home(host).iterdir():
+            with suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        return not any(hosts.home(host).iterdir())
 
-    eventually(nothing_runs, timeout_s=60)
-    for entry in hosts.home(host).iterdir():
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    eventually(nothing_is_left)
 
 
 @pytest.fixture

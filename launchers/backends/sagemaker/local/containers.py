@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-_CHECK_S = 10.0
+_CHECK_S = 60.0  # far more than a Python start takes, on a machine that swaps
 
 
 class Containers(Protocol):

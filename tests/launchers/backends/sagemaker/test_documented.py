@@ -78,7 +78,7 @@ def test_the_examples_of_the_how_to_can_be_sent(plan, tmp_path) -> None:
     assert made.commands
     assert plan(spot["additional_args"]).commands
     (inputs,) = (yaml.safe_load(block) for block in blocks("reference/sagemaker-options.md", "yaml"))
-    assert plan(inputs).commands
+    assert plan({**inputs, "subnets": "subnet-1", "security_group_ids": "sg-1"}).commands
     (program,) = blocks("how-to/sagemaker.md", "python")
     (call,) = [n for n in ast.walk(ast.parse(program)) if isinstance(n, ast.Call) and n.args and n.keywords]
     (tmp_path / "src").mkdir()

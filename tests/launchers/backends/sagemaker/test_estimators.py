@@ -78,6 +78,17 @@ def test_an_object_with_an_estimators_attributes_is_the_same_as_its_arguments(lo
     assert loaded.spec.argv == ("--epochs", "3")
 
 
+def test_an_objects_own_configurations_are_parts_of_the_request(load, cluster, source) -> None:
+    class Board:
+        def _to_request_dict(self) -> dict[str, str]:
+            return {"S3OutputPath": "s3://my-models/board"}
+
+    made = SimpleNamespace(entry_point="train.py", source_dir=str(source), tensorboard_output_config=Board())
+    for estimator in (made, vars(made)):
+        found = read_settings(cluster(), load(estimator).spec)
+        assert found.tensorboard_output_config == {"S3OutputPath": "s3://my-models/board"}
+
+
 def test_an_object_that_asks_for_what_cannot_be_is_refused(load, cluster, source) -> None:
     made = SimpleNamespace(entry_point="train.py", source_dir=str(source), git_config={"repo": "x"})
     with pytest.raises(SpecError, match="git_config cannot be carried"):

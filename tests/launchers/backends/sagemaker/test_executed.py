@@ -21,19 +21,20 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.spec import JobSpec
 from orc.launchers.store import ContentStore
 
-pytestmark = pytest.mark.xdist_group("sagemaker")
+# Containers start slowly beside other tests: what limits these is what they wait for.
+pytestmark = [pytest.mark.xdist_group("sagemaker"), pytest.mark.timeout(500)]
 
 COUNTS = """
 import json, os, pathlib, signal, sys, time
 rank = os.environ["RANK"]
 state = pathlib.Path(os.environ["ORC_CHECKPOINT_DIR"], f"state-{rank}.json")
 count = json.loads(state.read_text())["count"] if state.exists() else 0
-print(f"begins at {count}, restart {os.environ['ORC_RESTART']}", flush=True)
 def save(*_):
     state.write_text(json.dumps({"count": count + 1}))
     print("saved", flush=True)
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
+print(f"begins at {count}, restart {os.environ['ORC_RESTART']}", flush=True)
 while not count:
     time.sleep(0.05)
 """
@@ -50,7 +51,7 @@ class Run:
         chunks = self.backend.logs(self.handle, LogSelector(rank=rank, node=node))
         return b"".join(chunk.data for chunk in chunks).decode()
 
-    def until(self, done: Callable[[Observation], bool], timeout_s: float = 90) -> Observation:
+    def until(self, done: Callable[[Observation], bool], timeout_s: float = 240) -> Observation:
         deadline = time.monotonic() + timeout_s
         while not done(seen := self.backend.poll([self.handle])[self.handle]):
             assert time.monotonic() < deadline, f"{seen}\n{self.log(node=0)}"

@@ -246,7 +246,7 @@ def test_nothing_survives_what_holds_the_containers(tmp_path: Path) -> None:
     until(lambda: len(sleepers(tmp_path)) == 2)
     (machine,) = [pid for pid in processes() if str(directory).encode() in command(pid) and parent(pid) == os.getpid()]
     os.kill(machine, signal.SIGKILL)
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     until(lambda: sleepers(tmp_path) == [])
     assert training.state["FailureReason"] == "InternalServerError: the containers were killed"

@@ -17,11 +17,10 @@ from orc.launchers.ids import AttemptId
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sagemaker"
 EVERYTHING = {
-    "instance_type": "ml.g5.12xlarge",
+    "instance_type": "ml.p3.8xlarge",
     "image_uri": "registry.example.org/train:1",
     "volume_size": 200,
     "volume_kms_key": "alias/volume",
-    "keep_alive_period_in_seconds": "30m",
     "training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/plan",
     "use_spot_instances": True,
     "max_run": "2h",
@@ -57,7 +56,11 @@ EVERYTHING = {
     "max_retry_attempts": 2,
     "tags": {"team": "vision"},
     "tensorboard_output_config": {"S3OutputPath": "s3://my-models/board"},
-    "profiler_config": {"S3OutputPath": "s3://my-models/profile"},
+    "profiler_config": {
+        "S3OutputPath": "s3://my-models/profile",
+        "ProfilingIntervalInMilliseconds": 500,
+        "ProfilingParameters": {"DetailedProfilingConfig": "{}"},
+    },
     "disable_profiler": False,
     "experiment_config": {"ExperimentName": "digits"},
     "training_repository_credentials_provider_arn": "arn:aws:lambda:us-east-1:123456789012:function:credentials",
@@ -80,6 +83,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "grace": 90,
     },
     "everything": {"own": EVERYTHING, "resources": {"nodes": 3}},
+    "kept-warm": {
+        "own": {
+            "keep_alive_period_in_seconds": "30m",
+            "instance_placement_config": {
+                "EnableMultipleJobs": True,
+                "PlacementSpecifications": [{"UltraServerId": "u-1", "InstanceCount": 1}],
+            },
+        },
+    },
     "mpi": {
         "own": {"distribution": {"mpi": {"enabled": True, "processes_per_host": 4, "custom_mpi_options": "-x A -x B"}}},
         "resources": {"nodes": 2},
@@ -132,6 +144,29 @@ def test_the_request_keeps_to_the_api(shape, request_for, shaped) -> None:
                 assert re.fullmatch(kind.metadata["pattern"], value)
 
     walk(made, shape_of)
+
+
+def test_the_sdk_sends_each_request_as_it_was_rendered(request_for, shaped) -> None:
+    import boto3
+    from botocore.awsrequest import AWSResponse
+
+    from orc.launchers.backends.sagemaker.sdk import create_training_job
+
+    sent: list[dict[str, Any]] = []
+
+    def answer(request: Any, **_: Any) -> AWSResponse:
+        if request.headers["X-Amz-Target"].decode() == "SageMaker.CreateTrainingJob":
+            sent.append(json.loads(request.body))
+        made = AWSResponse(request.url, 200, {}, None)
+        made._content = b"{}"
+        return made
+
+    client = boto3.client("sagemaker", "us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
+    client.meta.events.register("before-send.sagemaker", answer)
+    rendered = [request_for(**shaped(shape)) for shape in SHAPES]
+    for request in rendered:
+        create_training_job(client, "us-east-1", request)
+    assert sent == rendered
 
 
 def test_the_documented_example_is_the_job_that_it_describes(plan, request_for, agents_for, shaped) -> None:
@@ -213,6 +248,18 @@ def test_the_account_is_left_open_where_nobody_has_named_it(request_for) -> None
     assert "<account>" not in json.dumps(made)
 
 
+def test_a_file_system_is_mounted_whatever_way_the_other_channels_come(request_for) -> None:
+    vpc = {"subnets": "subnet-1", "security_group_ids": "sg-1"}
+    made = request_for({**vpc, "input_mode": "FastFile", "inputs": {"shared": FILE_SYSTEM, "train": "s3://b-c/x"}})
+    *_, shared, train = made["InputDataConfig"]
+    assert (shared["InputMode"], train.get("InputMode")) == ("File", None)
+    assert made["AlgorithmSpecification"]["TrainingInputMode"] == "FastFile"
+
+
+def test_the_longest_time_of_a_job_stays_within_what_aws_allows(request_for) -> None:
+    assert request_for(resources={"time": "28d"})["StoppingCondition"] == {"MaxRuntimeInSeconds": 28 * 86400}
+
+
 def test_other_parts_of_aws_have_other_names(request_for) -> None:
     made = request_for(options={"region": "cn-north-1"})
     assert made["RoleArn"].startswith("arn:aws-cn:iam::")
@@ -246,6 +293,8 @@ def test_secrets_are_named_and_where_they_are_is_said(agents_for) -> None:
     assert "secrets" not in agents_for()["sagemaker"]
 
 
+FILE_SYSTEM = {"file_system_id": "fs-0123456789abcdef0", "file_system_type": "EFS", "directory_path": "/x"}
+MANIFEST = {"s3_data": "s3://b-c/x", "s3_data_type": "AugmentedManifestFile", "attribute_names": ["label"]}
 REFUSALS = {
     "no role": ({}, {"role": None}, {}, "no execution role"),
     "no instance type": ({}, {"instance_type": None}, {}, "no instance type"),
@@ -267,6 +316,20 @@ REFUSALS = {
     "trainium": ({"instance_type": "ml.trn1.2xlarge"}, {}, {}, "AWS's own accelerators"),
     "a file": ({"inputs": {"train": "file:///data"}}, {}, {}, "cannot read file:///data"),
     "a flag": ({}, {}, {"args": {"verbose": True}}, "the flag --verbose has no value"),
+    "warm spot": ({"use_spot_instances": True, "keep_alive_period_in_seconds": 60}, {}, {}, "exclude each other"),
+    "own disks": ({"instance_type": "ml.g5.xlarge", "volume_kms_key": "k"}, {}, {}, "Leave volume_kms"),
+    "a registry without a VPC": ({"training_repository_access_mode": "Vpc"}, {}, {}, "from a VPC alone"),
+    "many variables": ({"environment": {f"A{n}": "x" for n in range(100)}}, {}, {}, "100 variables"),
+    "a month": ({}, {}, {"resources": {"time": "29d"}}, "28 days"),
+    "secrets without a network": (
+        {"enable_network_isolation": True},
+        {"secrets": "secretsmanager"},
+        {"secrets": ["TOKEN"]},
+        "cannot ask Secrets Manager",
+    ),
+    "a file system without a VPC": ({"inputs": {"shared": FILE_SYSTEM}}, {}, {}, "from a VPC alone"),
+    "a manifest in files": ({"inputs": {"list": MANIFEST}}, {}, {}, "input_mode Pipe, not File"),
+    "compressed files": ({"inputs": {"a": {"s3_data": "s3://b-c/x", "compression": "Gzip"}}}, {}, {}, "not File"),
     "many tags": ({"tags": {f"t{n}": "x" for n in range(50)}}, {}, {}, "53 tags"),
 }
 

@@ -105,24 +105,46 @@ def test_one_setting_under_two_names_is_refused(settings) -> None:
         settings({"instance_type": "ml.c5.xlarge", "additional_args": {"ec2_instance_type": "ml.c5.2xlarge"}})
 
 
+FILE_SYSTEM = {"file_system_id": "fs-0123456789abcdef0", "file_system_type": "EFS", "directory_path": "/x"}
 BAD = {
     "instance_count": [0, True, "x"],
     "role": ["arn:aws:iam::1:role/x", "a b"],
-    "pytorch_version": ["two", 2],
+    "pytorch_version": ["two", 2, 2.10],
+    "transformers_version": [4.10],
+    "image_uri": ["x" * 256],
+    "training_plan": ["mine"],
+    "instance_placement_config": [{"PlacementSpecifications": [{}]}, {"Racks": 1}],
+    "experiment_config": [{"ExperimentNam": "x"}, {"ExperimentName": "a_b"}, "digits"],
+    "tensorboard_output_config": [{}, {"S3OutputPath": "/tmp"}],
+    "profiler_config": [
+        {"ProfilingIntervalInMilliseconds": 7},
+        {"ProfilingParameters": {"local_path": "/x"}},
+        {"S3OutputPath": "s3://my-data/x", "Rules": []},
+    ],
+    "training_repository_credentials_provider_arn": ["credentials"],
     "py_version": ["3.8"],
     "base_job_name": ["under_score", "-x"],
     "volume_size": [0, 1.5],
     "use_spot_instances": ["maybe", 1],
+    "mixed_precision": ["fp17", 16],
     "max_run": [0, "soon"],
     "max_pending": [60],
     "keep_alive_period_in_seconds": [100_000],
     "output_path": ["/tmp/x", "s3://B"],
     "checkpoint_local_path": ["checkpoints"],
-    "subnets": [[], "a b"],
-    "environment": [{"1A": "x"}, {"SM_HOSTS": "x"}, "A=1"],
+    "subnets": [[], "a b", [f"subnet-{n}" for n in range(17)]],
+    "security_group_ids": [[f"sg-{n}" for n in range(6)]],
+    "environment": [{"1A": "x"}, {"SM_HOSTS": "x"}, {"A": "x" * 513}, "A=1"],
     "tags": [{"orc:x": "1"}, {"a": "é€\n"}, "team"],
     "metric_definitions": [{"loss": "no group"}, {"loss": "("}, "loss"],
-    "inputs": [{"orc": "s3://bucket/x"}, {"a b": "s3://bucket/x"}, {"a": {"s3_data": "x"}}, {"a": {}}],
+    "inputs": [
+        *({"orc": "s3://bucket/x"}, {"a b": "s3://bucket/x"}, {"a": {"s3_data": "x"}}, {"a": {}}),
+        {"a": f"s3://bucket/{'x' * 1024}"},
+        {"a": {"s3_data": "s3://bucket/x", "attribute_names": ["label"]}},
+        {"a": {"s3_data": "s3://bucket/x", "s3_data_type": "AugmentedManifestFile"}},
+        {"a": {**FILE_SYSTEM, "input_mode": "Pipe"}},
+        {"a": {**FILE_SYSTEM, "file_system_id": "fs-0123456789abcdef01234"}},
+    ],
     "input_mode": ["Slow"],
     "arguments": ["bare"],
     "distributed_type": ["MODEL_PARALLEL", "FSDP"],
@@ -136,6 +158,13 @@ BAD = {
     ],
     "additional_args": ["x"],
 }
+
+
+def test_a_version_that_yaml_has_made_a_number_of_is_what_it_can_only_be(settings) -> None:
+    assert settings({"pytorch_version": 2.6}).pytorch_version == "2.6"
+    assert settings({"pytorch_version": "2.1"}).pytorch_version == "2.1"
+    with pytest.raises(SpecError, match=r"2\.1 may have been written as 2\.10, .*; put it in quotes"):
+        settings({"pytorch_version": 2.10})
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])

@@ -35,6 +35,9 @@ def render(options: dict[str, Any], *, cluster: dict[str, Any] | None = None, **
         ({"mem_per_gpu": "9G"}, {}, ["mem_per_gpu = 9G", "no GPUs"]),
         ({"gpu_type": "a100"}, {}, ["gpu_type = a100", "no GPUs"]),
         ({"gres": ["gpu:2"]}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"gres": "nvme:1,gpu:a100:2"}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"gres": "gres/gpu:2"}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"extra": {"tres-per-node": "gres/gpu:2"}}, {"gpus_per_node": 2}, ["--tres-per-node (under extra)"]),
         ({"nodelist": "n[1-3]", "exclude": ["n7", "n2"]}, {"nodes": 4}, ["n2 is in nodelist and in exclude"]),
         (
             {"gpus_as": "gpus-per-task"},

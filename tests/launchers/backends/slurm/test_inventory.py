@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from orc.launchers.backends.base import PartitionReport, QueuedJob
 from orc.launchers.backends.slurm.discovery import Facts, entry, entry_name
 from orc.launchers.backends.slurm.inventory import parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.options import read_options, read_settings
+from orc.launchers.clusters import load_clusters
 from orc.launchers.errors import LaunchError
 
 SINFO = """\
@@ -88,12 +90,15 @@ def test_an_entry_says_what_may_be_changed() -> None:
         ({"account": "", "accounts": ("a", "b")}, {"account": "a", "partition": "cpu"}),
         ({"account": "on", "accounts": ("on",)}, {"account": "on", "partition": "cpu"}),
         ({"account": "1234", "accounts": ("1234",)}, {"account": "1234", "partition": "cpu"}),
+        ({"account": "12e3", "accounts": ("12e3",)}, {"account": "12e3", "partition": "cpu"}),
         ({"account": "a # b: c".replace(" ", ""), "accounts": ()}, {"account": "a#b:c", "partition": "cpu"}),
     ],
 )
-def test_an_entry_is_read_back_as_it_was_meant(more: dict[str, Any], options: dict[str, Any]) -> None:
+def test_an_entry_is_read_back_as_it_was_meant(more: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     text = entry("hpc", facts(**more), {})
     assert yaml.safe_load(text)["hpc"]["options"] == options
+    (tmp_path / "clusters.yaml").write_text(text)
+    assert load_clusters(tmp_path / "clusters.yaml")["hpc"].options == options
     read_settings(options)
     read_options(options, {})
 

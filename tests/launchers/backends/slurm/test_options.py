@@ -41,6 +41,11 @@ def test_lists_become_one_word() -> None:
     assert (options.partition, options.exclude, options.mail_type) == ("gpu,cpu", "node1,node2", "END,FAIL")
 
 
+def test_generic_resources_may_stand_in_one_text() -> None:
+    for given in ("nvme:1,shard:2", ["nvme:1", "shard:2"], ["nvme:1,shard:2"]):
+        assert job_options(gres=given).gres == ("nvme:1", "shard:2")
+
+
 @pytest.mark.parametrize("spelling", ["mail-user", "mail_user"])
 def test_dashes_and_underscores_are_the_same(spelling: str) -> None:
     assert job_options(**{spelling: "me@example.org"}).mail_user == "me@example.org"
@@ -57,6 +62,7 @@ def test_dashes_and_underscores_are_the_same(spelling: str) -> None:
             (("hint", "nomultithread"), ("spread-job", None)),
         ),
         ({"cores-per-socket": 8}, (("cores-per-socket", "8"),)),
+        (["--extra=rack=3", "--container=/bundle"], (("extra", "rack=3"), ("container", "/bundle"))),
     ],
 )
 def test_other_options_can_be_written_in_several_ways(given: Any, pairs: Any) -> None:
@@ -77,7 +83,7 @@ def test_other_options_can_be_written_in_several_ways(given: Any, pairs: Any) ->
         ({"nice": "high"}, ["nice:", "whole number"]),
         ({"signal_lead": "soon"}, ["signal_lead:", "'soon' is not a duration"]),
         ({"signal_lead": 70000}, ["signal_lead:", "expected 0 to 65535 seconds"]),
-        ({"exclusive": "maybe"}, ["exclusive:", "expected true, false, user or mcs"]),
+        ({"exclusive": "maybe"}, ["exclusive:", "expected true, false, user, mcs or topo"]),
         ({"gpu_type": "a100,b"}, ["gpu_type:", "not a GPU type"]),
         ({"mem_per_cpu": 4096}, ["mem_per_cpu:", "has no unit"]),
         ({"export": ["A=B"]}, ["export:", "'A=B' is not the name of a variable"]),
@@ -103,6 +109,13 @@ def test_other_options_can_be_written_in_several_ways(given: Any, pairs: Any) ->
         ({"srun_args": ["--ntasks=4"]}, ["srun_args: --ntasks=4 is set by orc"]),
         ({"srun_args": ["--output=/tmp/x"]}, ["--output=/tmp/x is set by orc", "orc logs"]),
         ({"srun_args": ["--container-image=x"]}, ["keys of their own", "container_image"]),
+        ({"extra": ["--outp=/tmp/x"]}, ["--outp is set by orc", "orc logs"]),
+        ({"extra": ["--part=gpu"]}, ["--part has a key of its own: `partition`"]),
+        ({"extra": ["--help"]}, ["--help is set by orc", "nothing is submitted"]),
+        ({"srun_args": ["--ntask=4"]}, ["--ntask=4 is set by orc", "resources.procs_per_node"]),
+        ({"srun_args": ["-V"]}, ["-V is set by orc", "nothing is started"]),
+        ({"srun_args": ["--het-group=0"]}, ["--het-group=0 is set by orc", "heterogeneous"]),
+        ({"gres": "nvme:1,,shard:2"}, ["gres:", "empty entry"]),
         ({"extra": ["--Hint=x"]}, ["--Hint is not an option"]),
         ({"extra": 5}, ["extra:", "expected a list of --options, or a mapping"]),
     ],

@@ -116,7 +116,7 @@ def test_a_rank_that_always_asks_to_run_again_does_not_run_for_ever(runs) -> Non
     assert (seen.phase, seen.cause, seen.restarts) == (Phase.FAILED, Cause.PREEMPTED, 0)
 
 
-@pytest.mark.parametrize(("nap", "said"), [("", ["up", "saved"]), ("time.sleep(3)", ["up", "saved"])])
+@pytest.mark.parametrize(("nap", "said"), [("", ["up", "saved"]), ("time.sleep(1.5)", ["up", "saved"])])
 def test_a_preempted_job_without_requeue_ends_as_preempted(runs, nap: str, said: list[str]) -> None:
     run = runs.start(RESUMES.replace('print("saved"', f'{nap}\n    print("saved"'), resources=spot())
     run.until_said("up", rank=0)
@@ -177,7 +177,7 @@ def test_a_job_cancelled_between_two_runs_does_not_run_again(runs) -> None:
     run = runs.start(RESUMES, resources=spot(), **PREEMPTED)
     run.until_said("up", rank=0)
     run.until_said("up", rank=1)
-    runs.slurm.preempt(seconds=1)
+    runs.slurm.preempt(seconds=60)  # it is cancelled after the test
     run.until(Phase.PENDING)
     run.cancel(5)
     assert run.ended().phase is Phase.CANCELLED

@@ -67,6 +67,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"reservation": "projects/demo-project/locations/us-central2-b/reservations/r"},
         {"script": "t.py"},
     ),
+    "reserved": ({"reserved": True}, {"script": "t.py"}),
+    "one-process-per-chip": ({"accelerator_type": "v6e"}, {"script": "t.py", "launcher": "xla"}),
     "existing": ({"name": "my-tpu"}, {"script": "train.py"}),
 }
 
@@ -139,6 +141,75 @@ def test_nodes_are_the_workers_of_the_type(cluster: Make) -> None:
 def test_what_no_tpu_can_carry_is_refused(cluster: Make, resources: dict[str, Any], says: str) -> None:
     with pytest.raises(RenderError, match=says):
         render(cluster(), script="t.py", resources=resources)
+
+
+XLA_ON_HOSTS = {"kind": "xla", "options": {"processes": "host"}}
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "launcher", "resources", "nproc"),
+    [
+        ("v4-8", "xla", {}, 4),
+        ("v4-32", "xla", {}, 4),
+        ("v5e-8", "xla", {}, 8),
+        ("v6e-1", "xla", {}, 1),
+        ("v4", "xla", {"nodes": 2}, 4),
+        ("v4-32", "xla", {"procs_per_node": 4}, 4),
+        ("v4-8", "xla", {"procs_per_node": 1}, 1),  # one of its chips
+        ("v3-8", XLA_ON_HOSTS, {}, 1),
+        ("v4-32", XLA_ON_HOSTS, {}, 1),
+        ("v4-8", {"kind": "xla", "options": {"device": "CPU"}}, {}, 1),
+        ("v4-32", "torchrun", {}, 1),
+        ("v4-32", "torchrun", {"procs_per_node": 3}, 3),
+    ],
+)
+def test_with_xla_there_is_a_process_for_each_chip_unless_the_job_says_otherwise(
+    cluster: Make, accelerator_type: str, launcher: Any, resources: dict[str, Any], nproc: int
+) -> None:
+    plan = render(cluster(accelerator_type=accelerator_type), script="t.py", launcher=launcher, resources=resources)
+    config = json.loads(plan.files[1].content)
+    assert config["nproc"] == nproc
+    assert config["slots"]["take"] == nproc
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "resources", "says"),
+    [
+        ("v4-8", {"procs_per_node": 2}, "a machine of v4-8 has 4 chips, and torch_xla uses all of them"),
+        ("v4-32", {"procs_per_node": 1}, "a machine of v4-32 has 4 chips"),
+        ("v2-8", {}, "a chip of v2-8 is two devices"),
+        ("v3-32", {"procs_per_node": 4}, "a chip of v3-32 is two devices"),
+    ],
+)
+def test_a_number_of_processes_that_torch_xla_cannot_work_with_is_refused(
+    cluster: Make, accelerator_type: str, resources: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RenderError, match=says) as caught:
+        render(cluster(accelerator_type=accelerator_type), script="t.py", launcher="xla", resources=resources)
+    assert caught.value.hint
+
+
+def test_a_disk_is_written_by_one_machine_alone(cluster: Make) -> None:
+    disk = {"source": "projects/p/zones/us-central2-b/disks/d", "mode": "read_write"}
+    plan = render(cluster(accelerator_type="v4-8", data_disks=[disk]), script="t.py")
+    node = in_plan(plan)["requests"][0]["queued_resource"]["tpu"]["node_spec"][0]["node"]
+    assert node["data_disks"] == [{"source_disk": disk["source"], "mode": "READ_WRITE"}]
+    with pytest.raises(RenderError, match="v4-16 has 2 machines: only one can write"):
+        render(cluster(data_disks=[disk]), script="t.py")
+
+
+def test_a_reserved_tpu_is_asked_for_as_such_in_both_ways(cluster: Make) -> None:
+    from google.cloud.tpu_v2.types import cloud_tpu
+
+    for queued in (True, False):
+        (asked,) = in_plan(render(cluster(reserved=True, queued=queued), script="t.py"))["requests"]
+        if queued:
+            sent = cloud_tpu.CreateQueuedResourceRequest.from_json(json.dumps(asked))
+            assert "guaranteed" in sent.queued_resource
+            node = sent.queued_resource.tpu.node_spec[0].node
+        else:
+            node = cloud_tpu.CreateNodeRequest.from_json(json.dumps(asked)).node
+        assert node.scheduling_config.reserved
 
 
 def test_on_the_workers_the_plan_has_their_addresses_and_nothing_of_the_request(cluster: Make) -> None:

@@ -16,6 +16,7 @@ from orc.launchers.spec.model import fields
 
 Make = Callable[..., Cluster]
 MakeJob = Callable[..., JobSpec]
+RESERVATION = "projects/demo-project/locations/us-central2-b/reservations/r"
 
 
 def test_the_smallest_cluster_names_project_zone_and_type(cluster: Make) -> None:
@@ -37,11 +38,15 @@ def test_the_smallest_cluster_names_project_zone_and_type(cluster: Make) -> None
         ({"insecure": True}, "only for an `endpoint` of your own"),
         ({"spot": True, "reserved": True}, "spot or reserved, not both"),
         ({"queued": False, "valid_until": "1h"}, "valid_until: only queued resources have this"),
-        ({"queued": False, "reservation": "r"}, "reservation: only queued resources have this"),
+        ({"queued": False, "reservation": RESERVATION}, "reservation: only queued resources have this"),
+        ({"reservation": "r"}, "'r' is not a reservation; write for example projects/P/locations/Z/reservations/R"),
+        ({"reservation": RESERVATION.replace("us-", "eu-")}, "it is in eu-central2-b, not in us-central2-b"),
+        ({"reservation": RESERVATION, "zones": ["us-central2-b", "us-east1-d"]}, "name its zone alone"),
         ({"external_ips": False, "internal": True}, "there are no other addresses"),
         ({"labels": {"Team": "x"}}, "labels.Team: labels are lower-case letters"),
         ({"labels": {"orc-marker": "x"}}, "labels that begin with orc- are orc's own"),
         ({"metadata": {"ssh-keys": "x"}}, "use the option ssh_key"),
+        ({"metadata": {"a key": "x"}}, "metadata.a key: keys of metadata are letters, digits"),
         ({"metadata": {"startup-script": "x"}}, "use the option startup_script"),
         ({"startup_script": "x" * 300_000}, "300000 bytes are more than the 262144"),
         ({"data_disks": ["disk"]}, "'disk' is not a disk"),

@@ -1,0 +1,67 @@
+"""Single lines of the batch script, each in the words that Slurm and its plug-ins have for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.backends.slurm import SlurmBackend
+from orc.launchers.bundle import Bundle
+from orc.launchers.clusters import Cluster
+from orc.launchers.ids import AttemptId
+from orc.launchers.manifest import Entry
+from orc.launchers.spec import JobSpec
+
+SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
+
+
+def render(options: dict[str, Any], resources: dict[str, Any] | None = None, **job: Any) -> str:
+    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root="/shared/orc"))
+    spec = {"name": "x", "script": "t.py", "resources": {**(resources or {}), "options": {"slurm": options}}, **job}
+    return backend.render(JobSpec.model_validate(spec), SNAPSHOT, AttemptId("x-k3f9a2", 1)).files[1].content
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+@pytest.mark.parametrize(
+    ("key", "on", "off"),
+    [
+        ("container_mount_home", "--container-mount-home", "--no-container-mount-home"),
+        ("container_remap_root", "--container-remap-root", "--no-container-remap-root"),
+        ("container_entrypoint", "--container-entrypoint", "--no-container-entrypoint"),
+        ("container_writable", "--container-writable", "--container-readonly"),
+    ],
+)
+def test_the_switches_of_a_container_are_those_of_pyxis(key: str, on: str, off: str) -> None:
+    for given, word, other in ((True, on, off), (False, off, on)):
+        words = render({"container_image": "pytorch", key: given}).split()
+        assert word in words
+        assert other not in words
+
+
+def test_the_signal_before_the_end_comes_no_earlier_than_slurm_can_send_it() -> None:
+    assert "--signal=URG@65535" in directives(render({}, grace="1d"))
+    assert "--signal=URG@65535" in directives(render({}, grace=65535 - 30))
+    assert "--signal=URG@65534" in directives(render({}, grace=65534 - 30))
+
+
+@pytest.mark.parametrize("given", [True, "user", "mcs", "topo"])
+def test_whole_nodes_are_asked_for_in_each_form(given: Any) -> None:
+    assert ("--exclusive" if given is True else f"--exclusive={given}") in directives(render({"exclusive": given}))
+
+
+def test_generic_resources_in_one_text_go_behind_the_gpus() -> None:
+    script = render({"gres": "nvme:1,shard:2", "gpu_type": "a100"}, {"gpus_per_node": 2})
+    assert "--gres=gpu:a100:2,nvme:1,shard:2" in directives(script)
+
+
+def test_an_empty_list_asks_for_nothing() -> None:
+    keys = ("partition", "exclude", "gres", "licenses", "mail_type", "export")
+    made = directives(render({key: [] for key in keys}))
+    assert "--export=NONE" in made
+    assert not [line for line in made if line.startswith(("--partition", "--exclude", "--gres", "--lic", "--mail"))]
+    assert "--nice=0" in directives(render({"nice": 0}))
