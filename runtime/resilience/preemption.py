@@ -176,7 +176,7 @@ class Preemption:
         with self._lock:
             self.ticks += 1
             now = self.ticks
-            if self._below_limit(now):
+            if self._passes(now):
                 return False
         return self._reached(now)
 
@@ -186,11 +186,12 @@ class Preemption:
             return self.signal is not None
         with self._lock:
             now = self.ticks + 1
-            if self._below_limit(now):
+            if self._passes(now):
                 return False
         return self._reached(now)
 
-    def _below_limit(self, boundary: int) -> bool:
+    def _passes(self, boundary: int) -> bool:
+        """Whether this rank goes past *boundary* without asking anybody; it is then noted as passed."""
         if self._limit is not None and boundary >= self._limit:
             return False
         # A limit that comes later must not take back what the script was told.

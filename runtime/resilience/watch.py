@@ -111,7 +111,8 @@ class Watch:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-            self._look()  # the run may have gone on, and to its end, since the thread last looked
+            if self._moved():  # the run may have gone on, and to its end, since the thread last looked
+                self._recovered()
         if self.rules.timeout_s is not None and self._thread is not None:
             faulthandler.cancel_dump_traceback_later()
         if self.reporter is not None:
@@ -153,7 +154,7 @@ class Watch:
                 # A process that was stopped (SIGSTOP, a suspended machine) has not stalled.
                 slept = now - last > max(5.0, 5 * self._poll_s)
                 last = now
-                if self._look() or slept:
+                if self._moved() or slept:
                     since = now
                     self._recovered()
                 pace.see(self.step(), now)
@@ -172,14 +173,10 @@ class Watch:
             if canary is not None:
                 canary.close()
 
-    def _look(self) -> bool:
-        """Whether this rank has got on since the last look; a report that it had not is then taken back."""
-        here = self.position()
-        if here == self._place:
-            return False
-        self._place = here
-        self._recovered()
-        return True
+    def _moved(self) -> bool:
+        """Whether this rank has got on since the last look, which is now."""
+        before, self._place = self._place, self.position()
+        return self._place != before
 
     def _arm(self, busy_s: float = 0.0) -> None:
         """Should an extension hold the interpreter's lock, this thread cannot speak; a thread in C then dumps.

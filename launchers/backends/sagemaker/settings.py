@@ -25,7 +25,7 @@ LOCAL_TYPES = ("local", "local_gpu")
 MAX_RUN_S = 28 * 24 * 3600
 Where = Callable[["KeyPath"], str]
 _NAME = read.matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9])*", "a name at SageMaker: letters, digits and dashes")
-_version = read.matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
+_VERSION = read.matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
 _KMS = read.matching(r"[a-zA-Z0-9:/_-]+", "a KMS key")
 _ID = read.matching(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")
 _IMAGE = read.matching(r".{1,255}", "the name of an image: 255 characters at most")
@@ -52,7 +52,7 @@ def _key(reader: read.Reader, default: Any, becomes: str, doc: str, *, cluster: 
 
 def _stock_version(value: Any) -> str:
     """A version of what stock images hold. YAML takes 2.10 for the number 2.1, which is another one."""
-    text = str(_version(value))
+    text = str(_VERSION(value))
     if isinstance(value, float):
         from orc.launchers.backends.sagemaker.images import HUGGINGFACE, PYTORCH
 
