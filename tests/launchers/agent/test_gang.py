@@ -74,9 +74,14 @@ def test_a_slow_setup_on_one_node_is_waited_for(attempt):
     job = attempt("print('ran')", nnodes=2, setup=[slow], startup_timeout_s=600.0)
     second = job.start(1)
     until(lambda: job.record("heartbeat.json", 1))
+    began = time.time()
     first = job.write(startup_timeout_s=0.5).start(0)  # over long before the setup is, but node 1 has started
-    until(lambda: (job.record("heartbeat.json", 0) or {}).get("state") == "waiting")
-    time.sleep(1.0)
+
+    def still_waits() -> bool:
+        beat = job.record("heartbeat.json", 0) or {"at": 0, "state": ""}
+        return beat["state"] == "waiting" and beat["at"] > began + 1.0
+
+    until(still_waits)
     (job.root / "jobs/job-1/go").touch()
     assert [first.wait(60), second.wait(60)] == [0, 0]
 
