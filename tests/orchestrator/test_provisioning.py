@@ -132,6 +132,41 @@ def test_a_submission_asks_and_returns_and_the_job_says_what_it_waits_for(cloud:
     assert len(cloud.asked()) == 1
 
 
+@pytest.mark.parametrize("ends", ["up", "no capacity"])
+def test_a_node_whose_creation_is_under_way_is_waited_for_and_not_made_twice(cloud: Cloud, ends: str) -> None:
+    """The API lists a node only when its creation has got somewhere; until then there is an operation."""
+    capacity = None if ends == "up" else 0
+    cloud.server.cloud.configure(listing_delay=1.5, provision_delay=2.0, capacity_chips=capacity)
+    cloud.configure(queued=False, zones=[ZONE, OTHER_ZONE])
+    view = cloud.submit()
+    seen = cloud.until(view.id, lambda v: v.reason)
+    assert (seen.state, seen.reason) == ("PENDING", f"the TPU is CREATING in {ZONE}")
+    if ends == "up":
+        cloud.until(view.id, is_waiting_for_workers)
+        assert [attempt.number for attempt in cloud.client.job(view.id).attempts] == [1]
+    else:
+        cloud.until(view.id, lambda v: OTHER_ZONE in v.reason)
+    made = [c.request["parent"].rpartition("/")[2] for c in cloud.server.cloud.calls if c.method == "CreateNode"]
+    assert made == ([ZONE] if ends == "up" else [ZONE, OTHER_ZONE])
+    cloud.cancel(view.id)
+    no_later_than(cloud.server, cloud.is_empty)
+
+
+def test_polls_ask_the_zone_of_the_tpu_and_less_and_less(cloud: Cloud) -> None:
+    cloud.configure(zones=[ZONE, OTHER_ZONE])
+    cloud.server.cloud.configure(capacity_chips=0)
+    view = cloud.submit()
+    cloud.until(view.id, lambda v: "WAITING_FOR_RESOURCES" in v.reason)
+    before = len(cloud.server.cloud.calls)
+    for _ in range(20):
+        cloud.client.refresh([view.id])
+    asked = [call.request["parent"] for call in cloud.server.cloud.calls[before:]]
+    assert len(asked) < 20
+    assert {parent.rpartition("/")[2] for parent in asked} <= {ZONE}
+    cloud.cancel(view.id)
+    no_later_than(cloud.server, cloud.is_empty)
+
+
 def test_a_zone_that_refuses_the_request_is_followed_by_the_next(cloud: Cloud) -> None:
     cloud.configure(zones=[ZONE, OTHER_ZONE])
     cloud.fault("CreateQueuedResource=RESOURCE_EXHAUSTED")

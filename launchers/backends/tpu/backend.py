@@ -33,6 +33,7 @@ from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.asking import ask, own_sights
 from orc.launchers.backends.tpu.lifecycle import Away, Create, End, Node, Sight, State, Use, Wait
 from orc.launchers.backends.tpu.pods import Pods
+from orc.launchers.backends.tpu.polling import Polling
 from orc.launchers.backends.tpu.rendering import hosts_of, render_plan
 from orc.launchers.backends.tpu.request import Place
 from orc.launchers.backends.tpu.settings import Settings, read_settings
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
 
 
+_IDLE_LOOK_S = 60.0  # between two looks for TPUs that have been idle for too long
+
+
 class TpuBackend:
     """Jobs on TPUs of one project, each attempt on one of its own unless the options name one."""
 
@@ -68,6 +72,8 @@ class TpuBackend:
         self.settings: Settings = read_settings(cluster)
         self._state_dir = state_dir
         self._pods = Pods(cluster, self.settings, state_dir, lambda: self.api)
+        self._polling = Polling(self._look)
+        self._idle_looked_at = float("-inf")  # monotonic
 
     @cached_property
     def api(self) -> TpuApi:
@@ -141,6 +147,8 @@ class TpuBackend:
         board = self._look(places)
         for place in places:
             for sight in board.sights(place):
+                if sight.state is State.WAITING and sight.queued is None and sight.node is None:
+                    raise BackendUnreachable("its TPU is being created, and not listed yet", where=sight.zone)
                 if sight.state in (State.ABSENT, State.GOING) or request.MARKER not in sight.labels:
                     continue
                 if place.collection == request.NODES and sight.node is not None and sight.node.queued:
@@ -195,22 +203,31 @@ class TpuBackend:
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Two listings for each zone, and one round trip to each worker that is up; many at a time."""
+        """Two listings of each attempt's own zone, and one round trip to each worker that is up; many at a time.
+
+        All zones are asked where an attempt's TPU is not (any more) where it was; see `Polling`.
+        """
         from orc.launchers.ssh.fanout import each
 
         if not handles:
             return {}
-        board = self._look([Place.parse(handle.native_id) for handle in handles])
-        self._end_idle(board)
-        results = each({handle.marker: handle for handle in handles}, lambda handle: self._observe(handle, board))
+        self._end_idle()
+        places = {handle.marker: Place.parse(handle.native_id) for handle in handles}
+        kept = {handle.marker: self._kept(handle) for handle in handles}
+        live = {marker: place for marker, place in places.items() if kept[marker].end() is None}
+        sights = self._polling.sights(live, {marker: kept[marker].zone for marker in live})
+        for marker, found in sights.items():
+            if (zone := next((sight.zone for sight in found if sight.alive), "")) not in ("", kept[marker].zone):
+                kept[marker].zone = zone
+        results = each({h.marker: h for h in handles}, lambda handle: self._observe(handle, sights.get(handle.marker)))
         return {handle: _answer(results[handle.marker]) for handle in handles}
 
-    def _observe(self, handle: Handle, board: Board) -> Observation:
+    def _observe(self, handle: Handle, sights: Sequence[Sight] | None) -> Observation:
         """One attempt. What has ended is reported once nothing of its TPU is left that should not be."""
-        kept, place = self._kept(handle), Place.parse(handle.native_id)
-        if kept.end() is not None:
-            return self._settle(handle, board)
-        step = self._step(board.sights(place))
+        kept = self._kept(handle)
+        if sights is None or kept.end() is not None:
+            return self._settle(handle)
+        step = self._step(sights)
         if kept.cancelled and not kept.started:
             return self._over(handle, Observation(Phase.CANCELLED, Cause.CANCELLED, "cancelled before it was started"))
         if isinstance(step, Use):
@@ -251,6 +268,8 @@ class TpuBackend:
                 return replace(_observed(step), exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
             if isinstance(step, Away):
                 return Observation(Phase.UNKNOWN, reason=step.reason)
+        if seen.phase is Phase.UNKNOWN:
+            self._polling.forget(handle.marker)  # are they silent because their TPU is gone?
         if node.health and not seen.phase.ended:
             return replace(seen, reason="; ".join(filter(None, [seen.reason, f"the TPU is not well: {node.health}"])))
         return seen
@@ -267,12 +286,13 @@ class TpuBackend:
     def _over(self, handle: Handle, end: Observation) -> Observation:
         """The attempt has ended: remember how, and clear up."""
         self._kept(handle).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
-        return self._settle(handle, self._look([Place.parse(handle.native_id)]))
+        return self._settle(handle)
 
-    def _settle(self, handle: Handle, board: Board) -> Observation:
+    def _settle(self, handle: Handle) -> Observation:
         from orc.launchers.backends.tpu.ending import settle
 
-        return settle(self, handle, board)
+        place = Place.parse(handle.native_id)
+        return settle(self, handle, self._look([place]).sights(place))
 
     # -- logs
 
@@ -387,23 +407,29 @@ class TpuBackend:
         """TPUs with our label, in the zones of the cluster."""
         from orc.launchers.backends.tpu.sweeping import leftovers
 
-        options = self.settings.options
-        place = Place(options.project, options.zones, request.QUEUED, "")
-        return leftovers(self._look([place]), live, over, now=time.time())
+        return leftovers(self._look([self._everywhere]), live, over, now=time.time())
 
     def sweep(self, leftover: Leftover) -> None:
         """Delete it, and wait until that is done."""
         self.api.delete(leftover.native_id, wait_s=self.settings.options.delete_timeout)
 
-    def _end_idle(self, board: Board) -> None:
+    def _end_idle(self) -> None:
         """Delete what has been idle for long enough. What cannot be deleted now is left to a later pass."""
         from orc.launchers.backends.tpu.sweeping import idle_for_too_long
 
-        for name in idle_for_too_long(board, now=time.time()):
+        if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_looked_at < _IDLE_LOOK_S:
+            return
+        for name in idle_for_too_long(self._look([self._everywhere]), now=time.time()):
             with suppress(BackendError):
                 self.api.delete(name)
+        self._idle_looked_at = time.monotonic()
 
     # -- parts of the above
+
+    @property
+    def _everywhere(self) -> Place:
+        """All that there is in the zones of the cluster."""
+        return Place(self.settings.options.project, self.settings.options.zones, request.QUEUED, "")
 
     def _look(self, places: Sequence[Place]) -> Board:
         from orc.launchers.backends.tpu.sights import look

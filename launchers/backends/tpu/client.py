@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.backends.tpu.lifecycle import Failure, Node, Queued
+from orc.launchers.backends.tpu.lifecycle import Creation, Failure, Node, Queued
 from orc.launchers.backends.tpu.request import API, NODES, parent
 from orc.launchers.errors import BackendError, BackendUnreachable
 
@@ -113,25 +113,26 @@ class TpuApi:
         except Missing:
             return None
 
-    def failed_creations(self, zone: str) -> dict[str, Failure]:
-        """Nodes whose newest creation has failed, by name: a node that could not be made leaves only its operation."""
+    def creations(self, zone: str) -> dict[str, Creation]:
+        """The newest creation of each resource of a zone, by its full name.
+
+        A node is not listed before its creation has got somewhere, and one that could not be made leaves nothing else.
+        """
         from google.cloud.tpu_v2.types import cloud_tpu
         from google.rpc import code_pb2
 
-        newest: dict[str, tuple[float, Failure | None]] = {}
+        newest: dict[str, Creation] = {}
         with self._errors(zone):
             for operation in self._operations(zone):
                 about = cloud_tpu.OperationMetadata()
                 if not operation.metadata.Unpack(cloud_tpu.OperationMetadata.pb(about)) or about.verb != "create":
                     continue
-                at = about.create_time.timestamp() if about.create_time else 0.0
-                error = operation.error
-                made = None
-                if operation.done and error.code:
-                    made = Failure(code_pb2.Code.Name(error.code), error.message)
-                if about.target not in newest or at >= newest[about.target][0]:
-                    newest[about.target] = (at, made)
-        return {name: failure for name, (_, failure) in newest.items() if failure is not None}
+                at, error, before = _seconds(about.create_time), operation.error, newest.get(about.target)
+                if before is not None and (at or 0.0) < (before.started_at or 0.0):
+                    continue
+                failure = Failure(code_pb2.Code.Name(error.code), error.message) if error.code else None
+                newest[about.target] = Creation(operation.done, at, failure)
+        return newest
 
     def _operations(self, zone: str) -> Iterator[Any]:
         token = ""
@@ -299,6 +300,11 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def _seconds(time: Any) -> float | None:
+    """A time of the API in seconds since the epoch; `None` for one that is not set."""
+    return float(time.timestamp()) if time else None
+
+
 def _queued(item: Any) -> Queued:
     """A QueuedResource message as a plain value."""
     from google.rpc import code_pb2
@@ -313,7 +319,7 @@ def _queued(item: Any) -> Queued:
         code=code_pb2.Code.Name(error.code) if error.code else "",
         error=error.message,
         by_user=item.state.state_initiator.name == "USER",
-        created_at=item.create_time.timestamp() if item.create_time else None,
+        created_at=_seconds(item.create_time),
     )
 
 
@@ -330,7 +336,7 @@ def _node(item: Any) -> Node:
         addresses=tuple((end.ip_address, end.access_config.external_ip if end.access_config else "") for end in ends),
         health=(item.health_description or item.health.name) if unwell else "",
         queued=item.queued_resource,
-        created_at=item.create_time.timestamp() if item.create_time else None,
+        created_at=_seconds(item.create_time),
         serial=item.id,
     )
 

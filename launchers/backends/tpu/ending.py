@@ -19,10 +19,9 @@ from orc.launchers.errors import BackendError, LaunchError
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
     from orc.launchers.backends.tpu.backend import TpuBackend
-    from orc.launchers.backends.tpu.sights import Board
 
 
-def settle(backend: TpuBackend, handle: Handle, board: Board) -> Observation:
+def settle(backend: TpuBackend, handle: Handle, sights: list[Sight]) -> Observation:
     """How the attempt ended, once nothing is left to do about it; until then `Phase.UNKNOWN`, and why."""
     kept, place = backend._kept(handle), Place.parse(handle.native_id)
     recorded = kept.end()
@@ -30,7 +29,6 @@ def settle(backend: TpuBackend, handle: Handle, board: Board) -> Observation:
     end, at = recorded
     if not place.is_made_for(handle.marker):
         return end
-    sights = board.sights(place)
     up = next((sight for sight in sights if sight.state is State.READY and sight.node is not None), None)
     if up is not None and up.node is not None and kept.started:
         try:

@@ -56,6 +56,18 @@ class Kept:
         """It must not be started any more."""
         self._write("cancelled", b"")
 
+    @property
+    def zone(self) -> str:
+        """The zone in which its TPU was last seen; empty before."""
+        try:
+            return (self.directory / "zone").read_text()
+        except FileNotFoundError:
+            return ""
+
+    @zone.setter
+    def zone(self, name: str) -> None:
+        self._write("zone", name.encode())
+
     # -- how it ended
 
     def end(self) -> tuple[Observation, float] | None:

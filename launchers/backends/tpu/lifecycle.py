@@ -70,6 +70,15 @@ class Failure:
     error: str
 
 
+@dataclass(frozen=True)
+class Creation:
+    """The newest creation of a resource, as its operation shows it: under way, failed, or done."""
+
+    done: bool
+    started_at: float | None = None
+    failure: Failure | None = None
+
+
 class State(enum.Enum):
     """What one zone has of an attempt's TPU."""
 
@@ -93,6 +102,12 @@ class Sight:
     failure: Failure | None = None
     node: Node | None = None
     queued: Queued | None = None
+    since: float | None = None  # when its creation began, seconds since the epoch
+
+    @property
+    def alive(self) -> bool:
+        """Whether the attempt has its TPU here, or will get it here: other zones do not matter then."""
+        return self.state in (State.WAITING, State.READY, State.AWAY)
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -119,15 +134,20 @@ _NODE_STATES = {
 }
 
 
-def sight_of(zone: str, queued: Queued | None, node: Node | None, failure: Failure | None = None) -> Sight:
-    """One zone, from what the API shows there. States that this version does not know are waited for."""
+def sight_of(zone: str, queued: Queued | None, node: Node | None, creation: Creation | None = None) -> Sight:
+    """One zone, from what the API shows there. States that this version does not know are waited for.
+
+    What is being created may not be listed yet: then its operation stands for it.
+    """
     if queued is not None:
         return _of_queued(zone, queued, node)
     if node is not None:
         state = _NODE_STATES.get(node.state, State.AWAY)
-        return Sight(zone, state, f"{node.state} in {zone}", node=node)
-    if failure is not None:
-        return Sight(zone, State.FAILED, f"{zone}: {failure.error}", failure)
+        return Sight(zone, state, f"{node.state} in {zone}", node=node, since=node.created_at)
+    if creation is not None and not creation.done:
+        return Sight(zone, State.WAITING, f"CREATING in {zone}", since=creation.started_at)
+    if creation is not None and creation.failure is not None:
+        return Sight(zone, State.FAILED, f"{zone}: {creation.failure.error}", creation.failure)
     return Sight(zone, State.ABSENT)
 
 
@@ -144,7 +164,7 @@ def _of_queued(zone: str, queued: Queued, node: Node | None) -> Sight:
     if queued.state == "ACTIVE" and node is not None:
         state = _NODE_STATES.get(node.state, State.AWAY)
         return Sight(zone, state, f"{node.state} in {zone}", node=node, queued=queued)
-    return Sight(zone, State.WAITING, said, node=node, queued=queued)
+    return Sight(zone, State.WAITING, said, node=node, queued=queued, since=node.created_at if node else None)
 
 
 # -- what to do
@@ -202,9 +222,8 @@ def next_step(sights: Sequence[Sight], *, now: float, provision_timeout_s: float
     for gone in by_state[State.PREEMPTED]:
         return End(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.said})")
     for waiting in by_state[State.WAITING]:
-        since = waiting.node.created_at if waiting.node is not None else None
-        if since is not None and now - since > provision_timeout_s:
-            took = f"{now - since:.0f} s"
+        if waiting.since is not None and now - waiting.since > provision_timeout_s:
+            took = f"{now - waiting.since:.0f} s"
             return End(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.said} after {took}")
         return Wait(f"the TPU is {waiting.said}")
     for down in by_state[State.TAKEN_DOWN]:
@@ -250,4 +269,6 @@ def to_delete(sights: Sequence[Sight], place: Place) -> list[str]:
             names.append(sight.queued.name)
         elif sight.node is not None and sight.node.id == place.id:
             names.append(sight.node.name)
+        elif sight.state is State.WAITING:  # its creation is under way, and it is not listed yet
+            names.append(f"projects/{place.project}/locations/{sight.zone}/{place.collection}/{place.id}")
     return names

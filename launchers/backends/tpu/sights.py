@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.tpu.client import in_zones
-from orc.launchers.backends.tpu.lifecycle import Failure, Node, Queued, Sight, sight_of
+from orc.launchers.backends.tpu.lifecycle import Creation, Node, Queued, Sight, sight_of
 from orc.launchers.backends.tpu.request import NODES, QUEUED, Place, parent
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ class Board:
     project: str
     queued: dict[tuple[str, str], Queued] = field(default_factory=dict)
     nodes: dict[tuple[str, str], Node] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)  # by the full name of the node
+    creations: dict[str, Creation] = field(default_factory=dict)  # of what is not listed, by its full name
 
     def sights(self, place: Place) -> list[Sight]:
         """What each zone has of the TPU at *place*, in the order of the zones."""
         return [self._sight(place, zone) for zone in place.zones]
 
     def _sight(self, place: Place, zone: str) -> Sight:
-        failure = self.failures.get(f"{parent(self.project, zone)}/{NODES}/{place.id}")
+        creation = self.creations.get(f"{parent(self.project, zone)}/{place.collection}/{place.id}")
         queued = self.queued.get((zone, place.id)) if place.collection == QUEUED else None
-        return sight_of(zone, queued, self.nodes.get((zone, place.id)), failure)
+        return sight_of(zone, queued, self.nodes.get((zone, place.id)), creation)
 
 
 def look(api: TpuApi, places: Iterable[Place]) -> Board:
@@ -47,12 +47,30 @@ def look(api: TpuApi, places: Iterable[Place]) -> Board:
         {(zone, item.id): item for zone, items in queued.items() for item in items},
         {(zone, item.id): item for zone, items in nodes.items() for item in items},
     )
-    without = [
-        (zone, place)
-        for place in wanted
-        for zone in place.zones
-        if place.collection == NODES and (zone, place.id) not in board.nodes
-    ]
-    for failures in in_zones(list(dict.fromkeys(zone for zone, _ in without)), api.failed_creations).values():
-        board.failures.update(failures)
+    _add_creations(api, board, wanted)
     return board
+
+
+def _add_creations(api: TpuApi, board: Board, places: Iterable[Place]) -> None:
+    """Look for the creation of what is not listed: what is under way is not gone, and what failed is not either."""
+    missing = [
+        (zone, place) for place in places for zone in place.zones if place.id and not _is_listed(board, place, zone)
+    ]
+    creations = in_zones(list(dict.fromkeys(zone for zone, _ in missing)), api.creations)
+    for zone, place in missing:
+        name = f"{parent(board.project, zone)}/{place.collection}/{place.id}"
+        creation = creations[zone].get(name)
+        if creation is None:
+            continue
+        board.creations[name] = creation
+        if not creation.done or creation.failure is not None:
+            continue
+        # It may have been done between the two listings.
+        if place.collection == QUEUED and (queued := api.queued_resource(zone, place.id)) is not None:
+            board.queued[zone, place.id] = queued
+        elif place.collection == NODES and (node := api.node(zone, place.id)) is not None:
+            board.nodes[zone, place.id] = node
+
+
+def _is_listed(board: Board, place: Place, zone: str) -> bool:
+    return (zone, place.id) in (board.queued if place.collection == QUEUED else board.nodes)

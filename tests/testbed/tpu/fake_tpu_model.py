@@ -100,6 +100,8 @@ class Settings:
     #: SUSPENDING -> SUSPENDED
     suspend_delay: float = 0.1
     stop_delay: float = 0.1
+    #: how long after its creation a node is listed; until then only its operation shows it
+    listing_delay: float = 0.0
     #: worker VMs of a node; None derives it from the accelerator type
     endpoints_per_node: int | None = None
     #: first address handed to a worker; the following ones are counted up and reused

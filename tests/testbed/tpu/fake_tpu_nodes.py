@@ -6,6 +6,7 @@ import ipaddress
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from fake_tpu_core import CloudCore
@@ -233,10 +234,14 @@ class NodesOfCloud(CloudCore):
 
     def get_node(self, request: t.GetNodeRequest) -> t.Node:
         node: t.Node = copy_of(self._node(request.name).node)
+        if node.create_time.timestamp() > time.time() - self.settings.listing_delay:
+            raise not_found(request.name)
         return node
 
     def list_nodes(self, request: t.ListNodesRequest) -> t.ListNodesResponse:
         items = [copy_of(r.node) for r in self._nodes.values() if self._within(r.parent, request.parent)]
+        latest = time.time() - self.settings.listing_delay
+        items = [node for node in items if node.create_time.timestamp() <= latest]
         page, token = page_of(items, request.page_size, request.page_token)
         return t.ListNodesResponse(nodes=page, next_page_token=token)
 

@@ -85,13 +85,14 @@ def test_a_node_is_made_at_once(api: TpuApi, tpu_api: FakeTpuServer) -> None:
 def test_a_node_that_could_not_be_made_is_known_by_its_operation(api: TpuApi, tpu_api: FakeTpuServer) -> None:
     tpu_api.cloud.configure(capacity_chips=0)
     api.create(node())
-    no_later_than(tpu_api, lambda: api.failed_creations(ZONE))
-    (failure,) = api.failed_creations(ZONE).values()
+    (name,) = api.creations(ZONE)
+    assert name == f"{PARENT}/nodes/one"
+    failure = no_later_than(tpu_api, lambda: api.creations(ZONE)[name].failure)
     assert failure.code == "RESOURCE_EXHAUSTED"
     assert "no more capacity" in failure.error
     tpu_api.cloud.configure(capacity_chips=None)
     api.create(node())
-    assert api.failed_creations(ZONE) == {}  # the newest counts
+    assert api.creations(ZONE)[name].failure is None  # the newest counts
 
 
 def test_all_pages_of_a_listing_are_read(api: TpuApi, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from orc.launchers.backends.base import Cause, Phase
 from orc.launchers.backends.tpu.lifecycle import (
     Away,
     Create,
+    Creation,
     End,
     Failure,
     Node,
@@ -164,9 +165,21 @@ def test_a_tpu_that_is_gone_ends_the_attempt(sight: Sight) -> None:
 
 
 def test_a_node_that_could_not_be_made_is_known_by_its_operation() -> None:
-    found = sight_of(A, None, None, Failure("RESOURCE_EXHAUSTED", "no more capacity"))
+    failure = Failure("RESOURCE_EXHAUSTED", "no more capacity")
+    found = sight_of(A, None, None, Creation(True, 5.0, failure))
     assert (found.state, found.said) == (State.FAILED, "us-central2-b: no more capacity")
     assert step(found, absent(B)) == Create(B, "us-central2-b: no more capacity")
+
+
+def test_a_creation_under_way_is_waited_for_and_not_for_ever() -> None:
+    found = sight_of(A, None, None, Creation(False, 100.0))
+    assert step(found, absent(B), now=700.0) == Wait("the TPU is CREATING in us-central2-b")
+    assert isinstance(step(found, absent(B), now=701.0), End)
+    assert to_delete([found, absent(B)], Place("p", (A, B), NODES, ID)) == [node("").name]
+
+
+def test_a_creation_that_is_done_says_nothing_of_a_tpu_that_is_not_there() -> None:
+    assert sight_of(A, None, None, Creation(True, 100.0)).state is State.ABSENT
 
 
 def test_everything_of_an_attempt_is_deleted_and_nothing_twice() -> None:
