@@ -86,8 +86,10 @@ def remove(path: str) -> None:
 
 
 def read_range(path: str, offset: int, limit: int | None) -> bytes:
-    """At most *limit* bytes from *offset* on."""
+    """At most *limit* bytes from *offset* on; none beyond the end, however far that is."""
     with open(path, "rb") as file:
+        if offset > os.fstat(file.fileno()).st_size:
+            return b""
         file.seek(offset)
         return file.read() if limit is None else file.read(limit)
 

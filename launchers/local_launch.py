@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orc.launchers import agent, agent_network
+from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
 from orc.launchers.startup import GATE, PRELOAD, modules_in
 
@@ -104,7 +105,7 @@ def launch(request: LocalLaunch) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"orc launch: {text}\n")
+    sys.stderr.write(f"orc launch: {escape_controls(text)}\n")
     sys.stderr.flush()
 
 

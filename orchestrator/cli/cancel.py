@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import SECONDS, jobs_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 
 @click.command("cancel")
@@ -23,4 +24,4 @@ def command(jobs: tuple[str, ...], grace: float | None, as_json: bool) -> None:
         return
     for view in views:
         asked = "" if view.ended else "  asked to stop; `orc wait` waits for the end"
-        click.echo(f"{jobtext.headline(view)}{asked}")
+        echo(f"{jobtext.headline(view)}{asked}")

@@ -9,6 +9,7 @@ import click
 
 from orc.orchestrator.cli.discover import command as discover
 from orc.orchestrator.cli.options import cluster_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Finding, HostReport
@@ -46,8 +47,8 @@ def _list(as_json: bool) -> None:
             {"file": str(clusters_file()), "clusters": [c.model_dump(mode="json") for c in clusters.values()]}
         )
         return
-    click.echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c.name, c.kind, root_of(c)) for c in clusters.values()]))
-    click.echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
+    echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c.name, c.kind, root_of(c)) for c in clusters.values()]))
+    echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
 
 
 @command.command("show")
@@ -64,7 +65,7 @@ def show_command(name: str, as_json: bool) -> None:
         return
     import yaml
 
-    click.echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip())
+    echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip())
 
 
 @command.command("check")
@@ -85,8 +86,8 @@ def check_command(name: str, as_json: bool) -> int:
         output.echo_json(told if hosts is None else {**told, "hosts": [_host_dict(host) for host in hosts]})
     else:
         if hosts is not None:
-            click.echo(_host_table(hosts, _holders(name)) + ("\n" if findings else ""))
-        click.echo(findings_text(findings) or f"{name}: nothing to complain about")
+            echo(_host_table(hosts, _holders(name)) + ("\n" if findings else ""))
+        echo(findings_text(findings) or f"{name}: nothing to complain about")
     return int(any(finding.level == "error" for finding in findings))
 
 

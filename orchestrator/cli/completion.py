@@ -8,6 +8,7 @@ from pathlib import PurePath
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 _INSTALL = {
     "bash": 'eval "$(orc completion bash)"            # in ~/.bashrc',
@@ -42,4 +43,4 @@ def command(shell: str | None, as_json: bool) -> None:
     if as_json:
         echo_json({"shell": name, "script": script, "install": _INSTALL[name]})
     else:
-        click.echo(script)
+        echo(script)

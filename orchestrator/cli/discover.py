@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 
 @click.command("discover")
@@ -40,14 +41,14 @@ def command(kind: str, name: str | None, write: bool, as_json: bool, **ways: str
     called = name or entry_name(facts)
     text = entry(called, facts, options)
     if not as_json:
-        click.echo(text, nl=False)
+        echo(text, nl=False)
     if write:
         append(called, text, file)
     if as_json:
         found: dict[str, Any] = {"name": called, "entry": yaml.safe_load(text)[called], **dataclasses.asdict(facts)}
         output.echo_json({**found, "file": str(file), "written": write})
     else:
-        click.echo(f"\n{'added to' if write else 'not written; --write adds it to'} {file}", err=True)
+        echo(f"\n{'added to' if write else 'not written; --write adds it to'} {file}", err=True)
 
 
 def refuse_known(name: str, file: Path) -> None:

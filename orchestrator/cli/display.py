@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import click
+from orc.orchestrator.cli.output import echo, rendered
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -23,7 +23,7 @@ class Display:
         """Now *step* goes on, as far as *detail* says."""
         if step != self._step:
             self._step = step
-            click.echo(step, err=True)
+            echo(step, err=True)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class TerminalDisplay(Display):
         """Now *step* goes on, as far as *detail* says."""
         from rich.text import Text
 
-        text = Text(f"{step}  {detail}".rstrip())
+        text = Text.from_ansi(rendered(f"{step}  {detail}".rstrip()))
         if self._status is None:
             self._status = self._console.status(text)
             self._status.start()

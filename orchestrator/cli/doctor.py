@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Finding
@@ -226,8 +227,8 @@ def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, a
         return int(failed)
     colours = {"ok": "green", "warning": "yellow", "error": "red"}
     rows = [(output.style(check.level, fg=colours.get(check.level)), check.name, check.what) for check in found]
-    click.echo(output.table(("", "WHAT", "FINDING"), rows))
+    echo(output.table(("", "WHAT", "FINDING"), rows))
     for check in found:
         if check.do and check.level in ("warning", "error"):
-            click.echo(f"\n{check.name}: {check.do}")
+            echo(f"\n{check.name}: {check.do}")
     return int(failed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.clusters import Cluster
@@ -36,7 +36,7 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
     _show(made)
     if exclude_bad:
         names = ", ".join(made.bad)
-        click.echo(f"\nexcluded from placement: {names}" if names else "\nno host is excluded from placement")
+        echo(f"\nexcluded from placement: {names}" if names else "\nno host is excluded from placement")
     return int(failed)
 
 
@@ -50,7 +50,7 @@ def _without_hosts(name: str, as_json: bool) -> int:
     if as_json:
         output.echo_json({"cluster": name, "ok": not failed, "findings": [finding_dict(finding) for finding in found]})
     else:
-        click.echo(findings_text(found) or f"{name}: nothing to complain about")
+        echo(findings_text(found) or f"{name}: nothing to complain about")
     return int(failed)
 
 
@@ -64,7 +64,7 @@ def _examine(cluster: Cluster, network: bool, *, silent: bool) -> Examination:
 
     def progress(step: str) -> None:
         if not silent:
-            click.echo(f"{step} ...", err=True)
+            echo(f"{step} ...", err=True)
 
     try:
         return examine(
@@ -85,10 +85,10 @@ def _show(made: Examination) -> None:
 
     rows = [_row(row) for row in made.hosts()]
     header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH")
-    click.echo(output.table(header, rows))
+    echo(output.table(header, rows))
     for finding in made.findings:
         fields = {"what": finding.what, "where": finding.where, "do": finding.hint}
-        click.echo("\n" + block(fields, finding.level))
+        echo("\n" + block(fields, finding.level))
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 
 @click.command("events")
@@ -29,4 +30,4 @@ def command(job: str, as_json: bool) -> None:
         )
         for event in events
     ]
-    click.echo(output.table(("AT", "ATTEMPT", "EVENT", "DATA"), rows))
+    echo(output.table(("AT", "ATTEMPT", "EVENT", "DATA"), rows))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from orc.orchestrator.cli.options import job_argument
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
@@ -76,8 +77,9 @@ def _everywhere(entries: Sequence[NodeEntry], program: Sequence[str]) -> int:
     import threading
 
     from orc.launchers.watching import on_node
+    from orc.orchestrator.cli.tail import writer
 
-    lock = threading.Lock()
+    lock, out = threading.Lock(), writer(sys.stdout.buffer)
     statuses: list[int] = []
 
     def run(entry: NodeEntry) -> None:
@@ -86,14 +88,14 @@ def _everywhere(entries: Sequence[NodeEntry], program: Sequence[str]) -> int:
         try:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         except OSError as error:
-            click.echo(f"{prefix.decode()}{argv[0]}: {error.strerror}; orc needs it to get there", err=True)
+            echo(f"{prefix.decode()}{argv[0]}: {error.strerror}; orc needs it to get there", err=True)
             statuses.append(_NOT_RUN)
             return
         assert process.stdout is not None
         for line in process.stdout:
             with lock:
-                sys.stdout.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
-                sys.stdout.buffer.flush()
+                out.write(prefix + line.rstrip(b"\n") + b"\n")
+                out.flush()
         statuses.append(process.wait())
 
     threads = [threading.Thread(target=run, args=(entry,)) for entry in entries]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import cluster_option, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.errors import LaunchError
@@ -70,11 +71,11 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     if as_json:
         output.echo_json({"dry_run": dry_run, "hosts": [_to_dict(host, result) for host, result in found.items()]})
     else:
-        click.echo(_table(found, dry_run))
+        echo(_table(found, dry_run))
         for host, result in found.items():
             problems = [str(result)] if isinstance(result, LaunchError) else result.problems
             for problem in problems:
-                click.echo(f"\n{host}: {problem}")
+                echo(f"\n{host}: {problem}")
     return int(any(isinstance(result, LaunchError) or result.problems for result in found.values()))
 
 

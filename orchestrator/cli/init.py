@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -90,8 +91,8 @@ def command(starter: str | None, directory: Path | None, as_json: bool) -> None:
         if as_json:
             echo_json({"starters": [{"name": n, "description": description(p)} for n, p in known.items()]})
         else:
-            click.echo(table(("STARTER", "WHAT IT IS"), [(n, description(p)) for n, p in known.items()]))
-            click.echo("\norc init STARTER [DIRECTORY] copies one.")
+            echo(table(("STARTER", "WHAT IT IS"), [(n, description(p)) for n, p in known.items()]))
+            echo("\norc init STARTER [DIRECTORY] copies one.")
         return
     if starter not in known:
         raise LaunchError(f"no starter {starter!r}", hint=f"there are: {', '.join(known)}")
@@ -100,5 +101,5 @@ def command(starter: str | None, directory: Path | None, as_json: bool) -> None:
     if as_json:
         echo_json({"starter": starter, "directory": str(target.absolute()), "files": files})
         return
-    click.echo(f"wrote {', '.join(files)} to {target}")
-    click.echo(f"next: cd {target} && orc submit job.yaml --follow")
+    echo(f"wrote {', '.join(files)} to {target}")
+    echo(f"next: cd {target} && orc submit job.yaml --follow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 STATES = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 
@@ -38,7 +39,7 @@ def command(states: tuple[str, ...], name: str | None, tags: tuple[str, ...], li
         output.echo_json({"jobs": [job.to_dict() for job in rows]})
         return
     if not rows:
-        click.echo("no jobs", err=True)
+        echo("no jobs", err=True)
         return
     now = time.time()
     cells = [
@@ -52,4 +53,4 @@ def command(states: tuple[str, ...], name: str | None, tags: tuple[str, ...], li
         )
         for job in rows
     ]
-    click.echo(output.table(("JOB", "STATE", "CLUSTER", "CREATED", "TIME", "REASON"), cells))
+    echo(output.table(("JOB", "STATE", "CLUSTER", "CREATED", "TIME", "REASON"), cells))

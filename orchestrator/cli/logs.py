@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--attempt", type=click.IntRange(1), help="Of this attempt instead of the newest.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each log.")
 @click.option("--since-offset", type=click.IntRange(0), default=0, metavar="BYTES", help="Skip the first bytes.")
+@click.option("--raw", is_flag=True, help="On a terminal, too: every byte as it is, control characters included.")
 @json_option
 def command(
     job: str,
@@ -32,9 +33,12 @@ def command(
     attempt: int | None,
     tail: int | None,
     since_offset: int,
+    raw: bool,
     as_json: bool,
 ) -> None:
     """Print the logs of JOB, byte for byte; several ranks are told apart by a prefix.
+
+    On a terminal control characters are shown (\\x1b) instead of obeyed, except with --raw.
 
     With --json each line of output is {"attempt", "rank", "node", "offset", "end", "text"}.
     """
@@ -42,7 +46,7 @@ def command(
     from orc.orchestrator.cli.display import display
     from orc.orchestrator.cli.follow import follow
     from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.tail import Cursor, JsonSink, PrefixSink, RawSink, Selection
+    from orc.orchestrator.cli.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection
 
     client = open_client()
     job_id = client.resolve(job)
@@ -55,7 +59,7 @@ def command(
     if not selectors and not following:
         raise _no_logs(view, number, bool(ranks or nodes))
     single = selection.single(view.spec) if following else len(selectors) == 1
-    sink = JsonSink() if as_json else RawSink() if single else PrefixSink()
+    sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw)
     cursor = Cursor(client, job_id, sink, since_offset)
     try:
         if tail is not None:

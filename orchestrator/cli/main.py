@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import importlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +48,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "version": ("version", "Print the version."),
     },
 }
+# Whoever presses Ctrl-C once more so soon means the same: the command is ending.
+REPEAT_S = 1.0
 HIDDEN = {"tick": ("tick", "One reconciler pass; started by local agents.")}
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
 
@@ -95,9 +99,10 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
+        from orc.orchestrator.cli.output import echo
         from orc.orchestrator.cli.version import version
 
-        click.echo(f"orc {version()}")
+        echo(f"orc {version()}")
         ctx.exit()
 
 
@@ -121,16 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from click.shell_completion import shell_complete
 
         return shell_complete(cli, {}, "orc", "_ORC_COMPLETE", instruction)
+    if argv is None:
+        _take_interrupts()
     try:
         status = _run(arguments)
         sys.stdout.flush()
+    except KeyboardInterrupt:  # it came when the command had ended, or while its error was printed
+        status = 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader went away (`orc logs | head`). Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 141
     except OSError as error:  # from the flush, or because `_run` has seen that nothing can be written
+        from orc.orchestrator.cli.output import echo
+
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        click.echo(f"error: cannot write to standard output: {error.strerror}", err=True)
+        echo(f"error: cannot write to standard output: {error.strerror}", err=True)
         status = 2
     if argv is None:
         _leave(status)
@@ -150,6 +161,22 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115, PTH123
 
 
+def _take_interrupts() -> None:
+    """Let the first Ctrl-C end the command in good order, and one that comes later than `REPEAT_S` at once."""
+    first: list[float] = []
+
+    def interrupt(_number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if not first:
+            first.append(now)
+            raise KeyboardInterrupt
+        if now - first[0] > REPEAT_S:
+            os._exit(128 + signal.SIGINT)  # what was begun is found and finished later, as after any crash
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever started it wants something else
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def _is_of_output(error: BaseException) -> bool:
     """Whether *error* came up while something was printed."""
     from orc.orchestrator.cli import output, tail
@@ -163,6 +190,7 @@ def _is_of_output(error: BaseException) -> bool:
 
 def _leave(status: int) -> NoReturn:
     """End the process without taking the interpreter apart, which takes longer than `orc --help` does (20 ms)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stderr.flush()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
@@ -69,7 +70,7 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
         raise _nothing(client, job_id)
     counted = course(lines)
     for text in _curves(counted, wanted or ("loss",)):
-        click.echo(text)
+        echo(text)
 
 
 def _nothing(client: Client, job_id: str) -> Exception:
@@ -144,9 +145,9 @@ class _Table:
         header = ["AT", "ATTEMPT", "EPOCH", "STEP", *(title for _, title, _ in self._columns)]
         if begins:
             self._widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-            click.echo(output.style(self._line(header), bold=True))
+            echo(output.style(self._line(header), bold=True))
         for row in rows:
-            click.echo(self._line(row))
+            echo(self._line(row))
 
     def _cells(self, line: Line) -> list[str]:
         from orc.orchestrator.cli import output

@@ -1,15 +1,27 @@
-"""Text on the terminal: colours only where they help, tables that line up, times and sizes for people."""
+"""Text on the terminal: colours only where they help, tables that line up, times and sizes for people.
+
+Everything that `orc` prints passes `echo` or one of its neighbours here, which let no control character of a log, a
+name or an error through (a test sees to it that nothing else prints).
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
+
+from orc.launchers.control_characters import escape_controls, escape_controls_in_json
+
+# A style travels in a text as this mark, which nobody else knows, and becomes an escape sequence when it is printed:
+# so what a log or a name brings along is told apart from what orc itself has coloured.
+_MARK = f"<{os.urandom(8).hex()}"
+_MARKS = re.compile(rf"{_MARK}([\d;]*)m")
 
 _STATE_COLOURS = {
     "SUCCEEDED": "green",
@@ -29,8 +41,21 @@ def coloured(err: bool = False) -> bool:
 
 
 def style(text: str, *, err: bool = False, **styles: Any) -> str:
-    """*text* with click's styles where the stream wants colours, unchanged elsewhere."""
-    return click.style(text, **styles) if coloured(err) else text
+    """*text* marked with click's styles where the stream wants colours, unchanged elsewhere; for `echo` alone."""
+    if not coloured(err):
+        return text
+    before, after = click.style("\0", **styles).replace("\x1b[", _MARK).split("\0")
+    return before + text + after
+
+
+def rendered(text: str) -> str:
+    """*text* as a terminal may have it: control characters escaped, styles as escape sequences."""
+    return _MARKS.sub(lambda match: f"\x1b[{match[1]}m", escape_controls(text))
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print *text* as `rendered` on stdout, or on stderr."""
+    click.echo(rendered(text), err=err, nl=nl)
 
 
 def state(name: str, *, width: int = 0) -> str:
@@ -40,24 +65,28 @@ def state(name: str, *, width: int = 0) -> str:
 
 def echo_json(value: Any) -> None:
     """One JSON document on stdout."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    click.echo(escape_controls_in_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
 def echo_json_line(value: Any) -> None:
     """One JSON document on one line, for streams of them."""
-    click.echo(json.dumps(value, ensure_ascii=False, default=str))
+    click.echo(escape_controls_in_json(json.dumps(value, ensure_ascii=False, default=str)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, two spaces apart; widths ignore colour codes."""
-    cells = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(click.unstyle(row[i])) for row in cells) for i in range(len(header))]
+    """Left-aligned columns, two spaces apart; widths ignore styles. A cell that has several lines stays in its row."""
+    cells = [[escape_controls(cell).replace("\n", "\\n") for cell in row] for row in (header, *rows)]
+    widths = [max(_width(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for number, row in enumerate(cells):
-        padded = [cell + " " * (width - len(click.unstyle(cell))) for cell, width in zip(row, widths, strict=True)]
+        padded = [cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
         line = "  ".join(padded).rstrip()
         lines.append(style(line, bold=True) if number == 0 else line)
     return "\n".join(lines)
+
+
+def _width(cell: str) -> int:
+    return len(_MARKS.sub("", cell))
 
 
 def clock(at: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,9 +63,9 @@ def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_js
     if as_json:
         output.echo_json({"dry_run": dry_run, "leftovers": _to_list(rows, failed), "errors": _texts(silent)})
     else:
-        click.echo(_text(rows))
+        echo(_text(rows))
         for where, problem in {**failed, **silent}.items():
-            click.echo(f"\n{where}: {problem.what}" + (f"\n  {problem.hint}" if problem.hint else ""), err=True)
+            echo(f"\n{where}: {problem.what}" + (f"\n  {problem.hint}" if problem.hint else ""), err=True)
     return int(bool(failed or silent))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import QueueReport
@@ -45,9 +46,9 @@ def command(cluster: str | None, as_json: bool) -> int:
     if as_json:
         output.echo_json({"clusters": _to_list(reports, errors)})
     else:
-        click.echo("\n\n".join(_text(name, report, len(names) > 1) for name, report in reports.items()))
+        echo("\n\n".join(_text(name, report, len(names) > 1) for name, report in reports.items()))
         for silent in errors.values():
-            click.echo(f"\n{silent}", err=True)
+            echo(f"\n{silent}", err=True)
     return int(bool(errors))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Finding
@@ -141,8 +142,8 @@ def command(
         if as_json:
             echo_json({"directory": str(output.absolute()), "files": [str(p.absolute()) for p in written]})
         else:
-            click.echo("\n".join(str(path) for path in written))
+            echo("\n".join(str(path) for path in written))
     elif as_json or form == "json":
         echo_json(plan.to_dict() | {"digest": plan.digest})
     else:
-        click.echo(text(plan))
+        echo(text(plan))

@@ -11,7 +11,7 @@ import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.exit_codes import ExitCode, of_error
-from orc.orchestrator.cli.output import echo_json, style
+from orc.orchestrator.cli.output import echo, echo_json, style
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def report(error: BaseException, arguments: Sequence[str]) -> int:
     """Print *error* the way the command line asks for and return the exit status."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(error.format_message(), err=True)
+        echo(error.format_message(), err=True)
         return int(ExitCode.USAGE)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         code, fields = ExitCode.INTERRUPTED, {"what": "interrupted", "where": "", "do": ""}
@@ -35,7 +35,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     if wants_json(arguments):
         echo_json({"error": {"kind": type(error).__name__, **fields, "exit_code": int(code)}})
     else:
-        click.echo(block(fields), err=True)
+        echo(block(fields), err=True)
     return int(code)
 
 
@@ -52,12 +52,12 @@ def block(fields: dict[str, Any], label: str = "error") -> str:
 def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
     """Clusters that could not be asked: cluster -> why."""
     for cluster, why in unreachable.items():
-        click.echo(block({"what": why, "where": f"cluster {cluster}", "do": do}, "warning"), err=True)
+        echo(block({"what": why, "where": f"cluster {cluster}", "do": do}, "warning"), err=True)
 
 
 def warn(finding: Finding) -> None:
     """One preflight or snapshot finding on stderr, as a block like an error's."""
-    click.echo(block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level), err=True)
+    echo(block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level), err=True)
 
 
 def _indent(text: str, width: int) -> str:
@@ -102,7 +102,7 @@ def _internal(error: BaseException, arguments: Sequence[str]) -> dict[str, str]:
     text = "".join(traceback.format_exception(error))
     summary = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
     if os.environ.get("ORC_DEBUG"):
-        sys.stderr.write(text)
+        echo(text, err=True)
         return {"what": summary, "where": "", "do": "this is a bug in orc; please report it with the traceback above"}
     path = _write_crash(text, arguments)
     if path is None:

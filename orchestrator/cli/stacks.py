@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.watching import Group
@@ -38,11 +39,11 @@ def command(job: str, timeout: float, as_json: bool) -> int:
         rows = [{"ranks": list(g.ranks), "frames": [list(f) for f in g.frames], "error": g.error} for g in groups]
         output.echo_json({"job": job_id, "groups": rows, **found})
         return int(bool(found["missing"]))
-    click.echo("\n\n".join(text(group) for group in groups) or "no ranks run now")
+    echo("\n\n".join(text(group) for group in groups) or "no ranks run now")
     for node in found["missing"]:
-        click.echo(f"\nnode {node} gave no answer within {timeout:g} s", err=True)
+        echo(f"\nnode {node} gave no answer within {timeout:g} s", err=True)
     for problem in found["problems"]:
-        click.echo(problem, err=True)
+        echo(problem, err=True)
     return int(bool(found["missing"]))
 
 

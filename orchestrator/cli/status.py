@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import json_option, optional_jobs_argument
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
@@ -38,9 +39,9 @@ def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
     if as_json:
         output.echo_json({"jobs": [view.to_dict() for view in views]})
     elif not views:
-        click.echo("no job is under way; `orc list` shows the ended ones", err=True)
+        echo("no job is under way; `orc list` shows the ended ones", err=True)
     else:
-        click.echo("\n\n".join(jobtext.details(view, checkpoint_dir(view)) for view in views))
+        echo("\n\n".join(jobtext.details(view, checkpoint_dir(view)) for view in views))
 
 
 def checkpoint_dir(view: JobView) -> str | None:

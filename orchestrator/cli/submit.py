@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.tail import Selection
@@ -123,10 +124,10 @@ def run(
     if as_json:
         echo_json(view.to_dict())
     else:
-        click.echo(view.id)
+        echo(view.id)
         waits = f", {view.reason}" if view.state in ("QUEUED", "PREPARED") and view.reason else ""
-        click.echo(f"{view.state} on {view.cluster}{waits}", err=True)
-        click.echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
+        echo(f"{view.state} on {view.cluster}{waits}", err=True)
+        echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
     return int(of_states([view.state]))
 
 
@@ -134,19 +135,19 @@ def _follow(client: Client, view: JobView, selection: Selection, as_json: bool) 
     """The job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
     from orc.orchestrator.cli.display import display
     from orc.orchestrator.cli.follow import conclusion, follow
-    from orc.orchestrator.cli.tail import Cursor, PrefixSink, RawSink
+    from orc.orchestrator.cli.tail import Cursor, PlainSink, PrefixSink
 
     stream = sys.stderr.buffer if as_json else sys.stdout.buffer
-    sink = RawSink(stream) if selection.single(view.spec) else PrefixSink(stream)
-    click.echo(f"submitted {view.id} to {view.cluster}", err=True)
+    sink = PlainSink(stream) if selection.single(view.spec) else PrefixSink(stream)
+    echo(f"submitted {view.id} to {view.cluster}", err=True)
     try:
         with display(silent=as_json) as shown:
             view = follow(client, view.id, Cursor(client, view.id, sink, around=shown.aside), selection, shown)
     except KeyboardInterrupt:
-        click.echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
+        echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
         raise
     finally:
         sink.finish()
     if not as_json:
-        click.echo(conclusion(view), err=True)
+        echo(conclusion(view), err=True)
     return view

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import cluster_option, json_option, set_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -72,12 +73,12 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     if as_json:
         output.echo_json(_to_dict(known.name, bundles, trees, reports))
     elif explain:
-        click.echo(_explanation(trees, reports))
+        echo(_explanation(trees, reports))
     else:
-        click.echo(_table(bundles, reports))
+        echo(_table(bundles, reports))
     for report in reports.values():
         if report.error is not None and not as_json:
-            click.echo(f"\n{report.error}", err=True)
+            echo(f"\n{report.error}", err=True)
     return int(any(report.error for report in reports.values()))
 
 

@@ -1,10 +1,13 @@
-"""Copying logs: which of them, in which form, and from where on. Bytes of a single log are copied as they are."""
+"""Copying logs: which of them, in which form, and from where on.
+
+The bytes of a single log are copied as they are, except to a terminal, which would act on some of them.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from orc.launchers.backends.base import LogChunk, LogSelector
+from orc.launchers.control_characters import escape_controls
+from orc.orchestrator.cli.output import echo_json_line
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
@@ -33,14 +38,48 @@ class Sink(Protocol):
         ...
 
 
-class RawSink:
-    """Bytes as they are."""
+class Writer(Protocol):
+    """What sinks need of a stream."""
 
-    def __init__(self, stream: BinaryIO | None = None) -> None:
-        self._stream = stream or sys.stdout.buffer
+    def write(self, data: bytes, /) -> object:
+        """Take *data*."""
+        ...
+
+    def flush(self) -> None:
+        """Show what was written."""
+        ...
+
+
+class TerminalWriter:
+    """Bytes of a log with their control characters escaped; a carriage return stays, progress bars live on it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, data: bytes, /) -> None:
+        """Write *data* escaped; a character that is cut at its end comes with the next call."""
+        self._stream.write(escape_controls(self._decoder.decode(data), keep="\r").encode())
+
+    def flush(self) -> None:
+        """Show what was written."""
+        self._stream.flush()
+
+
+def writer(stream: BinaryIO, *, raw: bool = False) -> Writer:
+    """What writes logs to *stream*: escaped where it is a terminal, unless *raw*; byte for byte elsewhere."""
+    return TerminalWriter(stream) if stream.isatty() and not raw else stream
+
+
+class PlainSink:
+    """One log without anything added."""
+
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
+        stream = stream or sys.stdout.buffer
+        self._stream = writer(stream, raw=raw)
         # A pipe that takes a whole chunk spares a change of process per 64 KiB; anything else refuses, which is fine.
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._stream.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
+            fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
         """Copy the bytes."""
@@ -56,8 +95,8 @@ class RawSink:
 class PrefixSink:
     """Whole lines of several logs, each with its origin: ``[rank 1] ...``."""
 
-    def __init__(self, stream: BinaryIO | None = None) -> None:
-        self._stream = stream or sys.stdout.buffer
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
+        self._stream = writer(stream or sys.stdout.buffer, raw=raw)
         self._rest: dict[tuple[int, LogSelector], bytes] = {}
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
@@ -98,7 +137,7 @@ class JsonSink:
             "end": chunk.end,
             "text": chunk.data.decode("utf-8", "replace"),
         }
-        sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        echo_json_line(value)
 
     def flush(self) -> None:
         """Show what was written."""

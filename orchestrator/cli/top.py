@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
@@ -81,13 +82,13 @@ def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
         if as_json:
             output.echo_json_line(sample.to_dict())
         elif again:
-            click.echo(output.table(HEADER, [row(s) for s in ordered(newest)]) + "\n")
+            echo(output.table(HEADER, [row(s) for s in ordered(newest)]) + "\n")
             newest.clear()
     if once and as_json:
         for sample in ordered(newest):
             output.echo_json_line(sample.to_dict())
     elif once:
-        click.echo(output.table(HEADER, [row(sample) for sample in ordered(newest)]))
+        echo(output.table(HEADER, [row(sample) for sample in ordered(newest)]))
     return int(any(sample.error for sample in newest.values()))
 
 
@@ -95,6 +96,9 @@ def _live(sampling: Any, interval: float) -> int:
     """A table that is drawn again and again."""
     from rich.live import Live
     from rich.table import Table
+    from rich.text import Text
+
+    from orc.launchers.control_characters import escape_controls
 
     newest: dict[tuple[str, int], Sample] = {}
     with Live(auto_refresh=False, transient=False) as screen:
@@ -107,7 +111,7 @@ def _live(sampling: Any, interval: float) -> int:
             for name in HEADER:
                 table.add_column(name, no_wrap=True)
             for one in ordered(newest):
-                table.add_row(*row(one))
+                table.add_row(*(Text(escape_controls(cell)) for cell in row(one)))
             screen.update(table, refresh=True)
     return int(any(sample.error for sample in newest.values()))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import SECONDS, complete_clusters, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.clusters import Cluster
@@ -104,7 +105,7 @@ def command(
         if as_json:
             said.setdefault(worker, []).append(line)
         else:
-            click.echo(f"{worker}: {line}")
+            echo(f"{worker}: {line}")
 
     transports = _transports(chosen, str(name), workers)
     try:
@@ -247,13 +248,13 @@ def _print_plan(
         return
     which = f"worker {', '.join(map(str, workers))}" if workers else "all workers"
     whose = f" (cluster {cluster.name})" if cluster else ""
-    click.echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
-    click.echo(shlex.join(argv))
+    echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
+    echo(shlex.join(argv))
 
 
 def _report(endings: Mapping[str, Ending]) -> None:
     bad = {name: end for name, end in endings.items() if end.status}
     for name, end in bad.items():
-        click.echo(f"{name}: {end.problem or f'ended with status {end.status}'}", err=True)
+        echo(f"{name}: {end.problem or f'ended with status {end.status}'}", err=True)
     if bad:
-        click.echo(f"failed on {len(bad)} of {len(endings)} workers", err=True)
+        echo(f"failed on {len(bad)} of {len(endings)} workers", err=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.output import echo
 
 
 def version() -> str:
@@ -30,4 +31,4 @@ def command(as_json: bool) -> None:
     if as_json:
         echo_json({"orc": version(), "python": platform.python_version(), "torch": torch})
     else:
-        click.echo(f"orc {version()}  python {platform.python_version()}  torch {torch or 'not installed'}")
+        echo(f"orc {version()}  python {platform.python_version()}  torch {torch or 'not installed'}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import SECONDS, jobs_argument, json_option
+from orc.orchestrator.cli.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView
@@ -35,7 +36,7 @@ def command(jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
     if as_json:
         output.echo_json({"jobs": [view.to_dict() for view in views], "timed_out": not all(v.ended for v in views)})
     else:
-        click.echo("\n".join(jobtext.headline(view) for view in views))
+        echo("\n".join(jobtext.headline(view) for view in views))
     if not all(view.ended for view in views):
         return int(ExitCode.TIMED_OUT)
     return int(of_states(view.state for view in views))

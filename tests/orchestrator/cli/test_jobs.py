@@ -204,6 +204,14 @@ def test_wait_times_out_with_6_and_cancel_stops_the_job(orc: Run, job_file: JobF
     assert orc("status").out == ""
 
 
+@pytest.mark.parametrize("offset", [10**6, 2**63, 10**30])
+def test_an_offset_beyond_the_end_of_a_log_shows_nothing(orc: Run, job_file: JobFile, offset: int) -> None:
+    orc("submit", job_file(), "--follow")
+    for further in ([], ["--tail", "3"], ["--json"], ["--node", "0"]):
+        result = orc("logs", "@last", "--since-offset", str(offset), *further)
+        assert (result.code, result.out, result.err) == (0, "", "")
+
+
 def test_a_cancelled_job_ends_follow_with_3(orc: Run, job_file: JobFile) -> None:
     command = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", job_file(SLEEPING), "--follow"]
     follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

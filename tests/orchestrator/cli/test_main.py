@@ -171,6 +171,47 @@ def test_ctrl_c_exits_with_130(place: Path, job_file: object) -> None:
     assert done.stderr == "error: interrupted\n"
 
 
+_ENDS_SLOWLY = """
+import os, signal, sys, time
+from orc.orchestrator.cli import init, main, reporting
+def starters():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        time.sleep({first})
+        os.kill(os.getpid(), signal.SIGINT)
+        print("ended in good order", flush=True)
+    return {{}}
+init.starters = starters
+main.REPEAT_S = {repeat}
+sys.argv = ["orc", "init"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("pause", "repeat", "out", "err"),
+    [(0, 60, "ended in good order\n", "error: interrupted\n"), (0.02, 0.01, "", "")],
+    ids=["at once", "later"],
+)
+def test_a_second_ctrl_c_is_no_traceback(pause: float, repeat: float, out: str, err: str) -> None:
+    code = _ENDS_SLOWLY.format(first=pause, repeat=repeat)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, err)
+
+
+def test_ctrl_c_while_an_error_is_printed_is_no_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from orc.orchestrator.cli import main, reporting\n"
+        "reporting.report = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['orc', 'nonsense']\n"
+        "main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_json_is_recognised_among_our_own_words_only() -> None:
     assert wants_json(["list", "--json"])
     assert wants_json(["render", "--format", "json", "job.yaml"])
@@ -191,7 +232,7 @@ def test_colours_need_a_terminal_and_honour_no_color(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     assert output.style("x", fg="red") == "x"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert output.style("x", fg="red") == "\x1b[31mx\x1b[0m"
+    assert output.rendered(output.style("x", fg="red")) == "\x1b[31mx\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert output.style("x", fg="red") == "x"
 

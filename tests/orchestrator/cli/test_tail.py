@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from orc.launchers.backends.base import LogChunk, LogSelector
-from orc.orchestrator.cli.tail import Cursor, PrefixSink, RawSink, Selection, last_lines
+from orc.orchestrator.cli.tail import Cursor, PlainSink, PrefixSink, Selection, last_lines
 
 R0, R1, N0 = LogSelector(rank=0), LogSelector(rank=1), LogSelector(node=0)
 
@@ -67,7 +67,7 @@ def test_one_log_is_known_from_the_job(selection: Selection, resources: dict[str
 
 def test_following_copies_every_byte_once() -> None:
     logs, out = Logs(), io.BytesIO()
-    cursor = Cursor(logs, "job", RawSink(out))  # type: ignore[arg-type]
+    cursor = Cursor(logs, "job", PlainSink(out))  # type: ignore[arg-type]
     for data in (b"", b"one", b"one\ntw", b"one\ntwo\n\xff\x00"):
         logs.data[R0] = data
         cursor.copy(1, [R0])
@@ -97,7 +97,7 @@ def test_lines_of_several_ranks_are_never_mixed() -> None:
 def test_the_tail_is_that_of_the_program_tail_and_goes_on_at_the_end(piece: int, ending: bytes, count: int) -> None:
     logs, out = Logs(piece), io.BytesIO()
     logs.data[R0] = b"a\nbb\n\nccc\nd" + ending
-    cursor = Cursor(logs, "job", RawSink(out))  # type: ignore[arg-type]
+    cursor = Cursor(logs, "job", PlainSink(out))  # type: ignore[arg-type]
     cursor.copy_tail(1, [R0], count)
     expected = b"".join((b"a\nbb\n\nccc\nd" + ending).splitlines(keepends=True)[-count:]) if count else b""
     assert out.getvalue() == expected

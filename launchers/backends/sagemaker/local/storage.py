@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from orc.launchers.errors import BackendError
-from orc.launchers.files import write_file
+from orc.launchers.files import read_range, write_file
 
 
 class LocalStorage:
@@ -35,9 +35,7 @@ class LocalStorage:
     def read(self, uri: str, offset: int = 0) -> bytes | None:
         """The content of an object from *offset* on; `None` when there is none."""
         try:
-            with self.path(uri).open("rb") as file:
-                file.seek(offset)
-                return file.read()
+            return read_range(str(self.path(uri)), offset, None)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 
