@@ -41,8 +41,8 @@ $(LINKS): .types/orc/%:
 	@mkdir -p .types/orc
 	@ln -sfn ../../$* $@
 
-typecheck: $(INSTALLED) $(LINKS)  ## mypy --strict on the torch-free rooms
-	MYPYPATH=.types $(BIN)/mypy -p orc.launchers -p orc.orchestrator
+typecheck: $(INSTALLED) $(LINKS)  ## mypy --strict on everything that is imported
+	MYPYPATH=.types $(BIN)/mypy -p orc.runtime -p orc.launchers -p orc.orchestrator
 
 contracts: $(INSTALLED)  ## import-linter: which room may import which
 	$(BIN)/lint-imports --no-logo

@@ -38,13 +38,12 @@ from orc.runtime.precision import check_precision, get_grad_scaler, get_mixed_pr
 from orc.runtime.preparing import Preparing
 from orc.runtime.process_group import close
 from orc.runtime.profiling import Profiling
-from orc.runtime.saving import StateSaving
 from orc.runtime.seeding import set_seed
 from orc.runtime.state import check_device
 from orc.runtime.tracking.methods import Tracking
 
 
-class Accelerator(Preparing, StateSaving, Checkpointing, Tracking, Profiling):
+class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
     """Prepares models, optimizers, loaders and schedulers for the run this process belongs to.
 
     Args:

@@ -50,7 +50,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool | None = No
         if value.device != made.device:  # else it may be shared, and stays so
             module._parameters[name] = moved_parameter(made, value)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

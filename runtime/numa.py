@@ -6,6 +6,7 @@ import logging
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def pci_address(index: int) -> str:
     """The address of CUDA device *index* on the PCI bus: ``0000:3b:00.0``."""
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # the stub does not know its PCI address
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 

@@ -126,7 +126,7 @@ class Traces:
         part.replace(path)
         self.written += 1
         # torch can write a recording only once; a script's own callback gets a copy.
-        profiler.export_chrome_trace = functools.partial(_copy, path)
+        profiler.export_chrome_trace = functools.partial(_copy, path)  # type: ignore[method-assign]
 
 
 def _copy(source: Path, path: str, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.environment import LaunchEnvironment
 from orc.runtime.errors import LaunchError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+T = TypeVar("T")
 
 INIT_METHOD = "xla://"
 # What the machine of a TPU has, by the kinds of its driver.
@@ -124,7 +126,7 @@ def open_xla(
         )
     several = launch.world_size > 1 if launch.platform != "single" else runtime.world_size() > 1
     if several and not dist.is_initialized():
-        options = {"timeout": timeout} if timeout is not None else {}
+        options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
         try:
             # It sets torch_xla up as well, and has to come before the device is touched.
             dist.init_process_group("gloo", init_method=init_method or INIT_METHOD, **options)
@@ -242,7 +244,7 @@ class Xla:
         """Fill *tensors*, in place, with those of rank *source*."""
         self._apart(lambda: self._model.collective_broadcast(list(tensors), root_ordinal=source))
 
-    def _apart(self, collective: Callable[[], Any]) -> Any:
+    def _apart(self, collective: Callable[[], T]) -> T:
         # Processes may have traced different things before, and only some may look at the result.
         self.mark()
         result = collective()

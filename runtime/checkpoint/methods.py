@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.saving import StateSaving
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from orc.runtime.resilience.boundary import Boundary
 
 
-class Checkpointing:
+class Checkpointing(StateSaving):
     """The part of the Accelerator that saves, loads and resumes whole runs."""
 
     ctx: RunContext
@@ -28,7 +30,11 @@ class Checkpointing:
     _prepared: Prepared
     _save_hooks: OrderedDict[int, SaveHook]
     _load_hooks: OrderedDict[int, LoadHook]
-    _meter: Meter | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def _meter(self) -> Meter | None: ...
 
     @cached_property
     def _checkpoints(self) -> RunCheckpoints:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -98,7 +98,8 @@ class Relay:
             drop()
 
     def _put(self, number: int, value: bytes, readers: int) -> None:
-        self._store.set(f"{self._prefix}{number}", readers.to_bytes(_INDEX, "big") + value)
+        store: Any = self._store  # the stub takes text alone
+        store.set(f"{self._prefix}{number}", readers.to_bytes(_INDEX, "big") + value)
         if number >= _AHEAD:
             self._await_readers(number - _AHEAD)
 

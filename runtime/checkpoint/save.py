@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -290,7 +290,7 @@ def _write_weights(state: Mapping[str, Any], file: Hashing) -> None:
 
 
 def _pickle(state: Any, file: Hashing) -> None:
-    torch.save(plain(state), file)
+    torch.save(plain(state), cast(IO[bytes], file))
 
 
 def _check_loadable(name: str, state: Any) -> None:

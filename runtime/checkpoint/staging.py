@@ -52,7 +52,7 @@ class Stage:
             for place, tensor in tensors.items():
                 begin, end = spans[place]
                 # A storage of its own: torch.save writes whole storages.
-                target = torch.empty(0, dtype=tensor.dtype)
+                target: Any = torch.empty(0, dtype=tensor.dtype)
                 if end > begin:
                     target.set_(block[begin:end], 0, tensor.shape)
                     under_way.start(target, tensor)

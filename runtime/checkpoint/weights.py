@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -123,7 +123,7 @@ def _write(path: Path, part: dict[str, torch.Tensor], aliases: dict[str, str], s
             metadata = {"format": "pt"} | ({"orc.aliases": json.dumps(aliases)} if aliases else {})
             write_tensors(file, part, metadata)
         else:
-            torch.save(part, file)
+            torch.save(part, cast(IO[bytes], file))
     except BaseException:
         file.abandon()
         temporary.unlink()

@@ -162,7 +162,9 @@ def seek_tensor(start: int) -> torch.Tensor:
 
     It is memory of all of them, because workers that stay hear of nothing but that a new pass begins.
     """
-    return torch.tensor([start, 0]).share_memory_()
+    shared = torch.tensor([start, 0])
+    shared.share_memory_()
+    return shared
 
 
 def begin_at(source: Iterator[Any], start: int, seek: torch.Tensor) -> Iterator[Any]:

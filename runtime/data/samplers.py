@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
@@ -120,7 +120,8 @@ class BatchSamplerShard(Sampler[list[Any]]):
         if self.even_batches or self.drop_last or type(self.batch_sampler) is not BatchSampler:
             return False
         rows = self.batch_sampler.batch_size // self.num_processes
-        return 0 < len(self.batch_sampler.sampler) % self.batch_sampler.batch_size <= self.process_index * rows
+        rest = len(cast(Sized, self.batch_sampler.sampler)) % self.batch_sampler.batch_size
+        return 0 < rest <= self.process_index * rows
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.batches_from(0)

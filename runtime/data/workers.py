@@ -46,10 +46,11 @@ def _watch(info: Any) -> set[str]:
     _watched.reads = reads
     kind = type(info)
     if not hasattr(kind, "__orc_watched__"):
+        inherited: Any = kind.__getattribute__
 
         def read(self: Any, name: str) -> Any:
             _watched.reads.add(name)
-            value = kind.__getattribute__(self, name)
+            value = inherited(self, name)
             # Scripts look for their own dataset here, not for the prepared loader's wrapper of it.
             return getattr(value, "__orc_wrapped__", value) if name == "dataset" else value
 

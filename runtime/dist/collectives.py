@@ -17,6 +17,7 @@ from orc.runtime.dist.packing import (
     key_of,
     layouts,
     pack,
+    unbind_copy,
     unflatten_part,
     unpack,
     unpack_gathered,
@@ -242,7 +243,7 @@ def pad_across_processes(
             continue
         stacked = torch.stack([leaves[index] for index in members])
         several = _pad(stacked, dim % len(shape) + 1, missing, pad_index, pad_first)
-        for index, result in zip(members, torch.unbind_copy(several), strict=True):
+        for index, result in zip(members, unbind_copy(several), strict=True):
             padded[index] = result
     return unflatten(spec, padded)
 

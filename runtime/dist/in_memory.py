@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 # A work that is done, which C++ (DDP) understands too; there is no public name for it.
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
@@ -212,7 +212,7 @@ class InMemoryGroup(dist.ProcessGroup):
     is_open = True  # torch.distributed does not know it, so it cannot say
 
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one constructor of two
         self._exchange = exchange
         self.register()
 
@@ -220,7 +220,7 @@ class InMemoryGroup(dist.ProcessGroup):
         """Tell torch.distributed which ranks there are, which it wants to know of a group before it broadcasts."""
         world = distributed_c10d._world
         world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
-        world.pg_backend_config[self] = distributed_c10d.BackendConfig(dist.Backend("gloo"))
+        world.pg_backend_config[self] = str(distributed_c10d.BackendConfig(dist.Backend("gloo")))
 
     def unregister(self) -> None:
         """The opposite."""
@@ -232,16 +232,16 @@ class InMemoryGroup(dist.ProcessGroup):
         return "in-memory"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # a name that may change there
         """Unique in this process."""
         return f"in-memory-{id(self)}"
 
     def _swap(self, what: str, value: Any, like: Sequence[torch.Tensor]) -> list[Any]:
         return self._exchange.swap(self.rank(), f"{what}({_shapes(like)})", value)
 
-    # One method per collective, under the names that torch.distributed calls.
+    # One method per collective, under the names that torch.distributed calls, in the one of their forms that it calls.
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:  # type: ignore[override]
         """All ranks get the combination of all."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         everything = self._swap("all_reduce", _kept(tensors), tensors)
@@ -250,14 +250,14 @@ class InMemoryGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:  # type: ignore[override]
         """Rank ``opts.rootRank`` gets the combination of all."""
         everything = self._swap(f"reduce to {opts.rootRank}", _kept(tensors), tensors)
         if self.rank() == opts.rootRank:
             _copy(tensors, [_combined(list(column), opts.reduceOp) for column in zip(*everything, strict=True)])
         return _done(tensors)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:  # type: ignore[override]
         """All ranks get what rank ``opts.rootRank`` has."""
         mine = _kept(tensors)
         everything = self._swap(f"broadcast from {opts.rootRank}", mine, tensors)
@@ -265,7 +265,7 @@ class InMemoryGroup(dist.ProcessGroup):
             _copy(tensors, everything[opts.rootRank])
         return _done(tensors)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:  # type: ignore[override]
         """All ranks get all tensors, in a list."""
         everything = self._swap("all_gather", _kept(inputs), inputs)
         for place, targets in enumerate(outputs):
@@ -287,14 +287,14 @@ class InMemoryGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # until torch 2.12
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:  # type: ignore[override]
         """Rank ``opts.rootRank`` gets all tensors."""
         everything = self._swap(f"gather to {opts.rootRank}", _kept(inputs), inputs)
         if self.rank() == opts.rootRank:
             _copy(outputs[0], [values[0] for values in everything])
         return _done(outputs)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:  # type: ignore[override]
         """Each rank gets its one of the tensors of rank ``opts.rootRank``."""
         mine = _kept(inputs[0]) if self.rank() == opts.rootRank else None
         given = self._swap(f"scatter from {opts.rootRank}", mine, outputs)[opts.rootRank]
@@ -302,7 +302,7 @@ class InMemoryGroup(dist.ProcessGroup):
             _copy(outputs, [given[self.rank()]])
         return _done(outputs)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:  # type: ignore[override]
         """Each rank gets the combination of the tensors that are meant for it."""
         everything = self._swap("reduce_scatter", _kept(inputs[0]), inputs[0])
         _copy(outputs, [_combined([values[self.rank()] for values in everything], opts.reduceOp)])
@@ -315,7 +315,7 @@ class InMemoryGroup(dist.ProcessGroup):
         _copy([output.view(-1)], [_combined(parts, opts.reduceOp)])
         return _done(output)
 
-    _reduce_scatter_base = reduce_scatter_single  # until torch 2.12
+    _reduce_scatter_base: Any = reduce_scatter_single  # until torch 2.12
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Rank i gets the i-th tensor of each rank. Sizes may differ."""
@@ -333,7 +333,7 @@ class InMemoryGroup(dist.ProcessGroup):
         _copy([output], [torch.cat([values[self.rank()] for values in everything])])
         return _done(output)
 
-    alltoall_base = all_to_all_single  # until torch 2.12
+    alltoall_base: Any = all_to_all_single  # until torch 2.12
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""

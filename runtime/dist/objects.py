@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,7 +41,7 @@ def _all_gather_pickled(object: Any, ctx: RunContext) -> list[Any]:
     capacity = _capacity.get(ctx, _FIRST_CAPACITY)
     while True:
         mine = torch.empty(capacity, dtype=torch.uint8)
-        view = memoryview(mine.numpy())
+        view = memoryview(cast(Any, mine.numpy()))
         view[:_HEAD] = len(pickled).to_bytes(_HEAD, "little")
         if _HEAD + len(pickled) <= capacity:
             view[_HEAD : _HEAD + len(pickled)] = pickled

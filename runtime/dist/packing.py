@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 flatten_dense = cast("Callable[[Sequence[Tensor]], Tensor]", _flatten_dense_tensors)
+# The stub says that it returns nothing.
+unbind_copy = cast("Callable[[Tensor], Sequence[Tensor]]", torch.unbind_copy)
 
 LARGE_BYTES = 1 << 20
 # Up to here one indexed copy with a cached index is faster than a copy per tensor.
@@ -121,7 +123,7 @@ def unflatten_part(part: Part, flat: Tensor, out: list[Any], ranks: int = 0) -> 
         if run.count == len(part.members) == 1:
             out[next(members)] = piece.view(shape)
         else:
-            for tensor in torch.unbind_copy(piece.view(run.count, *shape)):
+            for tensor in unbind_copy(piece.view(run.count, *shape)):
                 out[next(members)] = tensor
         start = end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     options = plugin.to_kwargs()
     blocks = repeated_blocks(model) if plugin.use_regional_compilation else []
     if not blocks:
-        return torch.compile(model, **options)
+        return cast(nn.Module, torch.compile(model, **options))
     for block in blocks:
         if block._compiled_call_impl is None:
             block.compile(**options)

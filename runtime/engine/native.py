@@ -59,7 +59,7 @@ class NativeEngine:
             if self._stepped or self._unscaled:  # unscaled and not stepped: the script left the step out
                 self._begin_iteration(self._scaler)
             loss = self._scaler.scale(loss)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""
@@ -149,7 +149,8 @@ def _total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:

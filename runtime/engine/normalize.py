@@ -63,14 +63,16 @@ class LossNormalizer:
             self._unit = 1 if gradient.sync_each_batch else _power_of_two(count, gradient.num_steps)
         self._count = self._count + (count.detach() if isinstance(count, Tensor) else count)
         if not gradient.sync_gradients:
-            return loss / self._unit
+            in_unit: Tensor = loss / self._unit
+            return in_unit
         # Gradients are averaged over the processes, so each contributes its share of the sum times their number.
         total = self._total(self._count)
         factor = self._ctx.world_size / total
         if self.open:
             _multiply([p.grad for p in self._parameters() if p.grad is not None], self._unit * factor)
         self.reset()
-        return loss * factor
+        scaled: Tensor = loss * factor
+        return scaled
 
     def _total(self, count: Any) -> Any:
         """The sum of *count* over the processes, 1 where it is 0. Stays on the device that it came on."""

@@ -65,7 +65,8 @@ def compress_gradients(
         raise ValueError(f"comm_state_option ({names}): comm_hook {kind} has no options; power_sgd does")
     if kind is Kind.NO and wrapper is Kind.NO:
         return
-    hook, state = _HOOKS[kind], group
+    hook = _HOOKS[kind]
+    state: object = group
     if kind in _WITH_STATE:
         try:
             state = powerSGD_hook.PowerSGDState(group, **options.comm_state_option)

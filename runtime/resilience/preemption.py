@@ -150,7 +150,8 @@ class Preemption:
         """Handle the signals (in the main thread; elsewhere Python cannot) and start the watcher."""
         signals.listen(self)
         if self.world_size > 1 and self._given_store is not None:
-            store = self._given_store.clone()
+            given: Any = self._given_store  # the stub does not know clone
+            store = given.clone()
             self._watcher = threading.Thread(target=self._watch, args=(store,), name="orc-preemption", daemon=True)
             self._watcher.start()
 

@@ -269,9 +269,10 @@ class SpikeGuard:
                     "optimizers (fused=True) skip on the device"
                 )
         bad = limit.exceeded(norm)
-        if takes_found_inf(prepared.optimizer):
-            prepared.optimizer.found_inf = bad
-            prepared.optimizer.grad_scale = None
+        optimizer: Any = prepared.optimizer
+        if takes_found_inf(optimizer):
+            optimizer.found_inf = bad
+            optimizer.grad_scale = None
             return False
         skip = bool(bad.item())
         prepared._skipped = skip

@@ -38,7 +38,7 @@ class TensorBoardTracker(LibraryTracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import SummaryWriter  # type: ignore[no-redef]
         return SummaryWriter(directory(self.logging_dir), **self._kwargs)
 
     def _close(self, run: SummaryWriter) -> None:
@@ -47,7 +47,8 @@ class TensorBoardTracker(LibraryTracker):
     @property
     def writer(self) -> SummaryWriter:
         """The ``SummaryWriter``."""
-        return self.tracker
+        writer: SummaryWriter = self.tracker
+        return writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
