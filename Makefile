@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format typecheck contracts unit bench docs-test testbed-packages clean
+.PHONY: help demo test setup lint format typecheck contracts unit bench mutants docs-test testbed-packages clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -13,6 +13,8 @@ HOSTS_TESTBED := tests/testbed/hosts
 PYTEST_FLAGS ?=
 # For example: make bench BENCH="data collectives"
 BENCH ?=
+# For example: make mutants MUTANTS="ledger data"
+MUTANTS ?=
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -58,10 +60,14 @@ unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone, with coverage
 bench: $(INSTALLED)  ## Benchmarks: one table against peers and budgets (minutes; on a quiet machine)
 	$(BIN)/python tests/benchmarks/harness.py $(BENCH)
 
+mutants: $(INSTALLED)  ## Which changes of the code the tests do not notice (mutmut; hours), MUTANTS="ledger data"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[mutants]'
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
+
 docs-test: $(INSTALLED)  ## Links and examples of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_FLAGS)
 
 clean:  ## Remove everything that make made
-	rm -rf .venv .types build dist *.egg-info $(DEMO_STATE) .coverage .coverage.* htmlcov \
+	rm -rf .venv .types .mutants build dist *.egg-info $(DEMO_STATE) .coverage .coverage.* htmlcov \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

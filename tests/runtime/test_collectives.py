@@ -156,6 +156,18 @@ def test_reduce_every_dtype(run_ranks):
         assert mean["pair"].left.tolist() == [0.5, 7.0]
 
 
+def test_means_of_large_tensors_are_means(run_ranks):
+    """Large tensors are not packed with others, and go another way."""
+
+    def body():
+        rank = PartialState().process_index
+        large = torch.full((1 << 19,), rank * 2.0)
+        mean, small = reduce([large, torch.tensor(rank * 2.0)], "mean")
+        return large.nbytes, mean.unique().tolist(), small.item(), reduce(large, "sum").unique().tolist()
+
+    assert run_ranks(2, body) == [(2 << 20, [1.0], 1.0, [2.0])] * 2
+
+
 def test_broadcast_fills_in_place(run_ranks):
     def body():
         data = mixed(PartialState().process_index + 1)

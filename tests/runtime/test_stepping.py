@@ -1,6 +1,7 @@
 """Optimizers, schedulers and mixed precision: what a step does, and when it is skipped."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -40,6 +41,31 @@ def test_an_overflow_skips_the_step_and_the_schedule():
         seen.append((accelerator.optimizer_step_was_skipped, model.weight.item(), scheduler.get_last_lr()[0]))
     assert seen == [(True, 1.0, 1.0), (False, 0.0, 0.5)]
     assert accelerator.scaler.get_scale() == 512.0, "the scale shrank once"
+
+
+def test_steps_that_overflowed_do_not_count(tmp_path):
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model, optimizer, _ = one_weight(accelerator)
+    counted = []
+    for value in (1.0, float("inf"), float("inf"), 1.0):
+        accelerator.backward(model(torch.tensor([[1.0]])).sum() * value)
+        optimizer.step()
+        optimizer.zero_grad()
+        counted.append(optimizer.steps)
+    assert counted == [1, 1, 1, 2]
+    accelerator.save_state(tmp_path / "state")
+    assert json.loads((tmp_path / "state" / "manifest.json").read_text())["step"] == 2
+
+
+def test_values_are_clipped_without_the_loss_scale():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    model = torch.nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    accelerator.clip_grad_value_(model.parameters(), 3.5)
+    assert model.weight.grad.tolist() == [[3.0, 3.5]]
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
 
 
 def test_a_fused_style_optimizer_reports_its_own_skip():

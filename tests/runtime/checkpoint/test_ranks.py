@@ -1,6 +1,7 @@
 """Saving and loading on several ranks."""
 
 import os
+import random
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator, InitProcessGroupKwargs, ProjectConfiguration, RunContext, use_context
+from orc.runtime.checkpoint.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
@@ -148,6 +150,20 @@ def test_ranks_keep_the_newest_and_an_epoch_after_loading_is_bit_equal(tmp_path,
     assert states[0] != states[1], "each rank has its own generators back"
 
 
+def test_ranks_that_are_new_draw_numbers_of_their_own(tmp_path, run_ranks):
+    def draw(root, load):
+        accelerator, *_ = build(root)
+        directory = os.path.join(root, "checkpoints", "checkpoint_0")
+        accelerator.load_state(directory) if load else accelerator.save_state()
+        return torch.rand(1).item(), random.random()
+
+    (old,) = run_ranks(1, draw, str(tmp_path), False)
+    first = run_ranks(3, draw, str(tmp_path), True)
+    assert first[0] == old
+    assert len({number for numbers in first for number in numbers}) == 6, "no two ranks share a seed"
+    assert run_ranks(3, draw, str(tmp_path), True) == first, "the same each time"
+
+
 def test_a_save_waits_as_long_as_the_scripts_collectives(monkeypatch):
     with use_context(RunContext.fake(0, 2)):
         assert Accelerator()._checkpoints.meeting.timeout_s == 600
@@ -227,6 +243,39 @@ def test_damage_is_reported_on_every_rank_and_nothing_is_loaded(tmp_path, run_ra
     for text, unchanged in run_ranks(2, load, str(tmp_path)):
         assert "random_states_1.pkl does not hold what was saved" in text
         assert unchanged
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_damage_of_any_file_is_found(tmp_path, run_ranks, ranks):
+    """The ranks share out the reading; no file is left out."""
+
+    def load(root):
+        accelerator, *_ = build(root)
+        accelerator.save_state()
+        directory = os.path.join(root, "checkpoints", "checkpoint_0")
+        refused = []
+        names = sorted(set(os.listdir(directory)) - {"manifest.json"})
+
+        def flip(name):
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                with open(os.path.join(directory, name), "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    last = file.read(1)[0]
+                    file.seek(-1, os.SEEK_END)
+                    file.write(bytes([last ^ 1]))
+            accelerator.wait_for_everyone()
+
+        for damaged in names:
+            flip(damaged)
+            with pytest.raises(CheckpointError) as error:
+                accelerator.load_state(directory)
+            refused += [name for name in names if name in str(error.value)]
+            flip(damaged)
+        accelerator.load_state(directory)
+        return refused == names
+
+    assert run_ranks(ranks, load, str(tmp_path)) == [True] * ranks
 
 
 def test_each_node_can_have_a_checkpoint_of_its_own(tmp_path, run_ranks):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, ProjectConfiguration
+from orc.runtime.checkpoint import durable
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.manifest import NAME, read_manifest
 from orc.runtime.config import ConfigError
@@ -294,6 +295,36 @@ def test_replacing_a_directory_keeps_what_is_not_ours(tmp_path, make_run):
         assert (target / "logs" / "events").read_text() == "e"
         run.accelerator.load_state(target)
     assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_everything_is_on_disk_before_the_checkpoint_has_its_name(tmp_path, make_run, monkeypatch, again):
+    """Every file, the directory that names the files, and the one that names the checkpoint survive a power cut."""
+    run = make_run()
+    target = tmp_path / "s"
+    if again:
+        run.accelerator.save_state(target)
+    events = []
+    sync, rename, exchange = os.fsync, os.rename, durable.exchange
+
+    def synced(fd):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+        sync(fd)
+
+    def named(act, one, other):
+        result = act(one, other)
+        events.append(("name", os.path.basename(other)))
+        return result
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", lambda one, other, **options: named(rename, one, other))
+    monkeypatch.setattr(durable, "exchange", lambda one, other: named(exchange, one, other))
+    run.accelerator.save_state(target)
+    published = events.index(("name", "s"))
+    before = {name for kind, name in events[:published] if kind == "sync"}
+    assert before >= {*names(target), "s.tmp"}
+    assert events.index(("sync", NAME)) < events.index(("sync", "s.tmp")), "the manifest's name is synced, too"
+    assert ("sync", tmp_path.name) in events[published:]
 
 
 def flip(path, at=-1):
