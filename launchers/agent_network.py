@@ -21,47 +21,39 @@ else:
 
 
 class Port:
-    """A free TCP port below the ephemeral range, held against other orc jobs of this user until it is closed.
+    """A free TCP port below the ephemeral range, held until it is closed, also against other users.
 
-    The lock file keeps two jobs from choosing the same port between the test and the start of rank 0; a port from
-    outside the ephemeral range is not taken by the next outgoing connection either.
+    What holds it is the port itself, bound and not listened on: nobody else gets it, but for those who set
+    ``SO_REUSEADDR`` to listen on it, as every server does that is to take it over. A port from outside the ephemeral
+    range is not taken by the next outgoing connection either.
     """
 
     def __init__(self, first: int = 20000, last: int = 32767) -> None:
-        import fcntl
         import random
-        import socket
 
         low = _ephemeral_start()
         if low is not None and low > first + 100:
             last = min(last, low - 1)
-        directory = f"/tmp/orc-ports-{os.getuid()}"
-        try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            status = os.lstat(directory)
-            if status.st_uid != os.getuid() or not os.path.isdir(directory) or os.path.islink(directory):
-                raise agent.LaunchFailure(f"{directory} does not belong to this user; remove it") from None
         count = last - first + 1
         begin = random.randrange(count)  # noqa: S311 - only to make collisions rare
         for step in range(count):
             port = first + (begin + step) % count
-            fd = os.open(os.path.join(directory, str(port)), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                    probe.bind(("", port))
+                held.bind(("", port))
             except OSError:
-                os.close(fd)
+                held.close()
                 continue
+            # Only now: with it, two that look for a port would both get this one.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.number = port
-            self._fd = fd
+            self._held = held
             return
         raise agent.LaunchFailure(f"no free TCP port between {first} and {last}")
 
     def close(self) -> None:
         """Let others use it."""
-        os.close(self._fd)
+        self._held.close()
 
 
 def _ephemeral_start() -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orc.launchers.backends.base import Finding
+from orc.launchers.credentials import credential_findings
 from orc.launchers.errors import BundleError
 from orc.launchers.hashing import StatCache
 from orc.launchers.listing import encode, list_tree
@@ -108,7 +109,8 @@ def scan(
             sources[path] = full
     dangling = _check_links(entries)
     bundle = Bundle.of(entries)
-    return SourceTree(bundle, sources, (*listing.findings, *dangling, *size_findings(bundle)))
+    findings = (*listing.findings, *dangling, *size_findings(bundle), *credential_findings(sources))
+    return SourceTree(bundle, sources, findings)
 
 
 def runtime_bundle(*, cache: Path | None = None) -> SourceTree:

@@ -17,7 +17,7 @@ from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.job import ENV, TEXT, shell_lines
+from orc.launchers.spec.job import ENV, LINE, shell_lines
 from orc.launchers.spec.model import Model, fields, model, setting
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
@@ -31,8 +31,8 @@ class Cluster(Model):
 
     name: str = setting(cs.str_schema(pattern=f"^{_NAME}$"), doc="Its name.")
     kind: str = setting(cs.str_schema(min_length=1, strict=True), doc="The backend: local, slurm, ssh, sagemaker, tpu.")
-    root: str | None = setting(cs.nullable_schema(TEXT), default=None, doc="Absolute path of orc's files there.")
-    python: str | None = setting(cs.nullable_schema(TEXT), default=None, doc="The Python that runs agents and ranks.")
+    root: str | None = setting(cs.nullable_schema(LINE), default=None, doc="Absolute path of orc's files there.")
+    python: str | None = setting(cs.nullable_schema(LINE), default=None, doc="The Python that runs agents and ranks.")
     env: Mapping[str, str] = setting(
         ENV, default_factory=dict, doc="Environment of every rank; the job's goes over it."
     )

@@ -41,6 +41,8 @@ def clusters_file() -> Path:
 
 def _place(variable: str, function: str) -> Path:
     given = os.environ.get(variable)
+    if given and not given.isprintable():  # paths become lines of scripts and of records
+        raise LaunchError(f"{variable} is {given!r}: a path is one line of printable characters")
     if given:
         return Path(given).expanduser().absolute()
     # Imported only when the variable is unset: start-up time.

@@ -16,6 +16,9 @@ from orc.launchers.ignore import IgnoreRules
 # Repository metadata and byte code of this machine's Python are never part of a job, whatever the rules say.
 _NEVER = frozenset({".git", "__pycache__"})
 _SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+# What git runs, or fetches, because a repository's own configuration says so: a workdir may be somebody else's work.
+_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_GIT_RESTRAINT = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
 # A git hook or a wrapper may have pointed git at another repository than the one around the working directory.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -167,9 +170,9 @@ class _Lister:
         env = {key: value for key, value in os.environ.items() if key not in _GIT_VARIABLES}
         try:
             done = subprocess.run(
-                ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                [*_GIT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
                 cwd=directory,
-                env={**env, "LC_ALL": "C"},
+                env={**env, **_GIT_RESTRAINT},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 check=False,

@@ -147,6 +147,14 @@ def scalar_text(value: Any) -> str:
     return value
 
 
+def line(value: Any) -> str:
+    """A scalar as one line of printable text: what becomes a path, a word or a directive somewhere."""
+    text = scalar_text(value)
+    if not text.isprintable():
+        raise ValueError(f"{text!r} must be one line of printable characters")
+    return text
+
+
 def env_name(value: Any) -> str:
     """The name of an environment variable that the job may set."""
     if not isinstance(value, str) or not re.fullmatch(_ENV_NAME, value):

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from orc.launchers.errors import SpecError
 from orc.launchers.spec.problems import Problem, dotted
-from orc.launchers.spec.source import Document, KeyPath, Reading, scalar
+from orc.launchers.spec.source import MAX_BYTES, Document, KeyPath, Reading, scalar
 
 _REFERENCE = re.compile(r"\$\$(?=\{)|\$\{(?P<kind>env:|job\.)(?P<rest>[^}]*)(?P<end>\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -44,6 +45,7 @@ class Interpolation:
         self._defaults = defaults
         self._done: dict[KeyPath, Any] = {}
         self._open: list[KeyPath] = []
+        self._size = 0  # characters that references have become
 
     def run(self) -> list[Problem]:
         """Replace every reference in place; what could not be replaced is returned."""
@@ -94,7 +96,14 @@ class Interpolation:
             return "$"
         if not match["end"]:
             raise _Refused(f"{match[0][:40]!r} has no closing brace")
-        return self._variable(match["rest"]) if match["kind"] == "env:" else self._key(match["rest"])
+        text = self._variable(match["rest"]) if match["kind"] == "env:" else self._key(match["rest"])
+        # References to values that hold references multiply; a limit keeps a small file small.
+        self._size += len(text)
+        if self._size > MAX_BYTES:
+            where = self._document.origin(self._open[-1]).where
+            what = f"the references of the file expand to more than {MAX_BYTES >> 20} MiB"
+            raise SpecError(what, where=where, hint="check the values that refer to each other")
+        return text
 
     def _variable(self, rest: str) -> str:
         name, has_default, default = rest.partition(":-")

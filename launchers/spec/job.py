@@ -15,6 +15,7 @@ from orc.launchers.spec.model import Model, model, setting
 from orc.runtime.config import JOB_KEYS, KEYS, check
 
 TEXT = cs.no_info_plain_validator_function(grammar.scalar_text, json_schema_input_schema=cs.str_schema())
+LINE = cs.no_info_plain_validator_function(grammar.line, json_schema_input_schema=cs.str_schema())
 _TEXTS = cs.tuple_schema([TEXT], variadic_item_index=0)
 _MAPPING = cs.dict_schema(cs.str_schema(strict=True), cs.any_schema())
 _MAPPINGS = cs.dict_schema(cs.str_schema(strict=True), _MAPPING)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orc.launchers.errors import SpecError
-from orc.launchers.ssh.hosts import HostSpec
+from orc.launchers.ssh.hosts import HostSpec, check_destination
 
 _KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
@@ -98,6 +98,7 @@ def resolve(spec: HostSpec, config: Config) -> Route:
     address = found["hostname"]
     port = _port(found.get("port", "22"), spec.name)
     user = found.get("user") or getpass.getuser()
+    check_destination(address, user, port, where=spec.name)
     jumps = _jumps(found.get("proxyjump") if spec.via is None else spec.via)
     command = found.get("proxycommand")
     given = tuple(found.get("identityfile", ()))

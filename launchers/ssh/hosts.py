@@ -7,14 +7,46 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import SpecError
+
 if TYPE_CHECKING:
     from orc.launchers.clusters import Cluster
     from orc.launchers.transport import Transport
 
 
+# A ProxyCommand and a `Match exec` get these names through a shell. Refused is what OpenSSH refuses, in user names also
+# `$` and blanks, of which it lets some pass.
+_SHELL = frozenset("'`\"$;&<>|(){}")
+
+
+def is_host(text: str) -> bool:
+    """Whether *text* may be the name or address of a host."""
+    return _is_harmless(text) and "\\" not in text
+
+
+def is_user(text: str) -> bool:
+    r"""Whether *text* may be the name of a user (``me``, ``me@REALM``, ``DOMAIN\me``)."""
+    return _is_harmless(text) and not text.endswith("\\")
+
+
+def _is_harmless(text: str) -> bool:
+    blank = any(character.isspace() for character in text)
+    return bool(text) and text.isprintable() and not blank and not text.startswith("-") and _SHELL.isdisjoint(text)
+
+
+def check_destination(host: str | None, user: str | None, port: int | None, *, where: str = "") -> None:
+    """Raise `SpecError` for a host, user or port that must not reach a command line, wherever it has come from."""
+    if host is not None and not is_host(host):
+        raise SpecError(f"{host!r} is not the name of a host", where=where)
+    if user is not None and not is_user(user):
+        raise SpecError(f"{user!r} is not the name of a user", where=where)
+    if port is not None and not 0 < port < 65536:
+        raise SpecError(f"{port} is not a port number", where=where)
+
+
 @dataclass(frozen=True)
 class HostSpec:
-    """One machine. What is `None` is looked up in the SSH configuration under `name`."""
+    """One machine. What is `None` is looked up in the SSH configuration under `name`. Raises `SpecError`."""
 
     name: str  # what it is called in the cluster, and the name to look up in ~/.ssh/config
     address: str | None = None
@@ -22,6 +54,10 @@ class HostSpec:
     port: int | None = None
     via: str | None = None  # jump hosts: [user@]host[:port], several separated by commas, the first one first
     python: str | None = None  # interpreter (3.9 or newer) for orc's own needs there; python3 if there is no such
+
+    def __post_init__(self) -> None:
+        check_destination(self.name, self.user, self.port)
+        check_destination(self.address, None, None, where=self.name)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic_core import core_schema as cs
 
 from orc.launchers.spec import grammar
 from orc.launchers.spec.model import Model, model, setting
-from orc.launchers.ssh.hosts import Access, HostSpec
+from orc.launchers.ssh.hosts import Access, HostSpec, is_user
 
 DEFAULT_ROOT = "~/.local/state/orc"  # of orc's files, on a machine that is reached over SSH
 DEFAULT_PYTHON = "python3"
@@ -27,16 +27,26 @@ def host_name(value: Any) -> str:
     return text
 
 
-def _hop(value: Any) -> str:
+def user_name(value: Any) -> str:
+    """The name of who logs in. Raises `ValueError`."""
     text = grammar.scalar_text(value).strip()
-    if not text or any(not re.fullmatch(rf"(?:[^@\s,-][^@\s,]*@)?{_NAME}", hop) for hop in text.split(",")):
-        raise ValueError(f"{text!r} is not a jump host; write [user@]host[:port], several separated by commas")
+    if not is_user(text):
+        raise ValueError(f"{text!r} is not the name of a user")
+    return text
+
+
+def jump_hosts(value: Any) -> str:
+    """One jump host or several. Raises `ValueError`."""
+    text = grammar.scalar_text(value).strip()
+    for user, at, host in (hop.rpartition("@") for hop in text.split(",")):
+        if not re.fullmatch(_NAME, host) or (at and not is_user(user)):
+            raise ValueError(f"{text!r} is not a jump host; write [user@]host[:port], several separated by commas")
     return text
 
 
 def path(value: Any) -> str:
     """An absolute path over there or here; may begin with ``~``. Raises `ValueError`."""
-    text = grammar.scalar_text(value)
+    text = grammar.line(value)
     if not text.startswith(("/", "~/")) and text != "~":
         raise ValueError(f"{text!r} is not an absolute path")
     return text.rstrip("/") or "/"
@@ -89,9 +99,9 @@ class Machine(Model):
 
     name: str = setting(read(host_name), doc="What it is called here, and in ~/.ssh/config.")
     address: str | None = setting(maybe(read(host_name)), default=None, doc="Where it is, if the name does not tell.")
-    user: str | None = setting(maybe(read(word)), default=None, doc="Who logs in.")
+    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
     port: int | None = setting(maybe(_PORT), default=None, doc="sshd's port.")
-    via: str | None = setting(maybe(read(_hop)), default=None, doc="Jump host, [user@]host[:port].")
+    via: str | None = setting(maybe(read(jump_hosts)), default=None, doc="Jump host, [user@]host[:port].")
     python: str | None = setting(maybe(read(word)), default=None, doc="The Python that orc uses there.")
 
     @classmethod

@@ -51,6 +51,62 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+def test_git_runs_nothing_that_a_repository_asks_for(repository: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    write(repository, "train.py", "sub/data.py")
+    git(repository, "add", "train.py")
+    hooks = repository / ".git" / "hooks"
+    for name in ("post-index-change", "pre-commit", "fsmonitor-watchman"):
+        (hooks / name).write_text(program.read_text())
+        (hooks / name).chmod(0o755)
+    for key in ("core.fsmonitor", "core.sshCommand", "core.pager", "remote.origin.uploadpack"):
+        git(repository, "config", key, str(program))
+    git(repository, "config", "core.untrackedCache", "true")
+    assert paths(scan(repository)) == ["sub/data.py", "train.py"]
+    assert not ran.exists()
+
+
+_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (".env", ""),
+        ("sub/.env.production", ""),
+        ("keys/id_ed25519", ""),
+        ("deploy.pem", f"# ours\n{_KEY}"),
+        ("tls.key", "-----BEGIN RSA PRIVATE KEY-----"),
+        ("my-service-account.json", '{"private_key": "-----BEGIN PRIVATE KEY-----"}'),
+        (".aws/credentials", ""),
+        ("store.p12", ""),
+    ],
+)
+def test_files_with_credentials_are_named(plain: Path, name: str, content: str) -> None:
+    write(plain, "train.py", name)
+    (plain / name).write_text(content)
+    (finding,) = scan(plain).findings
+    assert (finding.level, finding.what) == ("warning", f"the snapshot holds what looks like credentials: {name}")
+    assert "workdir.exclude" in finding.hint
+    assert scan(plain, [name]).findings == ()
+
+
+def test_what_only_sounds_like_credentials_is_not_named(plain: Path) -> None:
+    names = (".env.example", "environment.py", "id_rsa.pub", "ca.pem", "key.py", "sub/.envrc.md", "credentials.json")
+    write(plain, *names)
+    (plain / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
+    assert scan(plain).findings == ()
+
+
+def test_many_files_with_credentials_are_counted(plain: Path) -> None:
+    write(plain, *(f"{number}/.env" for number in range(7)))
+    (finding,) = scan(plain).findings
+    assert finding.what.endswith("0/.env, 1/.env, 2/.env, 3/.env, 4/.env and 2 more")
+
+
 @pytest.fixture(params=["with git", "without git"])
 def either(request: pytest.FixtureRequest, plain: Path) -> Path:
     """The same rules must hold in a repository and in a plain directory."""

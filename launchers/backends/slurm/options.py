@@ -36,11 +36,9 @@ Where = str | Callable[[str], str]
 
 
 def _line(value: Any) -> str:
-    text = grammar.scalar_text(value).strip()
+    text = grammar.line(grammar.scalar_text(value).strip())
     if not text:
         raise ValueError("must not be empty")
-    if not text.isprintable():
-        raise ValueError(f"{text!r} must be one line of printable characters")
     return text
 
 

@@ -12,6 +12,7 @@ from orc.launchers.backends.slurm.contradictions import refuse_contradictions
 from orc.launchers.backends.slurm.heterogeneous import ONCE, components
 from orc.launchers.backends.slurm.login import LOG_NAME, in_home
 from orc.launchers.backends.slurm.options import EARLIEST_S, SlurmOptions, SlurmSettings
+from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
@@ -203,7 +204,15 @@ def render_script(
 
 
 def quote(value: str) -> str:
-    """*value* as sbatch reads it from a ``#SBATCH`` line: double quotes and backslashes work as in a shell."""
+    """*value* as sbatch reads it from a ``#SBATCH`` line: double quotes and backslashes work as in a shell.
+
+    Raises `RenderError` for a value that would become more than one line, wherever it has come from.
+    """
+    if not value.isprintable():
+        raise RenderError(
+            f"{value!r} cannot stand in a batch script: it must be one line of printable characters",
+            hint="Set `root:` of the cluster, or ORC_STATE_DIR, to a path without such characters.",
+        )
     if _PLAIN.fullmatch(value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

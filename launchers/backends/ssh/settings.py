@@ -16,7 +16,18 @@ from orc.launchers.spec import grammar
 from orc.launchers.spec.model import Model, fields, model, setting
 from orc.launchers.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
-from orc.launchers.ssh.options import Machine, Reaching, host_name, maybe, path, read, seconds, several, word
+from orc.launchers.ssh.options import (
+    Machine,
+    Reaching,
+    host_name,
+    maybe,
+    path,
+    read,
+    seconds,
+    several,
+    user_name,
+    word,
+)
 
 if TYPE_CHECKING:
     from orc.launchers.clusters import Cluster
@@ -55,7 +66,7 @@ class Options(Reaching):
     )
     hostfile: str | None = setting(maybe(read(path)), default=None, doc="More of them: an MPI hostfile or inventory.")
     slots: int = setting(_SLOTS, default=0, doc="Of hosts that say nothing; 0: one job at a time.")
-    user: str | None = setting(maybe(read(word)), default=None, doc="Who logs in.")
+    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
     peer_timeout: float = setting(seconds(2, 3600), default=30.0, doc="Silence after which a node is lost.")
     preflight: bool = setting(cs.bool_schema(strict=True), default=True, doc="Probe the hosts before each attempt.")
     fan_out: bool = setting(cs.bool_schema(strict=True), default=True, doc="Hosts pass snapshots on to each other.")

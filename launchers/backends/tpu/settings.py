@@ -18,7 +18,17 @@ from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.model import Model, fields, model, setting
 from orc.launchers.ssh.hosts import Access
-from orc.launchers.ssh.options import DEFAULT_ROOT, maybe, path, read, seconds, several, word
+from orc.launchers.ssh.options import (
+    DEFAULT_ROOT,
+    jump_hosts,
+    maybe,
+    path,
+    read,
+    seconds,
+    several,
+    user_name,
+    word,
+)
 
 if TYPE_CHECKING:
     from orc.launchers.clusters import Cluster
@@ -184,9 +194,9 @@ class Options(Model):
     ssh_key: str | None = setting(
         maybe(read(path)), default=None, doc="Private key to log in with; its .pub goes to the workers."
     )
-    user: str | None = setting(maybe(read(word)), default=None, doc="Who logs in.")
+    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
     port: int = setting(cs.int_schema(ge=1, le=65535, strict=True), default=22, doc="sshd's port on the workers.")
-    via: str | None = setting(maybe(read(word)), default=None, doc="Jump host, [user@]host[:port].")
+    via: str | None = setting(maybe(read(jump_hosts)), default=None, doc="Jump host, [user@]host[:port].")
     ssh_config: str | None = setting(maybe(read(path)), default=None, doc="Instead of the user's ~/.ssh/config.")
     connect_timeout: float = setting(seconds(0.1, 600), default=10.0, doc="Seconds until a worker counts as silent.")
     peer_timeout: float = setting(seconds(2, 3600), default=30.0, doc="Silence after which a worker is lost.")

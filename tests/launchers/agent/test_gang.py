@@ -287,6 +287,24 @@ def test_two_jobs_never_choose_the_same_port():
     again.close()
 
 
+def test_whoever_is_to_have_a_port_can_listen_on_it_while_it_is_held():
+    import socket
+
+    port = agent_network.Port()
+    with socket.create_server(("", port.number)), pytest.raises(OSError, match="in use"):
+        socket.create_server(("", port.number))
+    port.close()
+
+
+def test_choosing_a_port_touches_no_file(monkeypatch):
+    def refuse(*words, **_):
+        raise AssertionError(f"a file is made: {words}")
+
+    for name in ("mkdir", "open", "makedirs"):
+        monkeypatch.setattr(os, name, refuse)
+    agent_network.Port().close()
+
+
 def test_a_port_that_somebody_listens_on_is_not_chosen():
     import socket
 

@@ -70,6 +70,12 @@ resources: {options: {slurm: {account: "${env:WHO}"}}}
     assert job.resources.options == {"slurm": {"account": "ada"}}
 
 
+def test_references_expand_to_a_bounded_size(complaint: Callable[..., str]) -> None:
+    levels = "".join(f"  A{level}: '{f'${{job.env.A{level - 1}}}' * 10}'\n" for level in range(1, 12))
+    said = complaint(f"{OK}env:\n  A0: '0123456789'\n{levels}")
+    assert "job.yaml:9:7: the references of the file expand to more than 1 MiB" in said
+
+
 def test_keys_are_not_touched(complaint: Callable[..., str]) -> None:
     assert "'${env:A}' is not a name" in complaint(OK + 'env:\n  "${env:A}": 1', env={"A": "B"})
 

@@ -96,6 +96,34 @@ def test_a_proxy_command_is_expanded(tmp_path: Path) -> None:
     assert found.proxy_command == "nc -x proxy 10.0.0.3 25 me"
 
 
+@pytest.mark.parametrize(
+    "text", ["$(id)", "`id`", "a;b", "a|b", "a&b", "a b", "-oProxyCommand=x", "a\nb", "a'b", 'a"', "", "a>b"]
+)
+def test_names_that_a_shell_would_act_on_never_become_a_host(text: str) -> None:
+    with pytest.raises(SpecError, match="is not the name of a host"):
+        HostSpec(text)
+    with pytest.raises(SpecError, match="is not the name of a host"):
+        HostSpec("node1", address=text)
+    with pytest.raises(SpecError, match="is not the name of a user"):
+        HostSpec("node1", user=text)
+
+
+@pytest.mark.parametrize("user", ["me", "me.you_too-3", "me@REALM.ORG", "DOMAIN\\me", "\u00e9l\u00e9na"])
+def test_names_that_users_have_are_taken(user: str) -> None:
+    assert HostSpec("node1", user=user).user == user
+
+
+def test_an_impossible_port_never_becomes_a_host() -> None:
+    with pytest.raises(SpecError, match="70000 is not a port number"):
+        HostSpec("node1", port=70000)
+
+
+@pytest.mark.parametrize("line", ["User $(id)", "HostName a;id", "ProxyJump `id`@one"])
+def test_names_of_the_configuration_are_checked_too(tmp_path: Path, line: str) -> None:
+    with pytest.raises(SpecError, match=r"is not the name of a (host|user)"):
+        route(tmp_path, f"Host node1\n {line}\n")
+
+
 def test_included_files_are_read_where_they_are_included(tmp_path: Path) -> None:
     (tmp_path / "config.d").mkdir()
     (tmp_path / "config.d" / "10-lab").write_text("Host node1\n  User lab\n  Include deeper\n")

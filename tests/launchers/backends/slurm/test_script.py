@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic_core import ValidationError
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
+from orc.launchers.backends.slurm.script import quote
 from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
+from orc.launchers.clusters import Cluster, builtin_local
+from orc.launchers.errors import LaunchError, RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.manifest import Entry
 from orc.launchers.spec import JobSpec
@@ -47,6 +50,20 @@ def test_the_signal_before_the_end_comes_no_earlier_than_slurm_can_send_it() -> 
     assert "--signal=URG@65535" in directives(render({}, grace="1d"))
     assert "--signal=URG@65535" in directives(render({}, grace=65535 - 30))
     assert "--signal=URG@65534" in directives(render({}, grace=65534 - 30))
+
+
+@pytest.mark.parametrize("text", ["/shared/orc\n#SBATCH --wrap=id", "/a\rb", "/a\x1b]0;b", "/a\u2028b"])
+def test_a_root_of_several_lines_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="must be one line of printable characters"):
+        Cluster(name="hpc", kind="slurm", root=text)
+    with pytest.raises(RenderError, match="cannot stand in a batch script"):
+        quote(text)
+
+
+def test_a_state_directory_of_several_lines_adds_no_directive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORC_STATE_DIR", "/state\n#SBATCH --wrap=id")
+    with pytest.raises(LaunchError, match=r"ORC_STATE_DIR is .* one line of printable characters"):
+        builtin_local()
 
 
 @pytest.mark.parametrize("given", [True, "user", "mcs", "topo"])

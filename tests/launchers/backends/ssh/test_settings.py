@@ -90,6 +90,11 @@ def test_a_host_takes_one_job_at_a_time_unless_slots_are_given(settings) -> None
         ("{hosts: [{name: a, root: orc}]}", "hosts[0].root: 'orc' is not an absolute path"),
         ("{hosts: [{name: a, port: 0}]}", "hosts[0].port: must be at least 1, not 0"),
         ("{hosts: [{name: a, via: '-x'}]}", "hosts[0].via: '-x' is not a jump host"),
+        ("{hosts: [{name: a, user: '$(id)'}]}", "hosts[0].user: '$(id)' is not the name of a user"),
+        ("{hosts: ['`id`@a']}", "hosts[0].user: '`id`' is not the name of a user"),
+        ("{hosts: [a], user: 'me;id'}", "user: 'me;id' is not the name of a user"),
+        ("{hosts: [{name: a, address: 'b|id'}]}", "hosts[0].address: 'b|id' is not the name of a host"),
+        ("{hosts: [{name: a, via: 'b,$(id)@c'}]}", "hosts[0].via: 'b,$(id)@c' is not a jump host"),
         ("{hosts: [a, b, a]}", "clusters.yaml:2:19: hosts: a is listed twice"),
         ("{hosts: []}", "the cluster lab has no hosts"),
         ("{hostfile: /no/such}", "clusters.yaml:2:22: hostfile: /no/such cannot be read: No such file or directory"),
@@ -114,6 +119,15 @@ def test_an_mpi_hostfile_gives_slots() -> None:
         ("node2", 2, None, ()),
         ("node3", None, "me", ("a100", "big")),
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["node1 ansible_user=$(id)", "node1 user=me`id`", "node1 ansible_host=a;id", "node1 via=$(id)@b", "-x@node1"],
+)
+def test_a_hostfile_brings_no_shell_words(line: str) -> None:
+    with pytest.raises(SpecError, match=r"hosts:1: (user|address|via|name): '.*' is not"):
+        parse_hostfile(line, "hosts")
 
 
 def test_groups_of_an_inventory_are_labels() -> None:
