@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 GROUPS = Path(__file__).with_name("groups.ini")
 MUTMUT = str(Path(sys.executable).with_name("mutmut"))
+MEMORY = 4 << 30  # bytes a process may have of its own: a mutant may fill a list without end
 # How a run of the tests on a mutant ends, as mutmut records it.
 SURVIVED, NOT_REACHED, NOT_RUN = (0,), (5, 33), (None,)
 
@@ -32,6 +34,7 @@ def prepare(work: Path, modules: list[str], tests: list[str]) -> None:
     options = {
         "source_paths": ["src/"],
         "also_copy": ["src"],
+        "timeout_multiplier": ["5"],
         "only_mutate": [f"src/orc/{module}" for module in modules],
         "pytest_add_cli_args_test_selection": tests,
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:cov", "-m", "not slow and not hosts and not slurm"],
@@ -61,6 +64,7 @@ def main(names: list[str]) -> None:
     """Run the groups *names*, all of them without any."""
     groups = configparser.ConfigParser()
     groups.read(GROUPS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for name in names or groups.sections():
         if name not in groups:
             sys.exit(f"{GROUPS.name} has no group {name!r}; there are {', '.join(groups.sections())}")

@@ -101,3 +101,25 @@ def test_the_number_of_attempts_grows_by_one_and_only_when_one_is_prepared(posit
     except IllegalTransition:
         return
     assert after.number == position.number + (kind is Kind.PREPARED)
+
+
+@pytest.mark.parametrize(
+    ("history", "event", "message"),
+    [
+        ((), Event(Kind.CANCEL_REQUESTED), "cancel_requested is not allowed while the job is unknown"),
+        (HAPPY, Event(Kind.RUNNING, 1), "running is not allowed while the job is SUCCEEDED"),
+        (HAPPY[:1], Event(Kind.SUBMITTING, 1), "submitting is not allowed while the job is QUEUED"),
+        (HAPPY[:5], Event(Kind.JOB_SUCCEEDED), "job_succeeded is not allowed while the attempt is RUNNING"),
+        (HAPPY[:1], Event(Kind.RETRY), "retry is not allowed while the job is QUEUED"),
+    ],
+)
+def test_a_refused_event_says_which_and_in_which_state(history, event, message):
+    with pytest.raises(IllegalTransition) as refused:
+        fold([*history, event])
+    assert str(refused.value) == message
+
+
+def test_an_event_of_an_attempt_needs_an_attempt():
+    with pytest.raises(IllegalTransition) as refused:
+        advance(Position(JobState.PENDING, 0, None), Event(Kind.RUNNING, 0))
+    assert str(refused.value) == "running is not allowed while the attempt is unknown"

@@ -91,3 +91,25 @@ def test_the_time_between_tries_grows_with_the_wait_and_is_bounded():
     assert found == [found[0], found[0], found[0] * 5, found[0] * 30]
     many = [room_backoff(8, f"job-{n}") for n in range(100)]
     assert 1.5 <= min(many) < 1.6 < 2.4 < max(many) <= 2.5
+
+
+def test_hosts_that_failed_a_job_are_left_out_whoever_waits(four):
+    assert room(four, job(1), {}, avoid=["n1"]).hosts == ("n2",)
+    older = Waiting("old", job(2, 2, hosts=["n1", "n2"]))
+    assert room(four, job(1), {"n1": 1}, ahead=[older], avoid=["n3"]).hosts == ("n4",)
+    # The older job would fit but for the host that failed it: it waits, and closes what it could run on.
+    failed = Waiting("old", job(2, 2, hosts=["n1", "n2", "n3"]), ("n1",))
+    assert room(four, job(1), {"n2": 1}, ahead=[failed]).hosts == ("n4",)
+    waits = Waiting("old", job(1, 2, hosts=["n3"]))
+    with pytest.raises(NoRoom, match="1 hosts with 1 free slots"):
+        room(four, job(1, hosts=["n1", "n2"]), {"n2": 2, "n3": 1}, ahead=[waits], avoid=["n1"])
+
+
+def test_an_older_job_that_can_never_run_does_not_hide_those_behind_it(four):
+    never, waits = Waiting("never", job(5)), Waiting("waits", job(2, 2, hosts=["n1", "n2"]))
+    assert room(four, job(1), {"n1": 1}, ahead=[never, waits]).hosts == ("n3",)
+
+
+def test_as_many_holders_as_are_shown_are_all():
+    several = [reservation("n1", f"j{i}") for i in range(5)]
+    assert why(NoRoom("waiting"), ["n1"], several) == "waiting (held by j0, j1, j2, j3, j4)"

@@ -88,3 +88,9 @@ def test_every_history_has_a_finite_answer(max_attempts, backoff_s, causes):
         assert 0 <= decision.delay_s <= MAX_BACKOFF_S
         innocent = ("preempted", HANDED_OVER)
         assert sum(cause not in innocent for cause in causes) < max_attempts or causes[-1] in innocent
+
+
+def test_a_retry_says_why_and_the_only_attempt_adds_nothing():
+    policy = RetryPolicy(3, ALL, 1.0)
+    assert decide(policy, ["preempted", "node_failure"]) == Retry(1.0, "node_failure: attempt 1 of 3")
+    assert decide(RetryPolicy(1, ALL, 1.0), ["crash"]) == GiveUp("")
