@@ -1,4 +1,4 @@
-"""Checkpoints on object stores, through fsspec: ``s3://bucket/run``, ``gs://...``, ``memory://...``.
+"""Checkpoints on object stores: ``s3://bucket/run`` through boto3, all others (``gs://...``) through fsspec's drivers.
 
 Such stores have no rename, but one object appears complete or not at all. So the manifest is the commit: it is
 written last, and files without it are no checkpoint. A checkpoint that is saved again gets its new files under a new
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from orc.runtime.checkpoint import s3
 from orc.runtime.checkpoint.checksum import ALGORITHMS, BLOCK
 from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -43,16 +44,11 @@ class Remote:
 
     @cached_property
     def system(self) -> tuple[Any, str]:
-        """fsspec's file system, and the path in it. Raises `CheckpointError` when there is no driver."""
+        """The file system, and the path in it. Raises `CheckpointError` when there is no driver."""
         try:
-            import fsspec  # type: ignore[import-untyped]
-        except ImportError:
-            raise CheckpointError(f"{self.url}: checkpoints on object stores need fsspec: pip install fsspec") from None
-        try:
-            system, path = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
+            return _open(self.url)
+        except (ImportError, ValueError, OSError) as error:
             raise CheckpointError(f"{self.url} cannot be opened: {error}") from None
-        return system, str(path)
 
     def make_directory(self) -> None:
         """For stores that have directories (SFTP, HDFS); others ignore it."""
@@ -105,6 +101,17 @@ class Remote:
             return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
         except FileNotFoundError:
             return []
+
+
+def _open(url: str) -> tuple[Any, str]:
+    if urlsplit(url).scheme in s3.SCHEMES:
+        return s3.open_url(url)
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError("it needs fsspec: pip install fsspec") from None
+    system, path = fsspec.core.url_to_fs(url)
+    return system, str(path)
 
 
 Place = Path | Remote

@@ -67,7 +67,7 @@ def test_a_zone_that_does_not_change_is_asked_less_and_less(cloud: Cloud) -> Non
     for _ in range(10 * int(LONGEST_S)):
         cloud.now += 1
         cloud.poll("a")
-    assert len(cloud.looks) - before == 10
+    assert 9 <= len(cloud.looks) - before <= 10
 
 
 def test_a_change_makes_polls_frequent_again(cloud: Cloud) -> None:
