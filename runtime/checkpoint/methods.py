@@ -78,7 +78,7 @@ class Checkpointing(StateSaving):
 
         Args:
             output_dir: where to. Without it, or with automatic naming, the next ``checkpoint_<n>`` below the project's
-                ``checkpoints`` folder or ORC_CHECKPOINT_DIR. URLs (``s3://bucket/run``) are opened with fsspec.
+                ``checkpoints`` folder or ORC_CHECKPOINT_DIR. URLs name object stores (``s3://bucket/run``).
             safe_serialization: weights as safetensors, otherwise as pickle.
             block: return when the checkpoint is complete and durable. With `False` return when the state is copied to
                 host memory, and write that in a thread; an error is raised by the next `save_state`, `load_state`,

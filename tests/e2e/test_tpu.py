@@ -80,7 +80,7 @@ def node(job: str, attempt: int = 1) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # eight processes import torch, scikit-learn and s3fs
+@pytest.mark.timeout(600)  # eight processes import torch, scikit-learn and boto3
 def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothing_is_left(
     tpu_pods: Pods, laptop: Callable[..., Orc], bucket: Bucket
 ) -> None:
