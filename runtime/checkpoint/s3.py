@@ -55,7 +55,7 @@ class S3:
             self.info(path)
             return True
         with suppress(FileNotFoundError):  # the bucket
-            return next(self._pages(path, MaxKeys=1)).get("KeyCount", 0) > 0
+            return bool(next(self._pages(path, MaxKeys=1)).get("KeyCount"))
         return False
 
     def ls(self, path: str, detail: bool = False) -> list[str]:
