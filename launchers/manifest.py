@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from orc.launchers.errors import BundleError
+from orc.runtime.names import safe_relative_name
 
 FORMAT = 1
 FILE, EXECUTABLE, SYMLINK = 0o644, 0o755, 0o120000  # git's three modes, without the file-type bits of plain files
@@ -116,9 +117,14 @@ def _check(entries: tuple[Entry, ...]) -> None:
         if path in seen:
             raise BundleError("the same path appears twice in a snapshot", where=path)
         seen.add(path)
-        parts = path.split("/")
-        if "\0" in path or "" in parts or "." in parts or ".." in parts:
-            raise BundleError("not a relative path inside the tree", where=repr(path))
+        try:
+            safe_relative_name(path)
+        except ValueError:
+            raise BundleError(
+                "not a relative path inside the tree, of printable characters",
+                where=repr(path),
+                hint="Rename the file, or exclude it in .orcignore or workdir.exclude.",
+            ) from None
         if (
             not SHA256.fullmatch(entry.sha256)
             or entry.size < 0

@@ -42,7 +42,7 @@ class Program:
     """
 
     module: str  # such as "backends.ssh.on_host"
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # those of the runtime under their full names, such as "orc.runtime.names"
 
     def packed(self, code: str = "") -> bytes:
         """What is sent: byte code for a Python with that (`shipped.CODE`) like ours, else the source."""
@@ -59,9 +59,9 @@ class Program:
     def _pack(self, form: Callable[[str], str | bytes]) -> bytes:
         modules: dict[str, str | bytes | None] = {}
         for name in (self.module, *self.others):
-            above = f"{_ROOT}.{name}".split(".")[:-1]
+            above = full_name(name).split(".")[:-1]
             modules.update({".".join(above[: depth + 1]): None for depth in range(len(above))})
-        modules.update({f"{_ROOT}.{name}": form(name) for name in (self.module, *self.others)})
+        modules.update({full_name(name): form(name) for name in (self.module, *self.others)})
         return zlib.compress(marshal.dumps((f"{_ROOT}.{self.module}", modules), 2), 9)
 
     @cached_property
@@ -77,10 +77,19 @@ class Program:
 
 def source(name: str) -> str:
     """The text of one of our modules."""
-    return (_HERE / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+    return _file(name).read_text(encoding="utf-8")
 
 
 def _code(name: str) -> bytes:
     """The byte code of one of our modules, which this Python has at hand as a rule."""
-    loader = SourceFileLoader(f"{_ROOT}.{name}", str(_HERE / f"{name.replace('.', '/')}.py"))
+    loader = SourceFileLoader(full_name(name), str(_file(name)))
     return marshal.dumps(loader.get_code(loader.name))
+
+
+def full_name(name: str) -> str:
+    """The name of one of a program's modules, the package included."""
+    return name if name.startswith("orc.") else f"{_ROOT}.{name}"
+
+
+def _file(name: str) -> Path:
+    return _HERE.parent / f"{full_name(name).removeprefix('orc.').replace('.', '/')}.py"

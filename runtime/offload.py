@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.empty_weights import set_module_tensor_to_device
+from orc.runtime.names import safe_relative_name
 
 Index = dict[str, dict[str, Any]]
 INDEX_NAME = "index.json"
@@ -128,4 +129,4 @@ def _device_of(name: str, device_map: Mapping[str, Any]) -> str:
 
 
 def _file(folder: str | os.PathLike[str], name: str) -> Path:
-    return Path(folder) / f"{name}.dat"
+    return Path(folder) / safe_relative_name(f"{name}.dat")

@@ -13,6 +13,7 @@ from typing import Any
 from orc.runtime.checkpoint.checksum import ALGORITHMS, BLOCK, DEFAULT
 from orc.runtime.checkpoint.durable import FileRecord, block_sum, replaced_name
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.names import safe_relative_name
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -66,6 +67,10 @@ class Manifest:
             if checksum not in ALGORITHMS:
                 raise ValueError(f"its checksums are {checksum}, this version of orc knows {', '.join(ALGORITHMS)}")
             field = "crc32" if raw["format"] == _CRC32_ONLY else "sums"
+            prefix = str(raw.get("prefix", ""))
+            for name in raw["files"]:  # checkpoints are passed around: theirs may be the names of any files
+                safe_relative_name(name)
+                safe_relative_name(prefix + name)
             files = {
                 str(name): FileRecord(int(record["size"]), tuple(int(value) for value in record[field]))
                 for name, record in raw["files"].items()
@@ -78,7 +83,7 @@ class Manifest:
                 int(raw["world_size"]),
                 float(raw["created_at"]),
                 files,
-                str(raw.get("prefix", "")),
+                prefix,
                 checksum,
             )
         except (KeyError, TypeError, AttributeError) as error:

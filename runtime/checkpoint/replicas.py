@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from orc.runtime.checkpoint.manifest import (
 )
 from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.names import safe_name
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.destination import Destination
@@ -176,9 +176,10 @@ def _receive(
         failure = error
 
     def create(name: str) -> Hashing | None:
-        if os.sep in name or name in ("", ".", ".."):
-            raise CheckpointError(f"{name!r} is no name of a file of a checkpoint")
-        return None if failure is not None else HashingFile(temporary / name)
+        try:
+            return None if failure is not None else HashingFile(temporary / safe_name(name))
+        except ValueError as error:
+            raise CheckpointError(f"what another machine sends is no checkpoint: {error}") from None
 
     try:
         transfer(create)  # also after a failure: the sender waits for its readers

@@ -20,6 +20,7 @@ from orc.runtime.checkpoint.layout import (
     WEIGHTS_NAME,
 )
 from orc.runtime.checkpoint.safetensors_file import without_aliases, write_tensors
+from orc.runtime.names import safe_relative_name
 from orc.runtime.parallel import extract_model_from_parallel
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
@@ -163,7 +164,7 @@ def _indexed(index: Path) -> list[Path]:
     try:
         data = json.loads(index.read_text())
         where = data.get("weight_map", data)
-        files = sorted({index.parent / str(name) for name in where.values()})
+        files = sorted({index.parent / safe_relative_name(str(name)) for name in where.values()})
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error}") from None
     missing = [file.name for file in files if not file.is_file()]

@@ -383,8 +383,16 @@ def test_pipes_and_sockets_are_left_out_and_reported(plain: Path) -> None:
     }
 
 
-def test_unicode_spaces_and_newlines_in_names_survive(either: Path) -> None:
-    names = ["daten/größe 1.py", "日本語.py", "new\nline.py", "-rf", "a'b\"c$d.py"]
+def test_a_name_with_control_characters_is_refused_unless_excluded(either: Path) -> None:
+    write(either, "train.py", "new\nline.py")
+    with pytest.raises(BundleError, match="printable characters") as caught:
+        scan(either)
+    assert caught.value.where == r"'new\nline.py'"
+    assert paths(scan(either, ["new*"])) == ["train.py"]
+
+
+def test_unicode_spaces_and_signs_in_names_survive(either: Path) -> None:
+    names = ["daten/größe 1.py", "日本語.py", "back\\slash.py", "-rf", "a'b\"c$d.py"]
     write(either, *names)
     tree = scan(either)
     assert paths(tree) == sorted(names)

@@ -1,5 +1,8 @@
 """Checkpoints on object stores: S3 as moto plays it, and fsspec's memory file system for all that fsspec serves."""
 
+import json
+import re
+
 import fsspec
 import pytest
 import torch
@@ -136,6 +139,39 @@ def test_a_directory_that_is_saved_again_holds_one_checkpoint_or_the_other_at_ev
     assert len(names(store, "bucket/last")) == 6  # the old files are gone
     run.run().accelerator.load_state(f"{bucket}/last")
     assert run.state() == second != first
+
+
+def renamed(data, old, new, prefix=None):
+    """The manifest *data*, in which a file is called *new*."""
+    manifest = json.loads(data)
+    manifest["files"][new] = manifest["files"].pop(old)
+    if prefix is not None:
+        manifest["prefix"] = prefix
+    return json.dumps(manifest).encode()
+
+
+@pytest.mark.parametrize("name", ["../../stolen", "{outside}/stolen", "a/../../../stolen", "..", "a\nb", "C:\\stolen"])
+def test_a_manifest_writes_no_file_outside_of_its_directory(store, make_run, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp" / "tmp"))
+    (tmp_path / "tmp" / "tmp").mkdir(parents=True)
+    name = name.format(outside=tmp_path)
+    run = make_run()
+    run.run().accelerator.save_state("memory://bucket/last")
+    path = "/bucket/last/manifest.json"
+    store.pipe_file(path, renamed(store.cat_file(path), "scheduler.bin", name))
+    store.pipe_file(f"/bucket/last/{name}", store.cat_file("/bucket/last/scheduler.bin"))
+    with pytest.raises(CheckpointError, match=re.escape(f"{name!r} is not the relative name of a file")):
+        run.accelerator.load_state("memory://bucket/last")
+    assert [found.name for found in tmp_path.rglob("*") if found.is_file()] == []
+
+
+def test_a_manifest_names_no_other_objects_by_its_prefix(store, make_run):
+    run = make_run()
+    run.run().accelerator.save_state("memory://bucket/last")
+    path = "/bucket/last/manifest.json"
+    store.pipe_file(path, renamed(store.cat_file(path), "scheduler.bin", "scheduler.bin", "../other/"))
+    with pytest.raises(CheckpointError, match=r"'\.\./other/.*' is not the relative name of a file"):
+        run.accelerator.load_state("memory://bucket/last")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from orc.launchers.errors import BackendError
 from orc.launchers.files import read_range, write_file
+from orc.runtime.names import safe_relative_name
 
 
 class LocalStorage:
@@ -17,10 +18,12 @@ class LocalStorage:
 
     def path(self, uri: str) -> Path:
         """The file of an object, or the directory of a prefix. Raises `BackendError` for what is no S3 address."""
-        parts = PurePosixPath(uri.removeprefix("s3://")).parts
-        if not uri.startswith("s3://") or not parts or ".." in parts or parts[0] == "/":
-            raise BackendError(f"not an address in S3: {uri}")
-        return self.root.joinpath(*parts)
+        try:
+            if not uri.startswith("s3://"):
+                raise ValueError(uri)
+            return self.root / safe_relative_name(uri.removeprefix("s3://").rstrip("/"))
+        except ValueError:
+            raise BackendError(f"not an address in S3: {uri!r}") from None
 
     def has(self, uri: str) -> bool:
         """Whether there is an object of that name, or one below it."""
