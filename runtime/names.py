@@ -1,4 +1,4 @@
-"""Names of files that come from outside: in manifests, indexes, archives and records of whoever wrote them."""
+"""Names of files that come from outside: in manifests, indexes, archives and records of whoever wrote them.
 
 Standard library alone, Python 3.9: this module also travels to hosts by itself.
 """
