@@ -177,7 +177,7 @@ def load(
             for index in range(len(prepared.dataloaders)):
                 name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
                 states[name] = next_epoch(states[name])
-        _check_positions(directory, prepared, states)
+        _check_positions(context, directory, prepared, states)
     except CheckpointError as failure:
         error = str(failure)
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
@@ -239,13 +239,18 @@ def _check_counterparts(
         )
 
 
-def _check_positions(directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
+def _check_positions(context: RunContext, directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
     for index, loader in enumerate(prepared.dataloaders):
         name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
         try:
-            loader.check_position(states[name])
+            cut = loader.check_position(states[name])
         except PositionError as error:
             raise CheckpointError(f"{directory / name}: {error}") from error
+        if cut.rounds and context.is_main and not states[name].get("finished"):
+            _tell(
+                f"epoch {states[name]['epoch']} goes on after {cut.samples} samples, with {loader.total_batch_size} "
+                f"samples per step; it was {states[name]['global_batch']}"
+            )
 
 
 def _unpickle(path: Path, map_location: Any = None) -> Any:

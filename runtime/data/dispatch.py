@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from orc.runtime.data.batch import cut, fit, join, repeat, rows_of
 from orc.runtime.data.loader import DataLoaderShard
-from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Pass, Position
 from orc.runtime.data.wire import CONTENT, END, ERROR, LAST, Message, Receiver, Sender
 from orc.runtime.errors import OrcRuntimeError
@@ -94,16 +94,10 @@ class DataLoaderDispatcher(DataLoaderShard):
         state = super().state_dict()
         live = self.cursor.live
         if live is not None:
-            state["offset"], state["global_batch"] = live.done * self.total_batch_size, self.total_batch_size
+            state["offset"], state["global_batch"] = live.samples(self.total_batch_size), self.total_batch_size
+            if "batches" in state:
+                state["batches"] = live.cut.batches + live.rounds * self.per_round
         return state
-
-    def _restore(self, position: Position) -> int:
-        if position["offset"] and position["global_batch"] != self.total_batch_size:
-            raise PositionError(
-                f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is "
-                f"{self.total_batch_size}: resume with the same samples per step, or from the end of an epoch"
-            )
-        return position["rounds"]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = self._open()
@@ -176,7 +170,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         key = current.key
         if key is not None and "rounds" in key:
             key = {**key, "rounds": key["rounds"] * self.per_round}
-        inner = Pass(current.epoch, current.done * self.per_round, key, current.restored)
+        cut = replace(current.cut, rounds=current.cut.rounds * self.per_round)
+        inner = Pass(current.epoch, current.done * self.per_round, key, current.restored, cut=cut)
         stateful = self._stateful() is not None
         for batch in self._source(inner):
             if not stateful:

@@ -7,11 +7,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from orc.runtime.data.order import Order, check_key
 from orc.runtime.data.plan import IndexPlan, PositionError
-from orc.runtime.data.position import Pass, Position, Share
+from orc.runtime.data.position import Cut, Pass, Position, Share, cut_at
 from orc.runtime.data.samplers import BatchSamplerShard
 
 
@@ -46,20 +46,20 @@ class PassSampler(Sampler[Any]):
         """Batches of *current* from ``current.done`` on; sets ``current.key`` when it has none."""
         raise NotImplementedError
 
-    def batches(self) -> int | None:
-        """This rank's batches per epoch, `None` when unknown."""
+    def batches(self, current: Pass) -> int | None:
+        """This rank's batches in the epoch of *current*, those before its cut included; `None` when unknown."""
         raise NotImplementedError
 
-    def tail(self) -> int:
+    def tail(self, current: Pass) -> int:
         """Samples of the last round, over all ranks, that are no repetitions; -1 when there are none."""
         raise NotImplementedError
 
-    def position(self, current: Pass) -> tuple[int, int, int]:
-        """Offset in samples, samples per round, and samples per epoch; 0 for what is unknown."""
+    def note(self, state: Position, current: Pass) -> None:
+        """Write into *state* where *current* is, and how its samples are cut into rounds."""
         raise NotImplementedError
 
-    def restore(self, position: Position) -> int:
-        """How many of this rank's batches lie before *position*. Raises `PositionError`."""
+    def restore(self, position: Position, global_batch: int) -> Cut:
+        """The cut for continuing *position* in rounds of *global_batch* samples. Raises `PositionError`."""
         raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
@@ -95,36 +95,37 @@ class PlanBatches(PassSampler):
         if current.key is None:
             current.key = self.order.draw(current.epoch, self.share)
         indices = self.order.indices(current.key)
-        plan, single = self.plan, self.single
+        plan, single = self.plan.rest(current.cut.samples), self.single
         rows, stride = plan.rows, plan.global_batch
-        first = current.done * stride + self.rank * rows
-        stop = plan.full_rounds * stride
+        first = plan.start + current.rounds * stride + self.rank * rows
+        stop = plan.start + plan.full_rounds * stride
         for begin in range(first, stop, stride):
             chunk = list(range(begin, begin + rows)) if indices is None else indices[begin : begin + rows].tolist()
             yield chunk[0] if single else chunk
-        if current.done <= plan.full_rounds:
+        if current.rounds <= plan.full_rounds:
             last: list[int] = []
             for begin, end in plan.last_ranges(self.rank):
                 last += range(begin, end) if indices is None else indices[begin:end].tolist()
             if last:
                 yield last[0] if single else last
 
-    def batches(self) -> int:
-        """As the plan says."""
-        return len(self)
+    def batches(self, current: Pass) -> int:
+        """As the plan of what was left at the cut says."""
+        return current.cut.rounds + self.plan.rest(current.cut.samples).batches(self.rank)
 
-    def tail(self) -> int:
-        """The plan's remainder where it is filled up."""
-        return self.plan.remainder if self.plan.fills_up else -1
+    def tail(self, current: Pass) -> int:
+        """The remainder of the plan where it is filled up."""
+        plan = self.plan.rest(current.cut.samples)
+        return plan.remainder if plan.fills_up else -1
 
-    def position(self, current: Pass) -> tuple[int, int, int]:
+    def note(self, state: Position, current: Pass) -> None:
         """Exact: offsets are arithmetic."""
-        plan = self.plan
-        done = plan.rounds if current.done >= plan.batches(self.rank) else current.done
-        return plan.offset(done), plan.global_batch, plan.length
+        plan = self.plan.rest(current.cut.samples)
+        done = plan.rounds if current.rounds >= plan.batches(self.rank) else current.rounds
+        state["offset"], state["global_batch"], state["length"] = plan.offset(done), plan.global_batch, plan.length
 
-    def restore(self, position: Position) -> int:
-        """A division, at any number of processes that keeps the samples per round."""
+    def restore(self, position: Position, global_batch: int) -> Cut:
+        """Exact at any number of processes and any batch size: what is left of the order is cut anew."""
         if position["length"] != self.plan.length:
             raise PositionError(
                 f"saved in the middle of an epoch of {position['length']} samples, this loader's epoch has "
@@ -132,7 +133,7 @@ class PlanBatches(PassSampler):
             )
         if position["key"] is not None:
             check_key(self.order, position["key"])
-        return self.plan.seek(position["offset"], position["global_batch"])
+        return cut_at(position, global_batch)
 
 
 class CustomBatches(PassSampler):
@@ -175,41 +176,74 @@ class CustomBatches(PassSampler):
             current.key = {"kind": "custom", "state": state}
         elif generator is not None and current.key["state"] is not None:
             generator.set_state(current.key["state"])
+        left = self._left(current.cut)
         if self.world_size == 1:
-            yield from islice(iter(self.shard.batch_sampler), current.done, None)
+            yield from islice(left, current.rounds, None)
         else:
-            yield from self.shard.batches_from(current.done)
+            yield from self.shard.batches_from(current.rounds, left)
 
-    def batches(self) -> int | None:
+    @property
+    def _chunks(self) -> bool:
+        """Whether the batches are no more than consecutive samples of a sampler, so that any others will do."""
+        return type(self.shard.batch_sampler) is BatchSampler
+
+    def _left(self, cut: Cut) -> Iterator[Any]:
+        """The batches from *cut* on."""
+        whole = self.shard.batch_sampler
+        if self._chunks and cut.samples:
+            return iter(BatchSampler(islice(whole.sampler, cut.samples, None), whole.batch_size, whole.drop_last))
+        return islice(whole, cut.batches, None)
+
+    def batches(self, current: Pass) -> int | None:
         """`None` where the batch sampler has no length, or where the last batch decides whether this rank has one."""
         shard = self.shard
+        if current.cut.rounds:
+            return None
         if shard.total_length is None or (shard.split_batches and not (shard.even_batches or shard.drop_last)):
             return None
         return self.shard.total_length if self.world_size == 1 else len(self.shard)
 
-    def tail(self) -> int:
+    def tail(self, current: Pass) -> int:
         """What the shard saw when it filled up its last batch."""
         return -1 if self.shard.tail is None or self.world_size == 1 else self.shard.tail
 
-    def position(self, current: Pass) -> tuple[int, int, int]:
-        """Counted in batches only; the samples per round are known when the batch size is."""
-        size = self.shard.batch_size or 0
-        return 0, size if self.shard.split_batches else size * self.world_size, 0
+    @property
+    def _per_round(self) -> int:
+        """Batches of the batch sampler in one round."""
+        return 1 if self.shard.split_batches else self.world_size
 
-    def restore(self, position: Position) -> int:
-        """The same number of batches, as long as a round has the same samples."""
+    @property
+    def _global_batch(self) -> int:
+        """Samples per round; 0 where batches vary."""
+        size = self.shard.batch_size or 0
+        return size if self.shard.split_batches else size * self.world_size
+
+    def note(self, state: Position, current: Pass) -> None:
+        """In batches of the batch sampler, and in samples where these have one size."""
+        state["offset"], state["global_batch"] = current.samples(self._global_batch), self._global_batch
+        state["batches"] = current.cut.batches + current.rounds * self._per_round
+        state["batch_size"] = self.shard.batch_size
+
+    def restore(self, position: Position, global_batch: int) -> Cut:
+        """Any cut of a sampler's samples; whole batches of a batch sampler of the user's own."""
         key = position["key"]
         if key is not None and key.get("kind") != "custom":
             raise PositionError(
                 f"saved from a {key.get('kind')} order of samples, this loader has a sampler of its own: give it the "
                 "sampler it had when the checkpoint was written"
             )
-        here = self.position(Pass())[1]
-        if position["rounds"] and position["global_batch"] != here:
+        if self._chunks and global_batch and position["global_batch"]:
+            return cut_at(position, global_batch)
+        rounds, size = position["rounds"], self.shard.batch_size
+        if rounds and position.get("batch_size", size) != size:
             raise PositionError(
-                f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is {here}"
+                f"saved in the middle of an epoch with batches of {position['batch_size']}, now they have {size}, and "
+                f"only {type(self.shard.batch_sampler).__name__} knows which samples make a batch: continue with the "
+                "former size (the number of processes may change), or resume from a checkpoint taken at the end of an "
+                "epoch"
             )
-        return position["rounds"]
+        batches = position.get("batches", rounds * self._per_round)
+        return Cut() if batches == rounds * self._per_round else Cut(rounds, position["offset"], batches)
 
     def set_epoch(self, epoch: int) -> None:
         """To the batch sampler and the sampler under it."""

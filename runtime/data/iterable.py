@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from orc.runtime.data.plan import PositionError
 from orc.runtime.data.workers import Opened, open_stream
 
 Round = tuple[list[Any], int | None]
-START, OWN = 0, 1  # places in a `seek_tensor`
+START, OWN, SKIP = 0, 1, 2  # places in a `seek_tensor`
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -65,17 +66,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         for samples, _ in self.dealt(0, open_stream(self.dataset)):
             yield from samples
 
-    def dealt(self, start: int, opened: Opened) -> Iterator[Round]:
+    def dealt(self, start: int, opened: Opened, skip: int = 0) -> Iterator[Round]:
         """The rounds of this worker out of those from round *start* on."""
-        return islice(self.rounds(start, opened.samples), opened.worker, None, opened.workers)
+        return islice(self.rounds(start, opened.samples, skip), opened.worker, None, opened.workers)
 
-    def rounds(self, start: int, stream: Iterator[Any] | None = None) -> Iterator[Round]:
+    def rounds(self, start: int, stream: Iterator[Any] | None = None, skip: int = 0) -> Iterator[Round]:
         """This rank's samples round by round from round *start* on, with the number of samples of the whole round
-        that are no repetitions where it was filled up.
+        that are no repetitions where it was filled up. Rounds begin after the first *skip* samples.
         """
         stride = self.rows * self.num_processes
         mine = slice(self.process_index * self.rows, (self.process_index + 1) * self.rows)
-        stream = iter(self.dataset) if stream is None else stream
+        stream = islice(iter(self.dataset) if stream is None else stream, skip, None)
         first = list(islice(stream, stride)) if start else None
         if start > 1:
             next(islice(stream, (start - 1) * stride, (start - 1) * stride), None)
@@ -110,6 +111,7 @@ class Stream(IterableDataset[Any]):
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
         self.start = 0  # rounds to leave out of the next iteration in this process
+        self.skip = 0  # samples to leave out before its rounds begin
         self.seek_of_workers: torch.Tensor | None = None  # the same, for workers that are being started
 
     @property
@@ -131,47 +133,60 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         opened = open_stream(self.shard.dataset)
-        start = self._begin(opened)
+        start, skip = self._begin(opened)
         if self.shard.num_processes == 1:
             rows, worker, workers = self.shard.rows, opened.worker, opened.workers
-            stream = islice(opened.samples, start * rows, None)
+            stream = islice(opened.samples, skip + start * rows, None)
             if workers == 1:
                 yield from stream
             while workers > 1 and (samples := list(islice(stream, rows * workers))):
                 yield from samples[worker * rows : (worker + 1) * rows]
             return
-        for samples, valid in self.shard.dealt(start, opened):
+        for samples, valid in self.shard.dealt(start, opened, skip):
             if valid is None:
                 yield from samples
             else:
                 yield from (Marked(sample, valid) for sample in samples)
 
-    def _begin(self, opened: Opened) -> int:
-        """The round to begin with. A worker of a dataset that shares itself out says that it cannot seek."""
+    def _begin(self, opened: Opened) -> tuple[int, int]:
+        """The round to begin with, and the samples before the first round. A worker of a dataset that shares itself out
+        says that it cannot seek.
+        """
         if get_worker_info() is None:
-            return self.start
+            return self.start, self.skip
         if self.seek_of_workers is None:
-            return 0
+            return 0, 0
         self.seek_of_workers[OWN] = int(opened.own)
-        return 0 if opened.own else int(self.seek_of_workers[START])
+        return (0, 0) if opened.own else (int(self.seek_of_workers[START]), int(self.seek_of_workers[SKIP]))
 
 
-def seek_tensor(start: int) -> torch.Tensor:
-    """What a loader and its workers share about a pass: the round it begins with, and whether the workers' streams
-    began with their first instead.
+def seek_tensor(start: int, skip: int = 0) -> torch.Tensor:
+    """What a loader and its workers share about a pass: the round it begins with, whether the workers' streams
+    began with their first instead, and the samples before the first round.
 
     It is memory of all of them, because workers that stay hear of nothing but that a new pass begins.
     """
-    shared = torch.tensor([start, 0])
+    shared = torch.tensor([start, 0, skip])
     shared.share_memory_()
     return shared
 
 
 def begin_at(source: Iterator[Any], start: int, seek: torch.Tensor) -> Iterator[Any]:
-    """The batches of *source* from batch *start* on, whether its workers left out the ones before or could not."""
+    """The batches of *source* from batch *start* on, whether its workers left out the ones before or could not.
+
+    Raises:
+        PositionError: the workers could not, and the batches before were of another size.
+    """
     for batch in source:
         if not seek[OWN]:
             yield batch
+        elif seek[SKIP]:
+            raise PositionError(
+                "saved in the middle of an epoch with another number of samples per step, of a stream that shares "
+                "itself out to the worker processes of its loader: nobody knows how many samples each of them has "
+                "had. Continue with the former batch size and number of processes, or without worker processes, or "
+                "resume from a checkpoint taken at the end of an epoch"
+            )
         else:
             next(islice(source, start - 1, start - 1), None)
         break

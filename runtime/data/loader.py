@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
-from orc.runtime.data.iterable import START, Marked, Stream, begin_at, seek_tensor
+from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
 from orc.runtime.data.plan import PositionError
-from orc.runtime.data.position import Cursor, Pass, Position
+from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
 from orc.runtime.data.samplers import BatchSamplerShard
 from orc.runtime.data.synchronize import align
 from orc.runtime.dist.tree import send_to_device
@@ -46,6 +46,7 @@ class DataLoaderAdapter:
         remainder: samples in the global batch just yielded that are no repetitions; -1 when nothing was repeated.
         total_batch_size: samples per step over all ranks.
         total_dataset_length: samples of the dataset, over all ranks.
+        own_share: the data is one rank's share already, made for as many as there are.
         simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
         boundary: is called between steps; the Accelerator puts its own here.
         meter: measures how long the loop waits for batches; the Accelerator puts its own here.
@@ -83,6 +84,7 @@ class DataLoaderAdapter:
         self.skips = skip_batches > 0
         self.world_size = context.world_size if world_size is None else world_size
         self.simulated = False
+        self.own_share = False
         self.total_batch_size = total_batch_size
         self.cursor = Cursor()
         self.end_of_dataloader = False
@@ -109,7 +111,7 @@ class DataLoaderAdapter:
     def samples_seen(self) -> int:
         """Samples that all ranks have taken since the start of the running pass's epoch; 0 between passes."""
         live = self.cursor.live
-        return live.done * self.total_batch_size if live is not None else 0
+        return live.samples(self.total_batch_size) if live is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass number *epoch*; samplers and datasets that take an epoch are told."""
@@ -145,8 +147,8 @@ class DataLoaderAdapter:
         if pending is None:
             current = Pass(cursor.epoch, self.skip_batches, None, False, steps, steps)
         else:
-            done = self._restore(pending) if pending["live"] and not self.skips else self.skip_batches
-            current = Pass(pending["epoch"], done, pending["key"], pending["live"], steps, steps)
+            done, cut = self._continue(pending) if pending["live"] else (self.skip_batches, Cut())
+            current = Pass(pending["epoch"], done, pending["key"], pending["live"], steps, steps, cut=cut)
         cursor.epoch, cursor.live = current.epoch, current
         self.end_of_dataloader, self.remainder = False, -1
         self._announce(current.epoch)
@@ -165,16 +167,39 @@ class DataLoaderAdapter:
                 cursor.pending = None
         self.gradient.end(self, exhausted=exhausted)
 
-    def _restore(self, position: Position) -> int:
+    def _continue(self, position: Position) -> tuple[int, Cut]:
+        """The batches of the epoch to leave out, and the cut that they are counted with."""
+        cut, rounds = self._restore(position), position["rounds"]
+        if not self.skips or self.skip_batches == rounds:
+            return rounds, cut
+        if cut.rounds:
+            raise PositionError(
+                f"skip_first_batches({self.skip_batches}): the checkpoint was saved after {rounds} batches, "
+                f"{offset_of(position)} samples into the epoch, with {position['global_batch']} samples per step, and "
+                f"now a step has {self.total_batch_size}, so that batches cannot be counted from the start of the "
+                "epoch: leave skip_first_batches out, the loader goes on with the next sample by itself"
+            )
+        return self.skip_batches, cut
+
+    def _restore(self, position: Position) -> Cut:
+        """The cut for continuing *position* here. Raises `PositionError`."""
+        ranks, here = position.get("ranks", 1), self.world_size if self.own_share else 1
+        if position["rounds"] and ranks != here:
+            raise PositionError(
+                f"saved in the middle of an epoch of data that shares itself out, then to {ranks} processes, now to "
+                f"{here}: nobody but the dataset knows who has read what. Continue with {ranks}, or resume from a "
+                "checkpoint taken at the end of an epoch"
+            )
         sampler = self._passes()
         if sampler is not None:
-            return sampler.restore(position)
-        if position["rounds"] and position["global_batch"] != self.total_batch_size:
+            return sampler.restore(position, self.total_batch_size)
+        cut = cut_at(position, self.total_batch_size)
+        if cut.rounds and (self.own_share or not isinstance(self.dataset, Stream)):
             raise PositionError(
                 f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is "
                 f"{self.total_batch_size}: resume with the same samples per step, or from the end of an epoch"
             )
-        return position["rounds"]
+        return cut
 
     def state_dict(self) -> Position:
         """Where this loader is: in the middle of a pass while one runs, otherwise at the start of the next epoch."""
@@ -193,16 +218,18 @@ class DataLoaderAdapter:
         if live is not None:
             state["live"], state["rounds"], state["key"] = True, live.done, live.key
             state["finished"] = live.finished
+            state["offset"] = live.samples(self.total_batch_size)
             if sampler is not None:
-                state["offset"], state["global_batch"], state["length"] = sampler.position(live)
+                sampler.note(state, live)
+            if self.own_share:
+                state["ranks"] = self.world_size
         elif cursor.pending is not None:
             state = cursor.pending
         return state
 
-    def check_position(self, state: Mapping[str, Any]) -> None:
-        """Raise `PositionError` when the next pass cannot continue from *state*."""
-        if state["live"]:
-            self._restore(cast("Position", state))
+    def check_position(self, state: Mapping[str, Any]) -> Cut:
+        """Return the cut with which the next pass continues from *state*. Raises `PositionError` when it cannot."""
+        return self._restore(cast("Position", state)) if state["live"] else Cut()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from *state* with the next pass. Raises `PositionError` when that is impossible here."""
@@ -298,11 +325,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             stateful, key = self._stateful(), current.key
             if current.restored and stateful is not None and key is not None and key["rounds"] == current.done:
                 stateful.load_state_dict(copy.deepcopy(key["state"]))
-                self.dataset.start = 0
+                self.dataset.start = self.dataset.skip = 0
             else:
-                self.dataset.start = current.done
+                self.dataset.start, self.dataset.skip = current.rounds, current.cut.samples
         elif isinstance(self.dataset, Stream):
-            seek = self._seek_workers(current.done)
+            seek = self._seek_workers(current)
         else:
             late = current.done
         generators = [torch.default_generator] + ([self.generator] if self.generator is not None else [])
@@ -318,12 +345,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         self.dataset.seek_of_workers = None  # the workers have it
         return begin_at(source, current.done, seek) if current.done else source
 
-    def _seek_workers(self, start: int) -> torch.Tensor | None:
-        """Let the workers of the next pass leave out *start* rounds, so that nothing of them is collated or sent."""
+    def _seek_workers(self, current: Pass) -> torch.Tensor | None:
+        """Let the workers leave out what *current* leaves out, so that nothing of it is collated or sent."""
+        start, skip = current.rounds, current.cut.samples
         if self._iterator is not None and self.seek is not None:  # workers that stayed
-            self.seek[START] = start
+            self.seek[START], self.seek[SKIP] = start, skip
         else:  # each set of workers has its own: passes of a loader and its views may overlap
-            self.seek = seek_tensor(start) if start or self.persistent_workers else None
+            self.seek = seek_tensor(start, skip) if start or skip or self.persistent_workers else None
             self.dataset.seek_of_workers = self.seek
         return self.seek
 
@@ -335,7 +363,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         exhausted = False
         try:
             sampler = self._passes()
-            total = sampler.batches() if sampler is not None else None
+            total = sampler.batches(current) if sampler is not None else None
             source = self._source(current)
             if total is None:
                 source = self._ahead(source, current)
@@ -345,7 +373,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 if total is not None:
                     current.done += 1
                     if current.done == total and sampler is not None:
-                        self.end_of_dataloader, self.remainder = True, self._rows(sampler.tail(), batch)
+                        self.end_of_dataloader, self.remainder = True, self._rows(sampler.tail(current), batch)
                         current.finished = True
                 gradient.current = self
                 yield batch if place is None else place(batch)
@@ -376,7 +404,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 self.end_of_dataloader = current.finished = True
                 sampler = self._passes()
                 if sampler is not None:
-                    self.remainder = self._rows(sampler.tail(), batch)
+                    self.remainder = self._rows(sampler.tail(current), batch)
             current.done += 1
             if stateful is not None:
                 current.key = {"kind": "stateful", "rounds": current.done, "state": state}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class PositionError(ValueError):
@@ -24,6 +24,8 @@ class IndexPlan:
     even_batches:
         With several ranks and without ``drop_last``, the last round is filled up from the start of the order, so that
         every rank gets equally many batches of equal size.
+    start:
+        Samples of the order that were taken before; rounds are counted from there.
     """
 
     length: int
@@ -32,6 +34,7 @@ class IndexPlan:
     split_batches: bool = False
     drop_last: bool = False
     even_batches: bool = True
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.world_size < 1 or self.length < 0:
@@ -55,16 +58,16 @@ class IndexPlan:
     @property
     def full_rounds(self) -> int:
         """Rounds that need no filling up."""
-        return self.length // self.global_batch
+        return (self.length - self.start) // self.global_batch
 
     @property
     def remainder(self) -> int:
         """Samples of the last, incomplete round; 0 when there is none or when it is dropped."""
-        return 0 if self.drop_last else self.length % self.global_batch
+        return 0 if self.drop_last else (self.length - self.start) % self.global_batch
 
     @property
     def rounds(self) -> int:
-        """Rounds of the epoch, an incomplete last one included."""
+        """Rounds of what is left of the epoch, an incomplete last one included."""
         return self.full_rounds + (1 if self.remainder else 0)
 
     @property
@@ -73,7 +76,7 @@ class IndexPlan:
         return self.even_batches and self.world_size > 1 and self.remainder > 0
 
     def batches(self, rank: int) -> int:
-        """Batches that *rank* gets in an epoch."""
+        """Batches that *rank* gets of what is left of the epoch."""
         if not self.remainder or self.fills_up:
             return self.rounds
         return self.full_rounds + (1 if self.remainder > rank * self.rows else 0)
@@ -85,7 +88,7 @@ class IndexPlan:
         """
         if not self.remainder:
             return []
-        begin = self.full_rounds * self.global_batch + rank * self.rows
+        begin = self.start + self.full_rounds * self.global_batch + rank * self.rows
         end = begin + self.rows
         ranges = [(begin, min(end, self.length))] if begin < self.length else []
         if self.fills_up:
@@ -99,26 +102,8 @@ class IndexPlan:
 
     def offset(self, rounds: int) -> int:
         """Samples of the order that are consumed after *rounds* rounds; `length` when the epoch is complete."""
-        return self.length if rounds >= self.rounds else rounds * self.global_batch
+        return self.length if rounds >= self.rounds else self.start + rounds * self.global_batch
 
-    def seek(self, offset: int, global_batch: int) -> int:
-        """The round that starts at *offset* samples, as saved by a plan with *global_batch*. Raises `PositionError`."""
-        if offset == 0:
-            return 0
-        if offset >= self.length:
-            return self.rounds
-        if global_batch != self.global_batch:
-            each = f"{self.batch_size} split over" if self.split_batches else f"{self.batch_size} on each of"
-            fitting = (
-                f"batch_size={global_batch // self.world_size}"
-                if not self.split_batches and global_batch % self.world_size == 0
-                else f"batch_size={global_batch}"
-                if self.split_batches
-                else "the former number of processes"
-            )
-            raise PositionError(
-                f"saved in the middle of an epoch with {global_batch} samples per step, now it would be "
-                f"{self.global_batch} ({each} {self.world_size} processes); continue with {fitting}, or resume from a "
-                "checkpoint taken at the end of an epoch"
-            )
-        return offset // self.global_batch
+    def rest(self, offset: int) -> IndexPlan:
+        """Return the plan of what is left of the order after *offset* samples, however those were cut."""
+        return replace(self, start=min(offset, self.length))

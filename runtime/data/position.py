@@ -16,8 +16,11 @@ class Position(TypedDict):
     """What a checkpoint stores of a loader; plain values and tensors only.
 
     ``offset`` and ``global_batch`` count samples over all ranks; ``rounds`` counts batches of one rank. ``key`` and the
-    two counts are meaningful only when ``live``: saved while a pass was running. It is ``finished`` when the last batch
+    counts are meaningful only when ``live``: saved while a pass was running. It is ``finished`` when the last batch
     had been yielded.
+
+    ``batches`` and ``batch_size`` are those of a batch sampler of the user's own, ``ranks`` the number of shares of
+    data that shares itself out.
     """
 
     epoch: int
@@ -29,6 +32,36 @@ class Position(TypedDict):
     key: Key | None
     generator: torch.Tensor | None
     finished: NotRequired[bool]
+    batches: NotRequired[int]
+    batch_size: NotRequired[int | None]
+    ranks: NotRequired[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where in an epoch the samples began to be cut into the present rounds: at its start, unless it was continued with
+    another number of samples per step.
+
+    ``rounds`` and ``samples`` were taken before; ``batches`` those of a batch sampler of the user's own.
+    """
+
+    rounds: int = 0
+    samples: int = 0
+    batches: int = 0
+
+
+def offset_of(position: Position) -> int:
+    """Return the samples of the epoch that all ranks had taken at *position*."""
+    return position["offset"] or position["rounds"] * position["global_batch"]
+
+
+def cut_at(position: Position, global_batch: int) -> Cut:
+    """Return the cut for continuing *position* in rounds of *global_batch* samples.
+
+    Rounds that lie as they would without the interruption need no new one.
+    """
+    offset = offset_of(position)
+    return Cut() if offset == position["rounds"] * global_batch else Cut(position["rounds"], offset)
 
 
 def next_epoch(position: Position) -> Position:
@@ -57,6 +90,16 @@ class Pass:
     began_at: int = 0  # optimizer steps when it began
     steps: int = 0  # optimizer steps when the loop last asked for a batch
     finished: bool = False  # the last batch is out
+    cut: Cut = Cut()
+
+    @property
+    def rounds(self) -> int:
+        """Batches since the present cut."""
+        return self.done - self.cut.rounds
+
+    def samples(self, global_batch: int) -> int:
+        """Samples of the epoch that rounds of *global_batch* have taken, those before the cut included."""
+        return self.cut.samples + self.rounds * global_batch
 
 
 @dataclass(slots=True)

@@ -110,10 +110,11 @@ def prepare_data_loader(
         raise ValueError(f"prepare_data_loader: process_index {rank} is not one of {world} processes, 0 to {world - 1}")
     # A share for another number of processes than there are: a rank by itself, with nobody to agree with.
     simulated = torch_device_mesh is None and world != context.world_size
-    share = share_in(context, simulated=simulated)
     shared = _is_shared(dataloader, world)
     dispatch = is_stream(dataloader) if dispatch_batches is None else dispatch_batches
     dispatch = dispatch and world > 1 and world == context.world_size and not shared
+    # Where rank 0 alone reads, it alone draws: the others would not come to agree on anything.
+    share = share_in(context, simulated=simulated or dispatch)
     if shared and split_batches:
         raise ValueError(
             "split_batches: this loader's data is shared out to the ranks already, so its batches are one rank's; "
@@ -173,7 +174,7 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
         **common,
     )
-    loader.simulated = simulated
+    loader.simulated, loader.own_share = simulated, whole
     return loader
 
 

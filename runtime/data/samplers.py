@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, cast
 
@@ -126,14 +126,17 @@ class BatchSamplerShard(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         return self.batches_from(0)
 
-    def batches_from(self, start: int) -> Iterator[list[Any]]:
-        """This rank's batches without its first *start*; nothing is built for those."""
+    def batches_from(self, start: int, batches: Iterable[Any] | None = None) -> Iterator[list[Any]]:
+        """This rank's batches without its first *start*, of *batches* or else of the batch sampler; nothing is built
+        for those.
+        """
         self.tail = None
-        return self._pieces(start) if self.split_batches else self._whole(start)
+        whole = self.batch_sampler if batches is None else batches
+        return self._pieces(start, whole) if self.split_batches else self._whole(start, whole)
 
-    def _pieces(self, start: int) -> Iterator[list[Any]]:
+    def _pieces(self, start: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
         first: list[Any] = []
-        for number, whole in enumerate(self.batch_sampler):
+        for number, whole in enumerate(batches):
             batch = list(whole)
             size = self.batch_size or -(-len(batch) // self.num_processes) * self.num_processes
             rows = size // self.num_processes
@@ -149,11 +152,11 @@ class BatchSamplerShard(Sampler[list[Any]]):
             if piece and number >= start:
                 yield piece
 
-    def _whole(self, start: int) -> Iterator[list[Any]]:
+    def _whole(self, start: int, every: Iterable[Any]) -> Iterator[list[Any]]:
         n = self.num_processes
         samples: list[Any] = []  # of the first round, to fill up the last one
         number = 0
-        batches = iter(self.batch_sampler)
+        batches = iter(every)
         while group := [list(batch) for batch in islice(batches, n)]:
             full = len(group) == n and (self.batch_size is None or len(group[-1]) == self.batch_size)
             if number == 0:
