@@ -54,6 +54,7 @@ DERIVED = (
     *("ORC_JOB_DIR", "ORC_ATTEMPT_DIR", "ORC_NODE_RANK", "ORC_NNODES", "ORC_NPROC", "ORC_RDZV_ID"),
     "TORCHELASTIC_RUN_ID",
     "ORC_LOGS_DIR",
+    "ORC_TOKEN",  # what the ranks of one incarnation know each other by
     "ORC_GANG",  # the marker of the attempt that a process runs without being one of its ranks
 )
 
@@ -702,6 +703,7 @@ class Node:
         self.link: Any = None  # to the other hosts, where they share no file system
         self.slots: Any = None  # what this node holds of its host
         self.own_env: dict[str, str] = {}  # variables of this node alone
+        self.token = ""  # of the ranks of this incarnation
         self.min_nodes = int(config.get("min_nodes") or self.nnodes)
         self.lost: set[int] = set()  # nodes that the gang goes on without
         self.stacks: Any = None  # what this node has been asked for
@@ -1258,6 +1260,8 @@ class Node:
 
     def meet(self) -> tuple[str, int] | None:
         """Agree with the other nodes on address and port; `None` when a stop came first."""
+        if not self.node:
+            self.token = self.link.token_of_ranks(self.rendezvous_id()) if self.link else os.urandom(32).hex()
         if self.nnodes == 1:
             self.port = beside("network").Port()
             if self.shims:
@@ -1295,11 +1299,14 @@ class Node:
 
         if not self.until(published) or not found:
             return None
+        self.token = self.link.token_of_ranks(self.rendezvous_id()) if self.link else str(found[0].get("token") or "")
         return str(found[0]["addr"]), int(found[0]["port"])
 
     def publish(self, addr: str, port: int) -> None:
         """Tell the other nodes, and the shims below a launcher, where rank 0 will be."""
         record = {"addr": addr, "port": port, "id": self.rendezvous_id(), "at": time.time()}
+        if self.nnodes > 1 and not self.link:  # the link is signed, not encrypted
+            record["token"] = self.token
         path = os.path.join(self.attempt_dir, f"rendezvous-r{self.restart}.json")
         write_json(path, record, durable=self.nnodes > 1)
         self.pass_on()
@@ -1354,6 +1361,7 @@ class Node:
         env.update(self.own_env)
         env.setdefault("PYTHONUNBUFFERED", "1")
         env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C shows where Python was
         env.update(self.prepared.get("env") or {})
         if self.prepared.get("path"):
             env["PATH"] = os.pathsep.join([*self.prepared["path"], env.get("PATH") or os.defpath])
@@ -1371,9 +1379,12 @@ class Node:
     def start_ranks(self, addr: str, port: int) -> None:
         """Start the ranks, or the launcher that starts them."""
         command = self.config["command"]
-        if self.link:
+        if addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
+            self.own_env.update(beside("network").on_loopback({**os.environ, **(self.config.get("env") or {})}))
+        elif self.link:
             given = {**os.environ, **(self.config.get("env") or {})}
             self.own_env.update({n: v for n, v in self.link.variables().items() if n not in given})
+        if self.own_env:
             self.note_pids()
         values = {
             "python": self.python,
@@ -1395,6 +1406,7 @@ class Node:
             for name, text in command["host_env"].items():
                 defaults[name] = ",".join(substitute(text, {"host": host}) for host in names)
         env = self.environment(defaults)
+        env["ORC_TOKEN"] = self.token
         log = os.path.join(self.logs, f"node-{self.node}.log")
         if self.first_alone:
             calls = beside("calls")
@@ -1757,6 +1769,10 @@ class Node:
             self.port.close()
         if self.slots:
             self.slots.close()
+        if os.path.isdir(scratch := os.path.join(self.dir, "launcher")):
+            import shutil
+
+            shutil.rmtree(scratch, ignore_errors=True)  # what torchrun keeps for its ranks while they run
         if self.config.get("link"):  # nothing on this host is another node's
             for name in ("secrets.json", "link.json"):
                 remove(os.path.join(self.private, name))

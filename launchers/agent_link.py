@@ -129,6 +129,14 @@ class Link:
         found = self.state().get("gone") or {}
         return {str(node): str(why) for node, why in found.items()}
 
+    def token_of_ranks(self, rendezvous_id: str) -> str:
+        """What the ranks of one incarnation know each other by, from the attempt's token: so it need not travel."""
+        import hashlib
+        import hmac
+
+        key, label = str(self.given["token"]).encode(), b"ranks " + rendezvous_id.encode()
+        return hmac.new(key, label, hashlib.sha256).hexdigest()
+
     def variables(self) -> dict[str, str]:
         """What the ranks have to know about the network of this host: which interface leads to the others."""
         interface = self.state().get("interface")

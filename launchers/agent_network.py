@@ -10,7 +10,7 @@ import socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from orc.launchers import agent
 else:
@@ -138,6 +138,15 @@ def reachable_addresses() -> list[str]:
     """Where other hosts may reach this one: all of its addresses that are not its own alone."""
     found = [a for _, a in own_addresses() if not a.startswith(("127.", "fe80:", "169.254.")) and a != "::1"]
     return found or ["127.0.0.1"]
+
+
+LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the ranks' libraries listen
+
+
+def on_loopback(given: Mapping[str, str]) -> dict[str, str]:
+    """What keeps ranks that are all on this machine on its loopback interface, but for what is *given*."""
+    interface = interface_of("127.0.0.1")
+    return {name: interface for name in LISTENING if name not in given} if interface else {}
 
 
 def interface_of(address: str) -> str | None:

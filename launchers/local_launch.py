@@ -144,6 +144,8 @@ def _environment(request: LocalLaunch) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in agent.DERIVED}
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.update(agent_network.on_loopback(env))
     if request.nprocs > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
         env["ORC_WHOLE_LINES"] = "1"  # launchers/startup.py

@@ -67,6 +67,7 @@ class TorchFinder:
                 gc.disable()
                 try:
                     execute(module)
+                    bind_stores()
                     gc.freeze()
                 finally:
                     if resting:
@@ -76,6 +77,16 @@ class TorchFinder:
 
             vars(loader)["exec_module"] = exec_module
         return spec
+
+
+def bind_stores() -> None:
+    """Torch's store, which a rank or torchrun serves, is to listen where it is asked for, not on every address."""
+    import importlib
+
+    try:
+        importlib.import_module("orc.runtime.listening").bind_stores()
+    except ImportError as error:  # a torch without torch.distributed
+        sys.stderr.write(f"orc: the store of this process listens on all addresses: {error}\n")
 
 
 def take_gate() -> int | None:

@@ -24,9 +24,9 @@ from orc.runtime.errors import ContextError, SettingConflict
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store  # torch.distributed.Store, for type checkers
     from torch.distributed import ProcessGroup
 
+    from orc.runtime.board import Board
     from orc.runtime.environment import LaunchEnvironment
     from orc.runtime.xla import Xla
 
@@ -150,7 +150,7 @@ class RunContext:
     backend: str | None
     env: LaunchEnvironment
     group: ProcessGroup | None = None
-    store: Store | None = None
+    store: Board | None = None  # where the ranks leave each other messages
     mirrored: bool = False  # a fake context without peers: they would have what this process has
     xla: Xla | None = None  # computes through torch_xla, which also reduces and gathers; ``group`` is for control
     gradient: GradientRecord = field(default_factory=GradientRecord)

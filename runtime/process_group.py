@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orc.runtime import xla
+from orc.runtime import listening, xla
+from orc.runtime.board import Board, BoardError, open_board
 from orc.runtime.config import resolve
 from orc.runtime.context import RunContext
 from orc.runtime.device import collective_backend, select_device
@@ -24,6 +27,8 @@ from orc.runtime.platform_collectives import platform_backend
 
 _opened_here = False
 _settles = False
+_board: tuple[Any, Board] | None = None  # of which process group
+_NOTE_BYTES = 512
 
 _GLOO_WORKER = "pt_gloo_runloop"  # the name torch gives to gloo's threads
 SETTLE_S = 2.0
@@ -52,6 +57,7 @@ def open_context(
         LaunchError: the environment is contradictory, there is no usable device, or the peers were not met in time.
     """
     config = resolve({}, env)
+    _write_stacks_of_crashes()
     launch = detect(env)
     if timeout is None and config.timeout_s is not None:
         timeout = timedelta(seconds=config.timeout_s)
@@ -71,6 +77,13 @@ def open_context(
         return _context(launch, device, None, 0, 1)
     _meet(launch, device, backend, platform_backend(backend, env), timeout, init_method)
     return _context(launch, device, backend, launch.rank, launch.world_size)
+
+
+def _write_stacks_of_crashes() -> None:
+    """A crash in C shows where Python was, whoever has started this process; PYTHONFAULTHANDLER= turns it off."""
+    if not faulthandler.is_enabled() and os.environ.get("PYTHONFAULTHANDLER") != "":
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # there is no standard error
+            faulthandler.enable()
 
 
 def _open_xla(launch: LaunchEnvironment, timeout: timedelta | None, init_method: str | None) -> RunContext:
@@ -99,6 +112,9 @@ def _meet(
         address = launch.master_addr or ""
         host = f"[{address}]" if ":" in address else address
         init_method = "env://" if launch.platform in ("orc", "torchrun") else f"tcp://{host}:{launch.master_port}"
+    if one_node(launch):
+        listening.stay_on_loopback()
+    listening.bind_stores()
     try:
         dist.init_process_group(init_method=init_method, rank=launch.rank, world_size=launch.world_size, **options)
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -141,9 +157,41 @@ def _context(
         backend=backend if world_size > 1 else None,
         env=launch,
         group=dist.group.WORLD if world_size > 1 else None,
-        store=dist.distributed_c10d._get_default_store() if world_size > 1 else None,
+        store=_board_of_group(launch, device, rank) if world_size > 1 else None,
         xla=adapter,
     )
+
+
+def one_node(launch: LaunchEnvironment) -> bool:
+    """Whether all ranks are on this machine."""
+    return launch.master_addr in listening.LOOPBACK or launch.local_world_size == launch.world_size
+
+
+def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> Board:
+    """The board of the process group that is open; a second context of the same group has the same."""
+    global _board
+    group = dist.group.WORLD
+    if _board is not None and _board[0] is group:
+        return _board[1]
+    place = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+
+    def hand_round(note: bytes | None) -> bytes:
+        message = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+        if note is not None:
+            message[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        message = message.to(place)
+        dist.broadcast(message, 0)
+        return bytes(message.cpu().numpy().tobytes()).rstrip(b"\0")
+
+    token = os.environ.get("ORC_TOKEN")
+    master = launch.master_addr or ""
+    address = "127.0.0.1" if one_node(launch) else listening.own_address(master) if rank == 0 else ""
+    try:
+        board = open_board(rank, bytes.fromhex(token) if token else None, address, master, hand_round)
+    except (BoardError, ValueError, OSError) as error:
+        raise LaunchError(f"rank {rank} of {dist.get_world_size()} has no way to its peers: {error}") from error
+    _board = group, board
+    return board
 
 
 def close(context: RunContext | None = None) -> None:

@@ -77,6 +77,7 @@ _STATIC = (
     "--master-port={master_port}",
     "--rdzv-id={rdzv_id}",
     "--max-restarts=0",
+    "--log-dir={attempt_dir}/node-{node_rank}/launcher",  # by default a directory in /tmp, which it never removes
 )
 
 
@@ -134,6 +135,7 @@ def _c10d(restarts: int, conf: Mapping[str, Any], options: Mapping[str, Any]) ->
         "--rdzv-id={rdzv_id}",
         f"--rdzv-conf=is_host={{is_host}},{pairs({**_C10D_CONF, **conf})}",
         f"--max-restarts={restarts}",
+        _STATIC[-1],
     ]
     return words if "local_addr" in options else [*words, "--local-addr={node_addr}"]
 

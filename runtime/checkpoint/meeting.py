@@ -1,7 +1,7 @@
-"""Where the ranks of a save or load agree: through the store, with a time-out and a name for who is missing.
+"""Where the ranks of a save or load agree: over the board, with a time-out and a name for who is missing.
 
 A collective would hang when one rank does not come (``if accelerator.is_main_process: accelerator.save_state()``), and
-its error would name no rank. A meeting costs two small store operations per rank.
+its error would name no rank. A meeting costs two small messages per rank.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from orc.runtime.board import BoardError, BoardTimeout
 from orc.runtime.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
+    from orc.runtime.board import Board
     from orc.runtime.checkpoint.relay import Relay
     from orc.runtime.context import RunContext
 
@@ -42,11 +43,11 @@ class Meeting:
         self.world_size = context.world_size
         self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
         self._given = context.store
-        # Another Accelerator of this run must not find what this one has left in the store.
+        # Another Accelerator of this run must not find what this one has left on the board.
         series = _series.setdefault(context, Counter())
         series[name] += 1
         self._name = f"{name}/{series[name]}"
-        self._store: Store | None = None
+        self._store: Board | None = None
         self._count = 0
         self._relays = 0
 
@@ -60,26 +61,27 @@ class Meeting:
         """
         if self.world_size == 1:
             return verdict([value])
-        import torch.distributed as dist
-
         store = self._connect()
         self._count += 1
         prefix = f"orc/{self._name}/{self._count}/"
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
         if self.rank != 0:
             try:
+                store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
                 store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
-            except dist.DistError as error:
+                failed, result = json.loads(store.get(f"{prefix}verdict"))
+            except BoardTimeout as error:
                 raise CheckpointError(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
                     f"every rank must call it ({error})"
                 ) from None
-            failed, result = json.loads(store.get(f"{prefix}verdict"))
+            except BoardError as error:
+                raise CheckpointError(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
             if failed is not None:
                 raise CheckpointError(failed)
             return result
         failed, result = None, None
+        store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
         try:
             result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s))
         except CheckpointError as error:
@@ -93,13 +95,11 @@ class Meeting:
             self._forget(store, self._count - 2)
         return result
 
-    def _collect(self, store: Store, prefix: str, what: str, deadline: float, patience: float) -> list[Any]:
-        import torch.distributed as dist
-
+    def _collect(self, store: Board, prefix: str, what: str, deadline: float, patience: float) -> list[Any]:
         keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
         try:
             store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except dist.DistError:
+        except BoardTimeout:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:
                 names = ", ".join(map(str, missing))
@@ -113,7 +113,7 @@ class Meeting:
             raise CheckpointError(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
         return [value for _, value in said]
 
-    def _forget(self, store: Store, number: int) -> None:
+    def _forget(self, store: Board, number: int) -> None:
         # Everybody who is at meeting n has left meeting n - 1 with its verdict, so n - 2 is read by nobody.
         if number > 0:
             for name in (*map(str, range(self.world_size)), "verdict"):
@@ -127,31 +127,25 @@ class Meeting:
         return Relay(self._connect(), f"orc/{self._name}/relay/{self._relays}/", self.timeout_s)
 
     def part(self, timeout_s: float = 10.0) -> None:
-        """The last word before a process may exit: rank 0, whose process may hold the store, leaves last."""
+        """The last word before a process may exit: rank 0, whose process holds the board, leaves last."""
         if self.world_size == 1:
             return
-        import torch.distributed as dist
-
         store = self._connect()
         self._count += 1
         prefix = f"orc/{self._name}/{self._count}/"
-        if self.rank != 0:
-            store.set(f"{prefix}{self.rank}", "")
-            return
-        try:
-            store.wait([f"{prefix}{rank}" for rank in range(1, self.world_size)], timedelta(seconds=timeout_s))
-        except dist.DistError:
-            return  # whoever did not come will not read anything either
-        self._forget(store, self._count - 1)
+        with suppress(BoardError):  # whoever did not come will not read anything either
+            if self.rank != 0:
+                store.set(f"{prefix}{self.rank}", "")
+            else:
+                store.wait([f"{prefix}{rank}" for rank in range(1, self.world_size)], timedelta(seconds=timeout_s))
+                self._forget(store, self._count - 1)
 
-    def _connect(self) -> Store:
+    def _connect(self) -> Board:
         # A connection of our own: a wait blocks everybody else on the same one.
         if self._store is None:
             if self._given is None:
-                raise CheckpointError(
-                    "saving and loading with several processes needs the store of their process group"
-                )
-            self._store = self._given.clone()  # type: ignore[attr-defined]
+                raise CheckpointError("saving and loading with several processes needs the board of their run")
+            self._store = self._given.clone()
         return self._store
 
 

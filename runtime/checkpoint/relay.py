@@ -1,7 +1,7 @@
-"""Files from one rank to others through the store that the ranks met in, in pieces.
+"""Files from one rank to others over the run's board, in pieces.
 
 It is there whatever the process group is made of, needs no further port, and threads may use it beside the training.
-Everything passes through the process that holds the store, so it is for what is rare or small: the random states of
+Everything passes through rank 0's process, so it is for what is rare or small: the random states of
 other machines' ranks, and a checkpoint for a machine that has none.
 """
 
@@ -13,14 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.board import BoardError
 from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from orc.runtime.board import Board
 
-PIECE = 4 * 1024 * 1024  # bytes; the store takes no values above 8 MiB
-_AHEAD = 4  # pieces in the store that have not been read
+PIECE = 4 * 1024 * 1024  # bytes; all that is on its way lies in rank 0's memory
+_AHEAD = 4  # pieces on the board that have not been read
 _DATA, _END, _FAILED = b"d", b".", b"!"
 _INDEX = 4  # bytes
 
@@ -28,7 +29,7 @@ _INDEX = 4  # bytes
 class Relay:
     """One transfer. Sender and readers use the same *prefix*, which nobody has used before."""
 
-    def __init__(self, store: Store, prefix: str, patience_s: float) -> None:
+    def __init__(self, store: Board, prefix: str, patience_s: float) -> None:
         self._store = store
         self._prefix = prefix
         self._patience_s = patience_s
@@ -128,11 +129,9 @@ class Relay:
             number += 1
 
     def _wait(self, key: str, who: str) -> None:
-        import torch.distributed as dist
-
         try:
             self._store.wait([key], timedelta(seconds=self._patience_s))
-        except dist.DistError as error:
+        except BoardError as error:
             raise CheckpointError(f"{who} did not come within {self._patience_s:g} s ({error})") from None
 
 

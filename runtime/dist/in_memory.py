@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
+from orc.runtime.board import LocalBoard
 from orc.runtime.errors import ContextError, DistributedOperationException
 
 Tensors = list[torch.Tensor]
@@ -372,7 +373,7 @@ class InMemoryWorld:
             raise ValueError(f"a world of {size} ranks makes no sense")
         self.size = size
         self.exchange = ThreadExchange(size, timeout_s)
-        self.store = dist.HashStore()
+        self.store = LocalBoard()
         self.groups = [InMemoryGroup(rank, size, self.exchange) for rank in range(size)]
 
     def close(self) -> None:

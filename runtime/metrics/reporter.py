@@ -1,6 +1,6 @@
 """Windows of the meter as JSON lines: every rank measures its own, rank 0 writes one line for all of them.
 
-Runs on the watch thread. The ranks' windows meet in the run's store; they are of the same length but not aligned.
+Runs on the watch thread. The ranks' windows meet on the run's board; they are of the same length but not aligned.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from orc.runtime.metrics.meter import Meter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed import Store
 
+    from orc.runtime.board import Board
     from orc.runtime.context import Prepared, RunContext
     from orc.runtime.engine import NativeEngine
 
@@ -76,7 +76,7 @@ class Reporter:
 
         engine.backward = seen  # type: ignore[method-assign]
 
-    def poll(self, step: int, store: Store | None = None, prefix: str = "") -> None:
+    def poll(self, step: int, store: Board | None = None, prefix: str = "") -> None:
         """Called often; does something when a window is full, and on rank 0 when the others' have arrived."""
         self._step = step
         if self._waiting and store is not None:
@@ -130,7 +130,7 @@ class Reporter:
         }
         return True
 
-    def _collect(self, store: Store, prefix: str) -> None:
+    def _collect(self, store: Board, prefix: str) -> None:
         for rank in range(self.context.world_size):
             key = f"{prefix}/window/{rank}"
             if rank != self.context.rank and store.check([key]):

@@ -5,16 +5,17 @@ A checkpoint needs all ranks at the same place, so they agree on a *stop*, count
 that a rank has passed, and all ranks pass the same boundaries in the same order.
 
 1. The signal handler of a rank sets a flag; nothing else is safe in a handler.
-2. Each rank has a watcher, a thread with a connection of its own to the run's store. It looks twice a second. A watcher
+2. Each rank has a watcher, a thread with a connection of its own to the run's board. It looks twice a second
+   (less often in a run of hundreds of ranks). A watcher
    that finds its rank's flag writes the key ``notice``; every watcher that finds ``notice`` goes on with 3.
 3. The watcher of rank ``r`` takes the rank's tick ``t_r`` and, under the same lock, sets the rank's *limit* to
-   ``t_r + 1``. Then it writes ``t_r`` to the store, waits for the ticks of all ranks, and sets
+   ``t_r + 1``. Then it writes ``t_r`` to the board, waits for the ticks of all ranks, and sets
    ``stop = max(t) + 1``. A boundary that the script has asked about ahead (`Preemption.due`), and was told to pass,
    counts as passed.
 4. At each boundary the main thread counts its tick. Below its limit it goes on without looking further. At its limit
    or beyond it waits until the watcher has set ``stop``, and goes on if the boundary is below ``stop``. At ``stop``
    the run is saved and ends.
-5. The store goes with the process of rank 0, so that rank does not end before all know ``stop``.
+5. The board goes with the process of rank 0, so that rank does not end before all know ``stop``.
 
 No rank passes ``stop``: it cannot pass its limit before it knows ``stop``, and its limit is at most ``stop``. No
 deadlock with the collectives of training: what a rank waits for in 4 depends on watchers alone, never on the progress
@@ -31,18 +32,17 @@ import atexit
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from orc.runtime.board import BoardError, pace
 from orc.runtime.errors import OrcRuntimeError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
+    from orc.runtime.board import Board
     from orc.runtime.context import RunContext
 
 EXIT_STATUS = 75  # "run me again", as agents and schedulers read it
@@ -122,7 +122,7 @@ class Preemption:
         self.signal: int | None = None
         self.leaving = False  # the run is saved and this process ends
         self._given_store = context.store
-        self._poll_s = poll_s
+        self._poll_s = poll_s * pace(context.world_size)
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._limit: int | None = None
@@ -208,20 +208,14 @@ class Preemption:
             )
         if self._stop is None:
             raise PreemptionError(
-                f"rank {self.rank} was told to stop but cannot reach the run's store: {self._failure}"
+                f"rank {self.rank} was told to stop but cannot reach the run's board: {self._failure}"
             ) from self._failure
         return now >= self._stop
 
-    def _watch(self, store: Store) -> None:
-        import torch.distributed as dist
-
-        told, canary = False, None
+    def _watch(self, store: Board) -> None:
+        told = False
         try:
-            canary = _connect(store)
             while not self._closing.wait(self._poll_s):
-                if canary is not None and _hung_up(canary):
-                    # The run is over where the store was. Asking the store now would print a page of warnings.
-                    raise dist.DistNetworkError("its process has ended")
                 if self.signal is not None and not told:
                     told = True
                     notice = {"rank": self.rank, "signal": signal.Signals(self.signal).name, "at": time.time()}
@@ -229,15 +223,12 @@ class Preemption:
                 if store.check(["orc/preemption/notice"]):
                     self._agree(store)
                     return
-        except (dist.DistError, RuntimeError, OSError) as error:
-            # The store goes with the process that holds it. Without it nothing can be agreed; who waits is told.
+        except BoardError as error:
+            # The board goes with rank 0's process. Without it nothing can be agreed; who waits is told.
             self._failure = error
             self._settled.set()
-        finally:
-            if canary is not None:
-                canary.close()
 
-    def _agree(self, store: Store) -> None:
+    def _agree(self, store: Board) -> None:
         with self._lock:
             mine = self._passed
             self._limit = mine + 1
@@ -254,28 +245,6 @@ class Preemption:
         others = [f"orc/preemption/knows/{rank}" for rank in range(1, self.world_size)]
         while not store.check(others) and not self._closing.wait(0.02):
             pass
-
-
-def _connect(store: Store) -> socket.socket | None:
-    """A connection to where *store* is that carries nothing; it shows when the other end goes."""
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return None
-    connection = socket.create_connection((store.host, store.port), timeout=30)
-    connection.setblocking(False)
-    return connection
-
-
-def _hung_up(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def close_all() -> None:

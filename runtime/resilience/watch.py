@@ -1,6 +1,6 @@
 """The background thread of a rank that looks after the run: stalls, and what the run's measurements are told.
 
-It has its own connection to the run's store and shares no lock with the training thread. What it knows of the training
+It has its own connection to the run's board and shares no lock with the training thread. What it knows of the training
 loop it reads from counters that the loop keeps anyway.
 """
 
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.resilience.preemption import _connect, _hung_up
+from orc.runtime.board import ANSWER_S as BOARD_S
+from orc.runtime.board import BoardError, BoardTimeout, pace
 from orc.runtime.resilience.watchdog import (
     EXIT_STATUS,
     Beat,
@@ -31,8 +32,7 @@ from orc.runtime.resilience.watchdog import (
 from orc.runtime.resilience.whereabouts import main_place
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
+    from orc.runtime.board import Board
     from orc.runtime.context import Prepared, RunContext
     from orc.runtime.metrics.reporter import Reporter
 
@@ -56,7 +56,7 @@ class Watch:
             limits += [rules.timeout_s / 5] if rules.timeout_s is not None else []
             limits += [reporter.interval_s / 2] if reporter is not None else []
             poll_s = max(0.02, min(limits))
-        self._poll_s = poll_s
+        self._poll_s = poll_s * pace(context.world_size)
         self._marks = 0
         self._prepared: list[tuple[Prepared, Callable[[], int]]] = []
         self._closing = threading.Event()
@@ -65,6 +65,7 @@ class Watch:
         self._told_at: tuple[int, ...] | None = None  # the position of the stall that was reported already
         self._told_late: tuple[int, tuple[int, ...]] | None = None
         self._reported = False
+        self._unanswered = False  # rank 0's interpreter was busy with something else at the last look
         self._place: tuple[int, ...] = ()  # the position at the last look
         self._pid = os.getpid()
         self._exit: Callable[[int], Any] = os._exit
@@ -99,7 +100,9 @@ class Watch:
         if self.context.mirrored:
             return
         store = self.context.store
-        store = store.clone() if store is not None and self.context.world_size > 1 else None  # type: ignore[attr-defined]
+        limit = self.rules.timeout_s
+        if store is not None:  # this rank's own stall must be noticed while rank 0's interpreter answers nobody
+            store = store.clone(BOARD_S if limit is None else min(BOARD_S, limit / 4))
         self._arm()  # here, not in the thread: the lock may be gone before the thread has run once
         self._thread = threading.Thread(target=self._run, args=(store,), name="orc-watch", daemon=True)
         self._thread.start()
@@ -136,42 +139,32 @@ class Watch:
 
     # ---- the thread
 
-    def _run(self, store: Store | None) -> None:
-        import torch.distributed as dist
-
-        canary = None
-        if store is not None:
-            try:
-                canary = _connect(store)
-            except OSError:
-                store = None  # the run is over where the store was
+    def _run(self, store: Board | None) -> None:
         self._place = self.position()
-        pace = _Pace(self.step())
+        steps = _Pace(self.step())
         since = last = time.monotonic()
-        try:
-            while not self._closing.wait(self._poll_s):
-                now = time.monotonic()
-                # A process that was stopped (SIGSTOP, a suspended machine) has not stalled.
-                slept = now - last > max(5.0, 5 * self._poll_s)
-                last = now
-                if self._moved() or slept:
-                    since = now
-                    self._recovered()
-                pace.see(self.step(), now)
-                self._arm()
-                if canary is not None and _hung_up(canary):
-                    store = None
-                beat = Beat(self.context.rank, self.step(), self._place, now - since, pace.step_s)
-                if store is None:
-                    self._alone(beat)
-                else:
-                    try:
-                        self._together(store, beat)
-                    except (dist.DistError, RuntimeError, OSError):
-                        store = None  # it went with the process that holds it; this rank watches itself
-        finally:
-            if canary is not None:
-                canary.close()
+        while not self._closing.wait(self._poll_s):
+            now = time.monotonic()
+            # A process that was stopped (SIGSTOP, a suspended machine) has not stalled.
+            slept = now - last > max(5.0, 5 * self._poll_s) and not self._unanswered
+            last = now
+            if self._moved() or slept:
+                since = now
+                self._recovered()
+            steps.see(self.step(), now)
+            self._arm()
+            beat = Beat(self.context.rank, self.step(), self._place, now - since, steps.step_s)
+            if store is None:
+                self._alone(beat)
+                continue
+            try:
+                self._unanswered = False
+                self._together(store, beat)
+            except BoardTimeout:
+                self._unanswered = True
+                self._alone(beat)
+            except BoardError:
+                store = None  # it went with rank 0's process; this rank watches itself
 
     def _moved(self) -> bool:
         """Whether this rank has got on since the last look, which is now."""
@@ -196,9 +189,10 @@ class Watch:
         if self.reporter is not None:
             self.reporter.poll(beat.step)
         if self._stalled(beat):
-            self._report("stalled", {beat.rank: self._answer(beat)}, beat, None)
+            answers: dict[int, Beat | None] = {0: None} if self._unanswered else {}
+            self._report("stalled", {**answers, beat.rank: self._answer(beat)}, beat, None)
 
-    def _together(self, store: Store, beat: Beat) -> None:
+    def _together(self, store: Board, beat: Beat) -> None:
         prefix, ranks = f"orc/watch/{_generation(self.context)}", range(self.context.world_size)
         if self.reporter is not None:
             self.reporter.poll(beat.step, store, prefix)
@@ -233,13 +227,13 @@ class Watch:
     def _answer(self, beat: Beat) -> Beat:
         return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_place())
 
-    def _await(self, store: Store, keys: list[str]) -> None:
+    def _await(self, store: Board, keys: list[str]) -> None:
         deadline = time.monotonic() + ANSWER_S
         while not store.check(keys) and time.monotonic() < deadline and not self._closing.wait(0.05):
             pass
 
     def _report(
-        self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Store | None, done: str = ""
+        self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Board | None, done: str = ""
     ) -> None:
         self._arm(REPORT_S + ANSWER_S + HEAD_START_S)
         ends = kind == "stalled" and self.rules.ends
@@ -250,7 +244,7 @@ class Watch:
         report(self.context, kind, answers, idle_s=idle_s, ends=ends)
         if not ends:
             return
-        if store is not None:  # the store goes with its process: everybody must have heard everybody first
+        if store is not None:  # the board goes with its process: everybody must have heard everybody first
             store.set(f"{done}/{beat.rank}", "1")
             self._await(store, [f"{done}/{rank}" for rank, one in answers.items() if one is not None])
         if holding_up(answers) and beat.rank not in holding_up(answers):
