@@ -704,6 +704,7 @@ class Node:
         self.slots: Any = None  # what this node holds of its host
         self.own_env: dict[str, str] = {}  # variables of this node alone
         self.token = ""  # of the ranks of this incarnation
+        self.fence: tuple[str, str] | None = None  # interface and address that the ranks are held to
         self.min_nodes = int(config.get("min_nodes") or self.nnodes)
         self.lost: set[int] = set()  # nodes that the gang goes on without
         self.stacks: Any = None  # what this node has been asked for
@@ -1267,6 +1268,8 @@ class Node:
             if self.shims:
                 self.publish("127.0.0.1", self.port.number)
             return "127.0.0.1", self.port.number
+        if self.config.get("network"):
+            self.fence = beside("network").fenced_address(self.config["network"])
         self.beat("waiting")
         self.next_look = 0.0
         if self.node == 0:
@@ -1320,6 +1323,8 @@ class Node:
 
     def address(self, leases: Sequence[dict[str, Any]]) -> str:
         """Where node 0 can be reached by the nodes that hold *leases*."""
+        if self.fence:
+            return self.fence[1]
         given = (self.config.get("rendezvous") or {}).get("addr") or self.master_host
         if given:
             return str(given)
@@ -1370,6 +1375,8 @@ class Node:
 
     def node_address(self, master: str) -> str:
         """Where the other nodes reach this one, given where they reach node 0."""
+        if self.fence:
+            return self.fence[1]
         if self.link and (own := self.link.state().get("address")):
             return str(own)
         if not self.node or master in ("127.0.0.1", "::1"):
@@ -1379,7 +1386,9 @@ class Node:
     def start_ranks(self, addr: str, port: int) -> None:
         """Start the ranks, or the launcher that starts them."""
         command = self.config["command"]
-        if addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
+        if self.fence:
+            self.own_env.update(dict.fromkeys(beside("network").LISTENING, self.fence[0]))
+        elif addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
             self.own_env.update(beside("network").on_loopback({**os.environ, **(self.config.get("env") or {})}))
         elif self.link:
             given = {**os.environ, **(self.config.get("env") or {})}

@@ -11,6 +11,7 @@ from orc.launchers.commands import build_command
 from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import PlanFile
+from orc.launchers.spec.network import fence
 from orc.runtime.config import ConfigError, to_env
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def agent_config(
             f"and {cluster.name} is of kind {cluster.kind}",
             where=job.name,
         )
+    network = fence(job.network, cluster.network)
     made = render_environment(job, cluster, snapshot, layout, command)
     return {
         "format": FORMAT,
@@ -106,6 +108,7 @@ def agent_config(
         "nproc": job.resources.nproc,
         "python": cluster.python,
         **({"environment": made} if made else {}),
+        **({"network": network} if network else {}),
         "command": command.to_dict(),
         "env": environment(job, attempt, cluster, layout),
         "secrets": list(job.secrets),

@@ -140,6 +140,27 @@ def reachable_addresses() -> list[str]:
     return found or ["127.0.0.1"]
 
 
+def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
+    """``(interface, address)`` of this host that a job's ``network`` allows. Raises `agent.LaunchFailure`."""
+    import ipaddress
+
+    interface, cidr = network.get("interface"), network.get("cidr")
+    own = own_addresses()
+    here = ", ".join(f"{name} {address}" for name, address in own) or "no address at all"
+    found = [one for one in own if not interface or one[0] == interface]
+    if not found:
+        raise agent.LaunchFailure(f"network.interface is {interface}, and this node has {here}")
+    if cidr:
+        allowed = ipaddress.ip_network(cidr)
+        found = [one for one in found if ipaddress.ip_address(one[1]) in allowed]
+    else:
+        found = [one for one in found if not one[1].startswith("fe80:")]  # good for nothing without its scope
+    if not found:
+        on = f"interface {interface}" if interface else "this node"
+        raise agent.LaunchFailure(f"network.cidr is {cidr}, and no address of {on} lies in it: this node has {here}")
+    return found[0]
+
+
 LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the ranks' libraries listen
 
 

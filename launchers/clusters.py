@@ -19,6 +19,7 @@ from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.job import ENV, LINE, shell_lines
 from orc.launchers.spec.model import Model, fields, model, setting
+from orc.launchers.spec.network import Network
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
@@ -45,6 +46,9 @@ class Cluster(Model):
     )
     environment: Environment = setting(
         Environment.core_schema, default_factory=Environment, doc="Where Python comes from, unless the job says so."
+    )
+    network: Network = setting(
+        Network.core_schema, default_factory=Network, doc="Which network its nodes use, unless the job says so."
     )
     options: Mapping[str, Any] = setting(
         cs.dict_schema(cs.str_schema(strict=True), cs.any_schema()), default_factory=dict, doc="Settings of the kind."

@@ -140,4 +140,5 @@ def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
         from safetensors.torch import load_file
 
         return load_file(f, device=str(map_location or "cpu"))
+    kwargs.setdefault("weights_only", True)  # torch before 2.6 would run what a file says
     return torch.load(f, map_location=map_location, **kwargs)

@@ -12,6 +12,7 @@ from orc.launchers.spec import grammar
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.model import Model, model, setting
+from orc.launchers.spec.network import Network
 from orc.runtime.config import JOB_KEYS, KEYS, check
 
 TEXT = cs.no_info_plain_validator_function(grammar.scalar_text, json_schema_input_schema=cs.str_schema())
@@ -269,6 +270,7 @@ class JobSpec(Model):
     environment: Environment = setting(
         Environment.core_schema, default_factory=Environment, doc="Where the ranks' Python comes from."
     )
+    network: Network = setting(Network.core_schema, default_factory=Network, doc="Which network the nodes use.")
     workdir: Workdir = setting(Workdir.core_schema, default_factory=Workdir, doc="The directory that travels.")
     runtime: Mapping[str, Any] = setting(_RUNTIME, default_factory=dict, doc="Settings of orc.runtime.")
     checkpoint: Checkpoint = setting(Checkpoint.core_schema, default_factory=Checkpoint, doc="Saving and resuming.")

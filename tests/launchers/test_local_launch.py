@@ -157,7 +157,9 @@ def test_the_first_of_several_ranks_that_fail_while_the_launcher_sleeps_is_named
 def test_a_rank_killed_by_a_signal_gives_128_plus_its_number(script):
     done = run(script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
     assert done.returncode == 128 + signal.SIGSEGV
-    assert done.stderr == "orc launch: rank 0 was killed by SIGSEGV\n"
+    assert done.stderr.startswith("Fatal Python error: Segmentation fault")
+    assert 'train.py", line 1 in <module>' in done.stderr
+    assert done.stderr.endswith("\norc launch: rank 0 was killed by SIGSEGV\n")
 
 
 def test_the_traceback_is_pythons_own(script):

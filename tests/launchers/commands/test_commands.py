@@ -48,7 +48,7 @@ def test_every_placeholder_that_is_used_is_known_to_the_agent() -> None:
             command = build_command(made)
             text = " ".join([*command.launcher, *command.env.values()])
             used |= {name for name in PLACEHOLDERS if f"{{{name}}}" in text}
-    assert used == set(PLACEHOLDERS) - {"attempt_dir"}
+    assert used == set(PLACEHOLDERS)
     agent = (Path(__file__).parents[3] / "launchers" / "agent.py").read_text()
     assert [name for name in PLACEHOLDERS if f'"{name}": ' not in agent] == []
 

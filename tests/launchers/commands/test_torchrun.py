@@ -22,6 +22,7 @@ def test_the_static_rendezvous_is_the_one_that_the_agent_published(build) -> Non
         "--master-port={master_port}",
         "--rdzv-id={rdzv_id}",
         "--max-restarts=0",
+        "--log-dir={attempt_dir}/node-{node_rank}/launcher",
         "--no-python",
     )
     assert command.program == ("{python}", "train.py", "--lr", "0.1")
@@ -43,6 +44,7 @@ def test_c10d_launchers_meet_at_node_0_which_is_told_that_it_is_the_host(build) 
         "--rdzv-conf=is_host={is_host},join_timeout=30,last_call_timeout=10,close_timeout=10,"
         "keep_alive_interval=2,keep_alive_max_attempt=4,read_timeout=20,x=y",
         "--max-restarts=2",
+        "--log-dir={attempt_dir}/node-{node_rank}/launcher",
         "--local-addr={node_addr}",
         "--no-python",
     )

@@ -46,7 +46,7 @@ def _start(tmp_path: Path, job: JobSpec, node: int, port: int) -> subprocess.Pop
         "node_rank": node,
         "nproc": job.resources.nproc,
     }
-    facts |= {"master_addr": "127.0.0.1", "master_port": port, "rdzv_id": "attempt-7"}
+    facts |= {"master_addr": "127.0.0.1", "master_port": port, "rdzv_id": "attempt-7", "attempt_dir": tmp_path}
     command = build_command(job)
     argv = [word.format(**facts) for word in command.launcher]
     argv += [sys.executable, *command.program[1:]]

@@ -1,0 +1,50 @@
+"""Which network the nodes of a run use among each other: the ``network`` section of a job and of a cluster."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic_core import core_schema as cs
+
+from orc.launchers.spec import grammar
+from orc.launchers.spec.model import Model, model, setting
+
+
+def _interface(value: Any) -> str:
+    text = grammar.scalar_text(value)
+    if not re.fullmatch(r"[^\s/,=^:!]{1,15}", text):  # as the kernel takes it, without what NCCL's lists are made of
+        raise ValueError(f"{text!r} is not the name of a network interface, such as eth0 or ib0")
+    return text
+
+
+def _cidr(value: Any) -> str:
+    import ipaddress
+
+    text = grammar.scalar_text(value).strip()
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise ValueError(f"is not a network such as 10.1.0.0/16: {error}") from None
+
+
+def _optional_text(read: Any) -> cs.CoreSchema:
+    return cs.nullable_schema(cs.no_info_plain_validator_function(read, json_schema_input_schema=cs.str_schema()))
+
+
+@model
+class Network(Model):
+    """What the ranks of several nodes may listen on. Ranks that are all on one node stay on its loopback interface."""
+
+    interface: str | None = setting(
+        _optional_text(_interface), default=None, doc="The interface that the nodes use among each other, as eth0."
+    )
+    cidr: str | None = setting(
+        _optional_text(_cidr), default=None, doc="The network that every node's address must lie in, as 10.1.0.0/16."
+    )
+
+
+def fence(job: Network, cluster: Network) -> dict[str, str]:
+    """The ``network`` of ``agent.json``: the job's words go over the cluster's, each by itself."""
+    said = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
+    return {name: value for name, value in said.items() if value}
