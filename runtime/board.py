@@ -414,8 +414,8 @@ class RemoteBoard:
 
 def open_board(
     rank: int, key: bytes | None, address: str, reached_at: str, hand_round: Callable[[bytes | None], bytes]
-) -> Board:
-    """The board of a run; all ranks call it.
+) -> tuple[Board, bytes]:
+    """The board of a run and its key; all ranks call it.
 
     Args:
         rank: of this process; rank 0 serves.
@@ -433,7 +433,7 @@ def open_board(
         server = BoardServer(board, ours, address)
         note = {"host": address, "port": server.port, "key": None if key else ours.hex()}
         hand_round(json.dumps(note).encode())
-        return board
+        return board, ours
     note = json.loads(hand_round(None))
     if key is None:
         if note["key"] is None:
@@ -441,7 +441,7 @@ def open_board(
                 f"rank 0 has the key of the attempt (ORC_TOKEN) in its environment, and rank {rank} has not"
             )
         key = bytes.fromhex(note["key"])
-    return RemoteBoard(note["host"] or reached_at, int(note["port"]), key)
+    return RemoteBoard(note["host"] or reached_at, int(note["port"]), key), key
 
 
 def _after_fork() -> None:

@@ -151,6 +151,7 @@ class RunContext:
     env: LaunchEnvironment
     group: ProcessGroup | None = None
     store: Board | None = None  # where the ranks leave each other messages
+    key: bytes = field(default=b"", repr=False)  # of the run; empty where ranks are threads of one process
     mirrored: bool = False  # a fake context without peers: they would have what this process has
     xla: Xla | None = None  # computes through torch_xla, which also reduces and gathers; ``group`` is for control
     gradient: GradientRecord = field(default_factory=GradientRecord)

@@ -27,7 +27,7 @@ from orc.runtime.platform_collectives import platform_backend
 
 _opened_here = False
 _settles = False
-_board: tuple[Any, Board] | None = None  # of which process group
+_board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
 _NOTE_BYTES = 512
 
 _GLOO_WORKER = "pt_gloo_runloop"  # the name torch gives to gloo's threads
@@ -147,6 +147,7 @@ def _context(
     # A group that the script opened itself may be wider than what the environment said.
     local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
     local_rank = launch.local_rank if launch.world_size == world_size else rank
+    board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
     return RunContext(
         rank=rank,
         world_size=world_size,
@@ -157,7 +158,8 @@ def _context(
         backend=backend if world_size > 1 else None,
         env=launch,
         group=dist.group.WORLD if world_size > 1 else None,
-        store=_board_of_group(launch, device, rank) if world_size > 1 else None,
+        store=board,
+        key=key,
         xla=adapter,
     )
 
@@ -167,8 +169,8 @@ def one_node(launch: LaunchEnvironment) -> bool:
     return launch.master_addr in listening.LOOPBACK or launch.local_world_size == launch.world_size
 
 
-def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> Board:
-    """The board of the process group that is open; a second context of the same group has the same."""
+def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Board, bytes]:
+    """The board of the process group that is open, and its key; a second context of the same group has the same."""
     global _board
     group = dist.group.WORLD
     if _board is not None and _board[0] is group:

@@ -127,7 +127,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _listen(self) -> Iterator[Message]:
         if self._receiver is None:
-            self._receiver = Receiver(self.context.require_group("a dispatching loader"))
+            self._receiver = Receiver(self.context.require_group("a dispatching loader"), self.context.key)
         kind = CONTENT
         while kind == CONTENT:
             message = self._receiver.receive()
@@ -140,7 +140,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     def _read(self, current: Pass) -> Iterator[Message]:
         if not self._senders and self.ranks > 1:
             group = self.context.require_group("a dispatching loader")
-            self._senders = [Sender(rank, group) for rank in range(1, self.ranks)]
+            self._senders = [Sender(rank, group, self.context.key) for rank in range(1, self.ranks)]
         try:
             rounds = self._parts(self._first_batch(current))
             following = next(rounds, None)

@@ -1,4 +1,4 @@
-"""One message for a batch of any structure: tensors as raw bytes, the rest pickled, in one buffer.
+"""One message for a batch of any structure: tensors as raw bytes, the rest pickled and signed, in one buffer.
 
 Both ends of a connection keep the same capacity. A message that does not fit is announced in one that does, and both
 ends grow; so the steady state is exactly one transfer per batch and rank.
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
+
+from orc.runtime.dist.signed import sign, verified
 
 CONTENT, LAST, END, ERROR, GROW = range(5)
 _HEAD = 4  # int64 words: kind, pickled bytes, remainder, capacity wanted
@@ -74,12 +76,12 @@ class Packed:
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(cls, message: Message) -> Packed:
-        """Pack *message*; tensors on other devices are copied to the CPU."""
+    def of(cls, message: Message, key: bytes) -> Packed:
+        """Pack *message*, its skeleton signed with *key*; tensors on other devices are copied to the CPU."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(message.content)
-        return cls(message, file.getvalue(), pickler.tensors)
+        return cls(message, sign(file.getvalue(), key), pickler.tensors)
 
     @property
     def size(self) -> int:
@@ -103,15 +105,16 @@ class Packed:
 class Sender:
     """Rank 0's end of the connection to one rank."""
 
-    def __init__(self, rank: int, group: ProcessGroup) -> None:
+    def __init__(self, rank: int, group: ProcessGroup, key: bytes) -> None:
         self.rank = rank
+        self.key = key
         self.group = group
         self.buffer = torch.zeros(_FIRST_CAPACITY, dtype=torch.uint8)
         self._flight: Work | None = None
 
     def send(self, message: Message) -> None:
         """Hand *message* over; returns as soon as its content may change."""
-        packed = Packed.of(message)
+        packed = Packed.of(message, self.key)
         self.wait()
         if packed.size > self.buffer.numel():
             capacity = _aligned(packed.size + packed.size // 8)
@@ -135,8 +138,9 @@ class Sender:
 class Receiver:
     """The other end: what rank 0 sends here. Contents are views of a buffer that is not used again."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, key: bytes) -> None:
         self.group = group
+        self.key = key
         self.capacity = _FIRST_CAPACITY
 
     def receive(self) -> Message:
@@ -149,6 +153,6 @@ class Receiver:
                 break
             self.capacity = capacity
         at = _aligned(_HEAD * 8)
-        skeleton = buffer[at : at + length].numpy().tobytes()
+        skeleton = verified(buffer[at : at + length].numpy().tobytes(), self.key)
         content = _Unpickler(skeleton, buffer[at + _aligned(length) :]).load()
         return Message(kind, content, remainder)

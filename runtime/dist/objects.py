@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from orc.runtime.context import RunContext, current_context
+from orc.runtime.dist.signed import sign, verified
 
 _HEAD = 8  # bytes: the length of what follows, an int64
 _FIRST_CAPACITY = 1 << 10
@@ -26,18 +27,18 @@ def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
     ctx = ctx or current_context()
     if ctx.world_size == 1:
         return object
-    everything = _all_gather_pickled(object, ctx)
+    everything = all_gather_pickled(object, ctx)
     if all(isinstance(one, (list, tuple)) for one in everything):
         return [element for one in everything for element in one]
     return everything
 
 
-def _all_gather_pickled(object: Any, ctx: RunContext) -> list[Any]:
-    """One collective while objects are not larger than those of the last call, two otherwise."""
+def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object") -> list[Any]:
+    """The objects of all processes. One collective while objects are not larger than those of the last call, two otherwise."""
     from orc.runtime.dist.collectives import all_gather_flat
 
-    group = ctx.require_group("gather_object")
-    pickled = pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL)
+    group = ctx.require_group(what)
+    pickled = sign(pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL), ctx.key)
     capacity = _capacity.get(ctx, _FIRST_CAPACITY)
     while True:
         mine = torch.empty(capacity, dtype=torch.uint8)
@@ -56,7 +57,8 @@ def _all_gather_pickled(object: Any, ctx: RunContext) -> list[Any]:
         if enough:
             _capacity[ctx] = capacity
             parts = [row[_HEAD : _HEAD + size] for row, size in zip(received, sizes, strict=True)]
-            return [pickle.loads(part) for part in parts]  # noqa: S301 - from the processes of this run
+            contents = [verified(part, ctx.key) for part in parts]  # all of them before the first is read
+            return [pickle.loads(content) for content in contents]  # noqa: S301 - signed
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx: RunContext | None = None) -> list[Any]:
@@ -67,5 +69,15 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx:
     ctx = ctx or current_context()
     if ctx.world_size > 1 and not ctx.mirrored:
         group = ctx.require_group("broadcast_object_list")
-        dist.broadcast_object_list(object_list, from_process, group, device=ctx.control_device)
+        sends = ctx.rank == from_process
+        pickled = sign(pickle.dumps(list(object_list), protocol=pickle.HIGHEST_PROTOCOL), ctx.key) if sends else b""
+        size = torch.tensor([len(pickled)], device=ctx.control_device)
+        dist.broadcast(size, from_process, group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if sends:
+            data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        data = data.to(ctx.control_device)
+        dist.broadcast(data, from_process, group)
+        if not sends:
+            object_list[:] = pickle.loads(verified(data.cpu().numpy().tobytes(), ctx.key))  # noqa: S301 - signed
     return object_list

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor
 
 from orc.runtime.context import RunContext
+from orc.runtime.dist.objects import all_gather_pickled
 from orc.runtime.dist.tree import elements, recursively_apply
 from orc.runtime.errors import DistributedOperationException
 
@@ -45,8 +45,7 @@ def same(operation: str, data: Any, ctx: RunContext, *, free_sizes: bool = False
     With *free_sizes* on the number of dimensions, not on their sizes.
     """
     mine = (operation, _describe(data, free_sizes), str(recursively_apply(_shape, data)))
-    everyone: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(everyone, mine, ctx.require_group(operation))
+    everyone = all_gather_pickled(mine, ctx, operation)
     operations = [name for name, _, _ in everyone]
     if len(set(operations)) > 1:
         calls = "\n".join(f"  - Process {process}: `orc.runtime.{name}`" for process, name in enumerate(operations))

@@ -192,10 +192,16 @@ def test_the_key_is_handed_round_only_where_the_launcher_gave_none():
         noted.append(note) if note is not None else None
         return noted[-1]
 
-    open_board(0, None, "127.0.0.1", "", hand_round).set("a", "1")
-    assert open_board(1, None, "", "127.0.0.1", hand_round).get("a") == b"1"
-    open_board(0, KEY, "127.0.0.1", "", hand_round).set("a", "2")
-    assert open_board(1, KEY, "", "127.0.0.1", hand_round).get("a") == b"2"
+    first, made = open_board(0, None, "127.0.0.1", "", hand_round)
+    second, known = open_board(1, None, "", "127.0.0.1", hand_round)
+    first.set("a", "1")
+    assert second.get("a") == b"1"
+    assert made == known
+    first, made = open_board(0, KEY, "127.0.0.1", "", hand_round)
+    second, known = open_board(1, KEY, "", "127.0.0.1", hand_round)
+    first.set("a", "2")
+    assert second.get("a") == b"2"
+    assert made == known == KEY
     assert KEY.hex().encode() not in noted[-1]
     with pytest.raises(BoardError, match=r"ORC_TOKEN.* rank 1 has not"):
         open_board(1, None, "", "127.0.0.1", hand_round)
