@@ -170,17 +170,23 @@ def remove(path: str) -> None:
         pass
 
 
-def log_tail(path: str, start: int = 0) -> str:
-    """The last lines of a log from byte *start* on: 40 lines and 8 KiB at most."""
+def log_tail(path: str, start: int = 0, secrets: Sequence[str] = ()) -> str:
+    """The last lines of a log from byte *start* on, without the values of *secrets*: 40 lines and 8 KiB at most."""
+    masking = beside("masking") if secrets else None
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             begin = max(start, size - TAIL_BYTES)
-            file.seek(begin)
-            data = file.read(TAIL_BYTES)
+            # A value that begins before the tail and reaches into it is masked, too.
+            reach = min(begin - start, masking.longest(secrets)) if masking else 0
+            file.seek(begin - reach)
+            before, data = file.read(reach).decode("utf-8", "replace"), file.read(TAIL_BYTES)
     except OSError:
         return ""
-    lines = data.decode("utf-8", "replace").splitlines()
+    text = data.decode("utf-8", "replace")
+    if masking:
+        text = masking.masked(before + text, secrets, len(before))
+    lines = text.splitlines()
     if begin > start and len(lines) > 1:
         lines = lines[1:]  # the first one is cut
     return "\n".join(lines[-TAIL_LINES:])
@@ -1029,7 +1035,7 @@ class Node:
         self.next_look = now + (HURRY_S if hurry else LOOK_S)
         deadline = self.config.get("deadline_s")
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
-            stall = self.masked(self.stall())
+            stall = self.stall()
             reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")
             self.request(Stop("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
@@ -1192,6 +1198,11 @@ class Node:
         if missing:
             raise LaunchFailure(f"no value for the secret {', '.join(missing)} in {path}")
         self.secrets = {name: str(values[name]) for name in names}
+        if not self.config.get("core_dumps"):  # this process and all that it starts have the values in their memory
+            import resource
+
+            # One byte is less than any core file; unlike 0 it also keeps the kernel from starting a program for it.
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
 
     def prepare(self) -> bool:
         """The working copy, then the setup lines; False when a stop came in between."""
@@ -1213,11 +1224,9 @@ class Node:
             if self.stop:
                 break
             if status:
-                tail = log_tail(os.path.join(self.logs, f"node-{self.node}.log"), began)
+                tail = log_tail(os.path.join(self.logs, f"node-{self.node}.log"), began, list(self.secrets.values()))
                 how = how_it_ended(*exit_of(status))
-                raise LaunchFailure(
-                    f"setup on node {self.node} failed: `{line}` {how}" + (f"\n{self.masked(tail)}" if tail else "")
-                )
+                raise LaunchFailure(f"setup on node {self.node} failed: `{line}` {how}" + (f"\n{tail}" if tail else ""))
         os.close(null)
         return self.stop is None
 
@@ -1248,7 +1257,7 @@ class Node:
 
     def last_words(self) -> str:
         """The last line of this node's log."""
-        tail = log_tail(os.path.join(self.logs, f"node-{self.node}.log"))
+        tail = log_tail(os.path.join(self.logs, f"node-{self.node}.log"), 0, list(self.secrets.values()))
         return tail.splitlines()[-1] if tail else "no output"
 
     def never_came(self, peer: int) -> bool:
@@ -1620,8 +1629,8 @@ class Node:
             "exit_code": code,
             "signal": name,
             "at": at,
-            "log_tail": self.masked(log_tail(log, start)),
-            "stall": self.masked(self.stall(number)),
+            "log_tail": log_tail(log, start, list(self.secrets.values())),
+            "stall": self.stall(number),
         }
 
     def stall(self, rank: int | None = None) -> str:
@@ -1634,15 +1643,12 @@ class Node:
             if name.startswith("stall-") and name.endswith(".json"):
                 report = read_json(os.path.join(self.dir, name)) or {}
                 if report.get("restart") == self.restart and rank in (None, report.get("rank")):
-                    return str(report.get("summary") or "")[:2000]
+                    return self.masked(str(report.get("summary") or ""))[:2000]
         return ""
 
     def masked(self, text: str) -> str:
         """*text* without the values of secrets: what a job prints stays in its own log, but travels no further."""
-        for value in self.secrets.values():
-            if len(value) >= 4:
-                text = text.replace(value, "***")
-        return text
+        return str(beside("masking").masked(text, self.secrets.values())) if self.secrets else text
 
     def first_of_launcher(self) -> dict[str, Any] | None:
         """The earliest failure that the shims have seen in the launcher's last round.

@@ -304,11 +304,15 @@ class Calls:
     def output(self, start: int) -> str:
         """What this node's log has got since byte *start*, without the agent's own lines: the first 8 KiB."""
         path = os.path.join(self.node.logs, f"node-{self.node.node}.log")
+        secrets = list(self.node.secrets.values())
+        masking = agent.beside("masking") if secrets else None
         try:
             with open(path, "rb") as file:
                 file.seek(start)
-                data = file.read(OUTPUT_BYTES)
+                data, beyond = file.read(OUTPUT_BYTES), file.read(masking.longest(secrets) if masking else 0)
         except OSError:
             return ""
-        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
-        return self.node.masked("".join(line for line in lines if not line.startswith("[orc ")))
+        text = data.decode("utf-8", "replace")
+        if masking:
+            text = masking.masked(text + beyond.decode("utf-8", "replace"), secrets, 0, len(text))
+        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[orc "))

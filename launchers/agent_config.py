@@ -112,6 +112,7 @@ def agent_config(
         "command": command.to_dict(),
         "env": environment(job, attempt, cluster, layout),
         "secrets": list(job.secrets),
+        **({"core_dumps": True} if job.core_dumps else {}),
         "setup": list(setup if setup is not None else (*cluster.setup, *job.setup)),
         "grace_s": job.grace,
         "deadline_s": deadline_s,

@@ -42,6 +42,11 @@ class AttemptRecords:
         """Number of nodes; 1 when ``agent.json`` is not there."""
         return int((self.config or {}).get("nnodes", 1))
 
+    @property
+    def has_secrets(self) -> bool:
+        """Whether values of secrets were brought for it."""
+        return bool((self.config or {}).get("secrets"))
+
     @cached_property
     def restart(self) -> int:
         """Which incarnation of the attempt the records belong to, from 0."""

@@ -9,11 +9,11 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from orc.launchers.agent_masking import masked
 from orc.launchers.directories import config_dir
 from orc.launchers.errors import SpecError
 
 KEYRING_SERVICE = "orc"
-REDACTED = "***"
 _MAX_BYTES = 64 * 1024
 
 
@@ -53,10 +53,8 @@ def resolve_secrets(
 
 
 def redact(text: str, values: Iterable[str]) -> str:
-    """*text* with every secret value replaced by ``***``; longer values first, so that none shows through."""
-    for value in sorted({value for value in values if value}, key=len, reverse=True):
-        text = text.replace(value, REDACTED)
-    return text
+    """*text* with ``***`` for every secret value, in all its forms."""
+    return masked(text, values)
 
 
 def _from_file(path: Path) -> str | None:

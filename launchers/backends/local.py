@@ -232,6 +232,7 @@ class LocalBackend:
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Read what the agents wrote. An attempt that is reported as lost has no process left on this machine."""
         from orc.launchers.attempt_reader import read_attempts
+        from orc.launchers.confidential import remove_confidential
         from orc.launchers.transport import LocalTransport
 
         transport = LocalTransport()
@@ -242,7 +243,10 @@ class LocalBackend:
         if again := [h.native_id for h in gone if h not in starting]:
             # They may have written their last record after it was looked for.
             records.update(read_attempts(transport, again))
-        return {h: _STARTING if h in starting else self._observe(records[h.native_id]) for h in handles}
+        seen = {h: _STARTING if h in starting else self._observe(records[h.native_id]) for h in handles}
+        ended = [h.native_id for h in handles if seen[h].phase.ended and records[h.native_id].has_secrets]
+        remove_confidential(transport, ended)
+        return seen
 
     def _observe(self, records: AttemptRecords) -> Observation:
         common: dict[str, Any] = {

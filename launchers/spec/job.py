@@ -262,6 +262,11 @@ class JobSpec(Model):
         default=(),
         doc="Names of variables whose values are looked up at submission and never stored.",
     )
+    core_dumps: bool = setting(
+        cs.bool_schema(strict=True),
+        default=False,
+        doc="Let ranks of a job with secrets dump core; a core file holds their values.",
+    )
     setup: tuple[str, ...] = setting(
         _read(shell_lines, cs.str_schema(), cs.list_schema(cs.str_schema())),
         default=(),

@@ -220,6 +220,7 @@ class SlurmBackend:
         from orc.launchers.attempt_reader import read_attempts
         from orc.launchers.backends.slurm.script import EARLY_S
         from orc.launchers.backends.slurm.verdict import judge
+        from orc.launchers.confidential import remove_confidential
 
         if not handles:
             return {}
@@ -250,6 +251,8 @@ class SlurmBackend:
                 asked_everyone=asked_everyone,
                 where=directory,
             )
+        over = [where for handle, where in directories.items() if seen[handle].phase.ended]
+        remove_confidential(self._transport, [where for where in over if records[where].has_secrets])
         return seen
 
     def _of_lease_holders(

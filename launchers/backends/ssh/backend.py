@@ -204,8 +204,10 @@ class SshBackend:
             found[handle] = judge(
                 records, nodes, peer_timeout_s=self.settings.options.peer_timeout, refused=refused[handle]
             )
-        if lost := [handle for handle, seen_ in found.items() if seen_.phase is Phase.LOST]:
-            self._on_each(lost, "reap", {})  # what an agent that was killed has left behind
+        ended = [handle for handle, observed in found.items() if observed.phase.ended]
+        # What an agent that was killed has left behind.
+        if left := [h for h in ended if found[h].phase is Phase.LOST or any(map(_left, seen[h.marker].values()))]:
+            self._on_each(left, "reap", {})
         return found
 
     def _look(self, handles: Sequence[Handle]) -> dict[str, dict[str, Sight]]:
@@ -322,6 +324,11 @@ class SshBackend:
             wanted,
             lambda name: self.hosts.call(name, do, {"directories": wanted[name], **request}, WRITE_TIMEOUT_S),
         )
+
+
+def _left(sight: Sight) -> bool:
+    """Whether secrets or the token lie there, and no agent that would remove them runs."""
+    return not sight.alive and bool((sight.answer or {}).get("confidential"))
 
 
 def _lease(sight: Sight) -> Mapping[str, Any] | None:

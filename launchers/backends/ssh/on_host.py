@@ -111,6 +111,7 @@ def look_at(directory: str, host: str) -> dict[str, Any]:
         "there": True,
         "node": node,
         "config": {key: config.get(key) for key in ("marker", "nnodes", "hosts", "runtime_tree", "grace_s")},
+        "confidential": any(os.path.exists(os.path.join(directory, name)) for name in _CONFIDENTIAL),
         "linked": os.path.exists(os.path.join(directory, "link.json")),
         "age": age(os.path.join(directory, "agent.json")),
         "records": records,

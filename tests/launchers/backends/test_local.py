@@ -93,6 +93,16 @@ def test_an_attempt_whose_agents_were_killed_is_lost_and_has_no_process_left(bac
     assert agent.marked_processes(handle.native_id) == []
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_secrets_do_not_outlive_agents_that_were_killed(backend, plan, nodes):
+    handle = backend.submit(plan(IDLE, secrets=["TOKEN"], resources={"nodes": nodes}), {"TOKEN": "geheim-4711"})
+    ready(handle)
+    assert Path(handle.native_id, "secrets.json").exists()
+    kill_all(handle)
+    until(lambda: look(backend, handle).phase.ended)
+    assert not Path(handle.native_id, "secrets.json").exists()
+
+
 def test_a_killed_node_agent_alone_is_a_node_failure(backend, plan):
     handle = backend.submit(plan(IDLE, resources={"nodes": 2}), {})
     ready(handle, 0)

@@ -49,7 +49,7 @@ def test_every_example_is_a_job(page: str, job_files: Any) -> None:
 def test_the_annotated_example_says_everything(job_files: Any) -> None:
     full = max(blocks("job-yaml.md", "yaml"), key=len)
     job = job_files.load(full, env={"USER": "ada"}).spec
-    assert {field.name for field in fields(JobSpec)} == set(re.findall(r"^(?:# )?([a-z]+):", full, re.MULTILINE))
+    assert {field.name for field in fields(JobSpec)} == set(re.findall(r"^(?:# )?([a-z_]+):", full, re.MULTILINE))
     assert job.args == ("--lr", "1e-4", "--epochs", "10", "--augment", "--classes", "0", "1", "2")
     assert job.env == {"HF_HOME": "/scratch/ada/hf", "RUN_NAME": "digits-2nodes"}
     assert (job.resources.time_s, job.resources.memory, job.runtime["seed"]) == (5400, "4G", 1)

@@ -75,6 +75,15 @@ def test_the_job_sees_no_variable_of_the_submitting_shell_but_its_secrets(runs, 
     assert "s3cret" not in runs.slurm.run("scontrol", "show", "job", "-dd", run.handle.native_id)
 
 
+def test_secrets_do_not_outlive_agents_that_were_killed(runs) -> None:
+    run = runs.start("import time; time.sleep(600)", secrets={"TOKEN": "s3cret"})
+    run.until(Phase.RUNNING)
+    assert (run.directory / "secrets.json").exists()
+    runs.slurm.run("scancel", "--signal=KILL", "--full", run.handle.native_id)
+    run.ended()
+    assert not (run.directory / "secrets.json").exists()
+
+
 def test_a_variable_can_be_passed_on_by_name(runs, monkeypatch) -> None:
     monkeypatch.setenv("PASSED", "on")
     monkeypatch.setenv("LEAK", "of the shell")

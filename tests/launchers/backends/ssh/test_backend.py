@@ -405,6 +405,27 @@ def test_a_killed_agent_is_a_lost_attempt_that_names_its_host_and_leaves_nothing
     assert not lab.left()
 
 
+@pytest.mark.parametrize("ends", ["killed", "between its record and the tidying up"])
+def test_secrets_do_not_outlive_agents_that_were_killed(lab: Lab, ends: str) -> None:
+    import os
+    import signal
+
+    plan = lab.plan(WAITING, secrets=["TOKEN"])
+    handle = lab.backend.submit(plan, {"TOKEN": "geheim-4711"})
+    lab.until(handle, lambda seen: seen.phase is Phase.RUNNING and not seen.reason)
+    files = [lab.directory(host, plan) / name for host in "ab" for name in ("secrets.json", "link.json")]
+    assert all(file.exists() for file in files)
+    if ends == "killed":
+        lease = json.loads((lab.directory("b", plan) / "node-1" / "lease.json").read_text())
+        os.kill(int(lease["pid"]), signal.SIGKILL)
+    else:
+        lab.go(plan)
+    lab.wait(handle)
+    if ends != "killed":
+        files[2].write_text("{}")
+    lab.until(handle, lambda seen: seen.phase.ended and not any(file.exists() for file in files))
+
+
 def test_a_home_directory_is_that_of_the_host(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     lab.cluster = Cluster(name="lab", kind="ssh", root="~/orc dir", options={"hosts": ["a"]})
