@@ -11,6 +11,9 @@ from typing import Any
 MAX_PREEMPTIONS = 100
 # The time limit was reached and all ranks had saved for the next attempt (`retry_cause`): as innocent as a preemption.
 HANDED_OVER = "handed_over"
+# A rank was told that its checkpoint does not fit the job (`orc.runtime.checkpoint.errors`): the next would be, too.
+REFUSED = "refused"
+REFUSED_EXIT = 78
 SAVED_EXIT = 75  # what a rank exits with that has saved and wants to run again
 MAX_BACKOFF_S = 600.0
 
@@ -46,6 +49,8 @@ def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
     a backoff that doubles with each counted attempt up to `MAX_BACKOFF_S`.
     """
     cause = causes[-1]
+    if cause == REFUSED:
+        return GiveUp("another attempt would end the same way")
     innocent = {name: sum(c == name for c in causes) for name in ("preempted", HANDED_OVER)}
     counted = len(causes) - sum(innocent.values())
     if ("timeout" if cause == HANDED_OVER else cause) not in policy.on:
@@ -65,5 +70,7 @@ def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
 def retry_cause(cause: str, ranks: Mapping[Any, Mapping[str, Any]]) -> str:
     """What `decide` is to take for the *cause* of an attempt whose *ranks* have these exit records."""
     codes = [record.get("exit_code") for record in ranks.values()]
+    if cause == "crash" and REFUSED_EXIT in codes:
+        return REFUSED
     saved = SAVED_EXIT in codes and all(code in (0, SAVED_EXIT) for code in codes)
     return HANDED_OVER if cause == "timeout" and saved else cause

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
+
 from orc.runtime.errors import OrcRuntimeError
+
+# Of a process that such an error ends (EX_CONFIG): to run the same job again would end the same way. The orchestrator
+# knows it (`orc.orchestrator.retry`).
+REFUSED_EXIT_STATUS = 78
 
 
 class CheckpointError(OrcRuntimeError):
     """A checkpoint that cannot be written, is incomplete or damaged, or does not fit what was prepared."""
+
+
+class RankMissing(CheckpointError):
+    """A rank did not come to save or load with the others."""
+
+
+class CheckpointMisfit(CheckpointError):
+    """A whole checkpoint that does not fit what was prepared: every further attempt of this job would be refused too.
+
+    When nobody catches it the process ends with `REFUSED_EXIT_STATUS`, and no attempt is wasted on a repetition.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        outer = sys.excepthook
+
+        def refuse(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            outer(kind, error, traceback)
+            cause: BaseException | None = error
+            while cause is not None and cause is not self:
+                cause = cause.__cause__ or cause.__context__
+            if cause is self:
+                raise SystemExit(REFUSED_EXIT_STATUS)
+
+        sys.excepthook = refuse

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from orc.runtime.board import BoardError, BoardTimeout
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 
 if TYPE_CHECKING:
     from orc.runtime.board import Board
@@ -69,29 +69,29 @@ class Meeting:
             try:
                 store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
                 store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
-                failed, result = json.loads(store.get(f"{prefix}verdict"))
+                failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
             except BoardTimeout as error:
-                raise CheckpointError(
+                raise RankMissing(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
                     f"every rank must call it ({error})"
                 ) from None
             except BoardError as error:
-                raise CheckpointError(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
+                raise RankMissing(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
             if failed is not None:
-                raise CheckpointError(failed)
+                raise (RankMissing if absent else CheckpointError)(failed)
             return result
-        failed, result = None, None
+        failed, result, absent = None, None, False
         store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
         try:
             result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s))
         except CheckpointError as error:
-            failed = str(error)
+            failed, absent = str(error), isinstance(error, RankMissing)
             raise
         except BaseException as error:
-            failed = f"{what}: rank 0 failed: {type(error).__name__}: {error}"
+            failed, absent = f"{what}: rank 0 failed: {type(error).__name__}: {error}", True
             raise
         finally:
-            store.set(f"{prefix}verdict", json.dumps([failed, result]))
+            store.set(f"{prefix}verdict", json.dumps([failed, result, absent]))
             self._forget(store, self._count - 2)
         return result
 
@@ -103,14 +103,14 @@ class Meeting:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:
                 names = ", ".join(map(str, missing))
-                raise CheckpointError(
+                raise RankMissing(
                     f"{what}: {'rank' if len(missing) == 1 else 'ranks'} {names} of {self.world_size} did not come "
                     f"within {patience:g} s. Every rank must call it; do not put it under is_main_process"
                 ) from None
         said = [json.loads(data) for data in store.multi_get(keys)]
         others = {f"rank {rank}: {name}" for rank, (name, _) in enumerate(said) if name != what}
         if others:
-            raise CheckpointError(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
+            raise RankMissing(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
         return [value for _, value in said]
 
     def _forget(self, store: Board, number: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.background import Background
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing
 from orc.runtime.checkpoint.load import Verified, load, verified
 from orc.runtime.checkpoint.manifest import locate, read_manifest
 from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
@@ -290,16 +290,21 @@ class RunCheckpoints:
         *,
         roll_over: bool = False,
     ) -> Resumed:
-        load(
-            self.context,
-            self.meeting,
-            self.prepared,
-            checked,
-            hooks=tuple(hooks),
-            map_location=map_location,
-            model_options=model_options,
-            roll_over=roll_over,
-        )
+        try:
+            load(
+                self.context,
+                self.meeting,
+                self.prepared,
+                checked,
+                hooks=tuple(hooks),
+                map_location=map_location,
+                model_options=model_options,
+                roll_over=roll_over,
+            )
+        except RankMissing:
+            raise
+        except CheckpointError as error:  # its files are whole
+            raise CheckpointMisfit(str(error)) from error
         manifest = checked.manifest
         self.base_step = manifest.step - self.prepared.steps()
         self.saved_step = manifest.step

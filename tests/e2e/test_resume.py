@@ -199,3 +199,20 @@ def test_a_preempted_job_saves_leaves_and_goes_on(submit: Callable[..., Job], to
     expected, weights = uninterrupted(submit)
     assert [job.samples(rank) for rank in range(2)] == expected
     assert job.weights(2) == weights
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_once_and_not_with_every_attempt(submit: Callable[..., Job]) -> None:
+    change = (
+        "if step == 10 and accelerator.is_main_process:\n"
+        "            text = open(__file__).read()\n"
+        "            open(__file__, 'w').write(text.replace(', shuffle=True', ''))\n"
+        "            os._exit(9)"
+    )
+    job = submit("misfit", change, retry={"max_attempts": 5, "on": ["crash"], "backoff": 0})
+    job.orc("wait", job.id, "--timeout", "300", status=(1,))
+    view = job.view()
+    assert [attempt["cause"] for attempt in view["attempts"]] == ["crash", "crash"]
+    assert "exited with 78 (another attempt would end the same way)" in view["reason"]
+    log = job.orc("logs", job.id, "--rank", "0", "--attempt", "2")
+    assert "CheckpointMisfit" in log
+    assert "saved from a shuffled order of samples, this loader's is sequential" in log

@@ -8,6 +8,7 @@ from orc.orchestrator.retry import (
     HANDED_OVER,
     MAX_BACKOFF_S,
     MAX_PREEMPTIONS,
+    REFUSED,
     GiveUp,
     Retry,
     RetryPolicy,
@@ -66,10 +67,17 @@ def test_time_limits_that_all_had_saved_for_do_not_use_up_attempts():
         ("timeout", [0, 0], "timeout"),
         ("timeout", [], "timeout"),
         ("crash", [75, 75], "crash"),
+        ("crash", [78, None], REFUSED),
+        ("node_failure", [78, None], "node_failure"),
     ],
 )
-def test_a_time_limit_is_a_hand_over_when_every_rank_has_saved(cause, codes, counts_as):
+def test_what_a_cause_counts_as_is_told_by_the_exit_statuses_of_the_ranks(cause, codes, counts_as):
     assert retry_cause(cause, {rank: {"exit_code": code} for rank, code in enumerate(codes)}) == counts_as
+
+
+def test_what_was_refused_for_good_is_not_tried_again():
+    policy = RetryPolicy(5, ALL, 1.0)
+    assert decide(policy, ["node_failure", REFUSED]) == GiveUp("another attempt would end the same way")
 
 
 @pytest.mark.parametrize("cause", ["launch", "cancelled"])

@@ -86,6 +86,10 @@ def _going_on(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, 
 def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]) -> Observation:
     verdict = records.verdict()
     lost = [node for node in nodes if not node.ended and not node.left_behind]
+    behind = [node for node in nodes if node.left_behind]
+    if verdict is not None and behind:  # it ended on the others, and it is still to be said whom they have lost
+        said = f"it had gone on without {_listed(behind)}"
+        verdict = replace(verdict, reason="; ".join(filter(None, [verdict.reason, said])))
     if verdict is not None and not lost and verdict.cause is not Cause.NODE_FAILURE:
         return _ended(verdict, common)
     if verdict is not None and verdict.cause in (Cause.CANCELLED, Cause.LAUNCH, Cause.TIMEOUT, Cause.PREEMPTED):
@@ -134,7 +138,7 @@ def _why(culprits: Sequence[Node], nodes: Sequence[Node], verdict: AttemptExit |
 def _ended(verdict: AttemptExit, common: dict[str, Any]) -> Observation:
     ended: dict[str, Any] = {"exit": verdict, "ended_at": verdict.ended_at, **common}
     if verdict.succeeded:
-        return Observation(Phase.SUCCEEDED, **ended)
+        return Observation(Phase.SUCCEEDED, reason=verdict.reason, **ended)
     phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
     return Observation(phase, verdict.cause, verdict.reason, **ended)
 

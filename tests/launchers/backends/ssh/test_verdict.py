@@ -200,6 +200,11 @@ def test_a_setup_that_failed_is_a_launch_failure() -> None:
 
 def test_an_elastic_job_that_went_on_without_a_host_succeeds() -> None:
     first = host("a", lease(0), lease(1), beat(1), ended(0, lost_nodes=[1]), age=100)
-    assert verdict(first, silent("b")).phase is Phase.SUCCEEDED
+    seen = verdict(first, silent("b"))
+    assert (seen.phase, seen.reason) == (Phase.SUCCEEDED, "it had gone on without b")
+    failed = host("a", lease(0), lease(1), beat(1), crashed(0) | {}, age=100)
+    record = failed.answer["records"]["node-0/exit.json"]
+    record["lost_nodes"] = [1]
+    assert verdict(failed, silent("b")).reason == "rank 0 on a exited with 42; it had gone on without b"
     cut = host("b", lease(1), ended(1, "peer", peer_lost=True, lost_node=0, reason="node 0 is lost"))
     assert verdict(first, cut).phase is Phase.SUCCEEDED
