@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format typecheck contracts unit bench mutants docs-test testbed-packages clean
+.PHONY: help demo test setup lint format typecheck contracts unit bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -17,7 +17,7 @@ BENCH ?=
 MUTANTS ?=
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 16
 
 demo: $(INSTALLED)  ## Train on two local processes with `orc submit --follow`
 	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
@@ -56,6 +56,11 @@ testbed-packages:
 
 unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone, with coverage
 	tests/run.sh $(PYTEST_FLAGS)
+
+# `make test` ends what it has started, also after Ctrl-C; this is for what a SIGKILL or pytest by hand has left.
+testbeds-down:  ## End the Slurm cluster and the SSH hosts of the tests, and remove their files
+	$(SLURM_TESTBED)/down.sh --purge
+	$(HOSTS_TESTBED)/down.sh
 
 bench: $(INSTALLED)  ## Benchmarks: one table against peers and budgets (minutes; on a quiet machine)
 	$(BIN)/python tests/benchmarks/harness.py $(BENCH)

@@ -7,18 +7,42 @@
 # Three at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
 # themselves: those that fail again fail the run; those that pass are named as UNSTEADY, for each of them is a defect of
 # the test or of orc that somebody has to look for.
+#
+# What was not running before is not running afterwards, however this ends: Slurm is started by the first test that needs
+# it. What a SIGKILL leaves behind, `make testbeds-down` ends.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 most_again=3
 output=$(mktemp -d)
 declare -A beside=()
+slurm=tests/testbed/slurm
+
+slurm_is_up() {
+  local pid
+  { read -r pid _ <"${SLURM_TESTBED_DIR:-/tmp/slurm-testbed}/run/slurmctld.pid"; } 2>/dev/null && kill -0 "$pid" 2>/dev/null
+}
+end_group() { # end_group PGID: let it clear up after itself, then insist
+  local signal tries
+  for signal in INT TERM KILL; do
+    kill -"$signal" -- -"$1" 2>/dev/null || return 0
+    for ((tries = 0; tries < 300; tries++)); do
+      kill -0 -- -"$1" 2>/dev/null || return 0
+      sleep 0.1
+    done
+  done
+}
 finish() {
   local group
-  for group in "${beside[@]}"; do kill -- -"$group" 2>/dev/null || true; done
+  trap '' HUP INT TERM # clearing up is not interrupted by an impatient second Ctrl-C
+  for group in "${beside[@]}"; do end_group "$group"; done
+  [ -n "$slurm_was_up" ] || ! slurm_is_up || "$slurm/down.sh" >/dev/null || echo "Slurm could not be stopped: make testbeds-down" >&2
   rm -rf "$output"
 }
+slurm_was_up=
+! slurm_is_up || slurm_was_up=1
 trap finish EXIT
+trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -34,6 +58,7 @@ part() { # part NAME COVERAGE [PYTEST ARGS]
 }
 lane() { # lane "NAME..." [PYTEST ARGS]: these parts one after the other; how each ends is kept
   local name status
+  trap - EXIT
   for name in $1; do
     status=0
     part "$name" "$name" "${@:2}" >"$output/$name" 2>&1 || status=$?

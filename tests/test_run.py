@@ -1,0 +1,94 @@
+"""tests/run.sh ends what it starts: here with programs that only look like Python and Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PYTHON = """#!/bin/bash
+# The tests on Slurm start a cluster, which is a daemon; then they wait to be interrupted, if they are asked to.
+[[ "$*" == *"slurm and not hosts"* ]] || exit 0
+"$TREE/tests/testbed/slurm/up.sh"
+[ -z "$WAITS" ] || { touch "$TREE/waits"; trap 'exit 2' INT; sleep 300; }
+"""
+UP = """#!/bin/bash
+mkdir -p "$SLURM_TESTBED_DIR/run"
+setsid sleep 300 </dev/null >/dev/null 2>&1 &
+echo "$! 0" >"$SLURM_TESTBED_DIR/run/slurmctld.pid"
+"""
+DOWN = """#!/bin/bash
+read -r pid _ <"$SLURM_TESTBED_DIR/run/slurmctld.pid" && kill "$pid" && rm "$SLURM_TESTBED_DIR/run/slurmctld.pid"
+"""
+
+
+class Tree:
+    """A project directory with nothing in it but what run.sh calls."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pid_file = directory / "slurm/run/slurmctld.pid"
+        self.env = {**os.environ, "TREE": str(directory), "WAITS": "", "SLURM_TESTBED_DIR": str(directory / "slurm")}
+        for name, text in (
+            (".venv/bin/python", PYTHON),
+            ("tests/testbed/slurm/up.sh", UP),
+            ("tests/testbed/slurm/down.sh", DOWN),
+            ("tests/testbed/hosts/pytest.sh", "#!/bin/bash\n"),
+        ):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text)
+            (directory / name).chmod(0o755)
+        shutil.copy(HERE / "run.sh", directory / "tests")
+
+    def start(self, **env: str) -> subprocess.Popen[str]:
+        argv = [str(self.directory / "tests/run.sh")]
+        return subprocess.Popen(argv, env={**self.env, **env}, text=True, start_new_session=True)
+
+    def cluster_up(self) -> None:
+        subprocess.run([self.directory / "tests/testbed/slurm/up.sh"], env=self.env, check=True)
+
+    def cluster_down(self) -> None:
+        subprocess.run([self.directory / "tests/testbed/slurm/down.sh"], env=self.env, check=False, capture_output=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    made = Tree(tmp_path)
+    yield made
+    made.cluster_down()
+
+
+def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_cluster_that_the_tests_have_started_is_ended(tree: Tree) -> None:
+    assert tree.start().wait(60) == 0
+    assert not tree.pid_file.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_after_an_interruption_as_well(tree: Tree, number: signal.Signals) -> None:
+    process = tree.start(WAITS="1")
+    until((tree.directory / "waits").exists)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not tree.pid_file.exists()
+
+
+def test_a_cluster_that_was_up_before_stays(tree: Tree) -> None:
+    tree.cluster_up()
+    (tree.directory / "tests/testbed/slurm/up.sh").write_text("#!/bin/bash\n")
+    assert tree.start().wait(60) == 0
+    pid = int(tree.pid_file.read_text().split()[0])
+    os.kill(pid, 0)
