@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.function_calls import FunctionCalls
-from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.lifecycle import Event, JobState, Kind
 from orc.orchestrator.views import EventView, JobRow, JobView
@@ -41,6 +41,8 @@ class Client(FunctionCalls):
     Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
     *clusters_file* to ``$ORC_CLUSTERS`` or ``clusters.yaml`` in the configuration directory, the ledger to
     ``$ORC_LEDGER_URL`` or a file in *state_dir*. All methods raise `LaunchError` and its children only.
+
+    With *reconciler*, `submit` leaves a process behind that goes on with live jobs (`orc.orchestrator.detached`).
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Client(FunctionCalls):
         backend_of: Callable[[str], Backend] | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        reconciler: bool = True,
     ) -> None:
         from orc.orchestrator.ledger.opening import open_database
 
@@ -60,10 +63,13 @@ class Client(FunctionCalls):
             state_dir = directories.state_dir()
         self._clusters_file = clusters_file
         self._backend_of = backend_of
-        database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None)
+        database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=True)
         self.workspace = Workspace(
             state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
         )
+        # Another process could not use backends that exist in this one only.
+        self._detaches = reconciler and backend_of is None
+        self.workspace.on_live_job = self._start_reconciler
 
     def __enter__(self) -> Client:
         return self
@@ -74,6 +80,26 @@ class Client(FunctionCalls):
     def close(self) -> None:
         """Close the ledger."""
         self.workspace.ledger.close()
+
+    @property
+    def clusters_file(self) -> Path:
+        """The file that describes the clusters; it need not exist."""
+        from orc.launchers import directories
+
+        return self._clusters_file or directories.clusters_file()
+
+    def leave_reconciler(self) -> None:
+        """Start a detached reconciler where jobs are live and none runs: what was begun is finished by it."""
+        ledger = self.workspace.ledger
+        if self._detaches and not ledger.volatile and ledger.any_active():
+            self._start_reconciler()
+
+    def _start_reconciler(self) -> None:
+        if self._detaches:
+            from orc.orchestrator import detached
+
+            ws = self.workspace
+            detached.ensure(ws.state_dir, ws.ledger.database.url, self._clusters_file)
 
     def _cluster(self, name: str) -> Cluster:
         from orc.launchers.clusters import get_cluster
@@ -159,16 +185,49 @@ class Client(FunctionCalls):
         stay as they are.
         """
         ids = [self._known(job_id) for job_id in job_ids]
+        self._settle()
         for job_id in ids:
             grace = float(self.workspace.ledger.spec(job_id)["grace"]) if grace_s is None else grace_s
             self._request_cancel(job_id, grace)
-        self.refresh(ids)
-        return [self.job(job_id) for job_id in ids]
+        report = self.refresh(ids)
+        views = [self.job(job_id) for job_id in ids]
+        if self.workspace.ledger.volatile:
+            self._check_cancelled(ids, report)
+        return views
+
+    def _check_cancelled(self, ids: Sequence[str], report: PassReport) -> None:
+        """A wish that nobody remembers must have reached the cluster. Raises `LedgerError`."""
+        waiting = [
+            job.id
+            for job in self.workspace.ledger.active(ids)
+            if job.attempt is None or job.attempt.cancel_sent_at is None
+        ]
+        if waiting:
+            why = "; ".join(f"{cluster}: {text}" for cluster, text in report.unreachable.items())
+            raise LedgerError(
+                f"{', '.join(waiting)} cannot be cancelled now: {why or 'not at its cluster yet'}, "
+                f"and the wish cannot be kept: {self.workspace.ledger.volatile}",
+                where=self.workspace.ledger.database.url.removeprefix("sqlite:///"),
+                hint="free some space and try again",
+            )
+
+    def _settle(self) -> None:
+        """Use the ledger itself where it can be written now, else a copy in memory."""
+        from orc.orchestrator.ledger.opening import open_database
+
+        ledger = self.workspace.ledger
+        if bool(ledger.database.unwritable()) == bool(ledger.volatile):
+            return
+        database = open_database(
+            self.workspace.state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=not ledger.volatile
+        )
+        ledger.database.close()
+        ledger.database = database
 
     def _request_cancel(self, job_id: str, grace_s: float) -> None:
         while True:
             try:
-                with self.workspace.ledger.transaction() as tx:
+                with self.workspace.ledger.transaction(durable=False) as tx:
                     job = tx.find(job_id)
                     if job is None or job.state.terminal:
                         return
@@ -185,12 +244,33 @@ class Client(FunctionCalls):
 
     # -- looking at jobs
 
-    def refresh(self, job_ids: Sequence[str] | None = None) -> PassReport:
-        """One reconciler pass over *job_ids*, or all jobs that have not ended. Says which clusters did not answer."""
+    def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
+        """One reconciler pass over *job_ids*, or all jobs that have not ended. Says which clusters did not answer.
+
+        While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
+        """
         # Imported here because `orc list` needs no pass and has no time for one.
         from orc.orchestrator.reconciler import reconcile
 
-        return reconcile(self.workspace, job_ids)
+        self._settle()
+        try:
+            return reconcile(self.workspace, job_ids, patience_s=patience_s)
+        except LedgerError:
+            if not self.workspace.ledger.database.unwritable():
+                raise
+            self._settle()  # its disk has become full in the middle of it
+            return reconcile(self.workspace, job_ids)
+
+    def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
+        """One pass over *job_ids* that is not waited for any longer than *seconds*."""
+        from orc.orchestrator.background import BackgroundPasses
+
+        self._settle()
+        if self.workspace.ledger.volatile:
+            self.refresh(job_ids)
+            return
+        with BackgroundPasses(self._another) as passes:
+            passes.run(job_ids, seconds)
 
     def job(self, job_id: str) -> JobView:
         """The job as the ledger knows it. Raises `JobNotFound`."""
@@ -270,12 +350,26 @@ class Client(FunctionCalls):
         from orc.orchestrator.background import BackgroundPasses
 
         with BackgroundPasses(self._another) as passes:
-            return self._wait(ids, timeout_s, on_change, lambda left: passes.run(ids, left))
+
+            def run_pass(left: float) -> bool:
+                self._settle()
+                if self.workspace.ledger.volatile:  # what another client sees is not written down
+                    return self.refresh(ids) is not None
+                return passes.run(ids, left)
+
+            return self._wait(ids, timeout_s, on_change, run_pass)
 
     def _another(self) -> Client:
         """A client like this one, for another thread."""
         ws = self.workspace
-        return Client(ws.state_dir, self._clusters_file, backend_of=self._backend_of, clock=ws.clock, sleep=ws.sleep)
+        return Client(
+            ws.state_dir,
+            self._clusters_file,
+            backend_of=self._backend_of,
+            clock=ws.clock,
+            sleep=ws.sleep,
+            reconciler=self._detaches,
+        )
 
     def _wait(
         self,

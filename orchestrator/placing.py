@@ -81,13 +81,23 @@ class Search:
             if prepared is not None:
                 return Prepared(prepared, plan, placement)
 
+    def examine(self, prepared: Prepared) -> Prepared:
+        """*prepared* after the preflight: on other hosts, which are kept for it instead, where that found bad ones.
+
+        Raises what `prepare` raises, and `LaunchError` for what stands in the job's way.
+        """
+        return prepared if self.is_fit(prepared.plan, prepared.placement) else self.prepare(prepared.job)
+
     def _recorded(self, job: JobRecord) -> Prepared | None:
         """The attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
         from orc.launchers.backends.base import Placement
 
         if not self.places:
             placement = self._avoiding()
-            return Prepared(job, self.render(placement), placement)
+            plan = self.render(placement)
+            if self.attempt.number == 1:  # its submission may have been cut off before the preflight
+                self.is_fit(plan, placement)
+            return Prepared(job, plan, placement)
         kept = self.ws.ledger.reservations(job_id=job.id)
         if not kept or {r.host for r in kept} & set(self.unfit):
             return None

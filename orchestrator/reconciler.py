@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, Observation
 
 POLL_ERROR_EVENT_S = 300.0  # a longer outage is one event each five minutes, not one each pass
+SEEN_EVERY_S = 10.0  # so often the ledger is told that a job was seen although nothing about it has changed
 _JOBS_PER_TRANSACTION = 200
+_STEPS = 5  # of one attempt in one pass, while its machines are being made
 
 
 @dataclass
@@ -40,11 +42,22 @@ class PassReport:
     unreachable: dict[str, str] = field(default_factory=dict)  # cluster -> why nothing can be said about its jobs
 
 
-def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None) -> PassReport:
-    """One pass over the jobs (of *job_ids*, if given) that have not ended. Raises `LedgerError` only."""
+def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
+    """One pass over the jobs (of *job_ids*, if given) that have not ended: every step that is due is taken.
+
+    For *patience_s* a step is left to the job's own agents, where its cluster drives itself. While the ledger cannot be
+    written, the pass only looks and cancels: nothing is started that would be forgotten. Raises `LedgerError` only.
+    """
     report = PassReport()
+    if ws.ledger.volatile:
+        _look_at_all(ws, ws.ledger.active(job_ids), report)
+        return report
     jobs = ws.ledger.active(job_ids)
-    due = [job for job in jobs if _needs_driving(job, ws.clock())]
+
+    def is_due(job: JobRecord) -> bool:
+        return _needs_driving(job, ws.clock()) and not (patience_s and _is_left(ws, job, patience_s))
+
+    due = [job for job in jobs if is_due(job)]
     crowded = {job.cluster for job in due if _places(ws, job.cluster)}
     if crowded and job_ids is not None:
         # Who waits for hosts has to know who has left them, and to let older jobs go first.
@@ -55,9 +68,10 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None) -> PassReport
     if due:
         jobs = ws.ledger.active(job_ids)
     _look_at_all(ws, jobs, report)
-    # Those that were due before, and those whose hosts have just become free or whose attempt has just ended.
+    # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
+    driven = {job.id for job in due if job.cluster not in crowded}
     for job in ws.ledger.active(job_ids):
-        if _needs_driving(job, ws.clock()) and _places(ws, job.cluster):
+        if job.id not in driven and is_due(job):
             _drive(ws, job, report)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
@@ -91,6 +105,17 @@ def _needs_driving(job: JobRecord, now: float) -> bool:
     if job.state in (JobState.QUEUED, JobState.PREPARED):
         return job.cancel_requested_at is not None or (job.next_attempt_at or 0.0) <= now
     return job.state is JobState.SUBMITTING
+
+
+def _is_left(ws: Workspace, job: JobRecord, patience_s: float) -> bool:
+    """True while the agents of *job*, which have the environment that it was submitted in, may still run it again."""
+    if job.state is not JobState.QUEUED or not job.number:
+        return False
+    try:
+        own = ws.backend(job.cluster).capabilities.self_driving
+    except LaunchError:
+        return False  # its turn says what is wrong with the cluster
+    return own and ws.clock() < max(job.next_attempt_at or 0.0, job.updated_at) + patience_s
 
 
 def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
@@ -194,7 +219,8 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
         if first is not None and now - first < visibility_s:
             return Change()
         why = "the cut-off submission left nothing behind"
-        return Change((Event(Kind.RELEASED, current.number, {"reason": why}),), {"reason": ""}, {"reason": ""})
+        released = Event(Kind.RELEASED, current.number, {"reason": why})
+        return Change((released,), {"reason": ""}, {"reason": "", "submitted_at": None})
 
     def is_doubtful(current: JobRecord) -> bool:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS
@@ -249,11 +275,31 @@ def _look(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport
         _note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
         return
     answers = [(job, seen[handles[job.id]]) for job in jobs if handles[job.id] in seen]
-    for lost in _write(ws, answers):
+    all_lost = _write(ws, answers)
+    if ws.ledger.volatile:
+        return
+    _note_seen(ws, answers)
+    for lost in all_lost:
         _end_leftovers(ws, backend, lost, report)
     for job, answer in answers:
         if answer.due:
             _advance(ws, backend, job.id, handles[job.id], report)
+
+
+def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) -> None:
+    from orc.launchers.backends.base import Phase
+
+    now = ws.clock()
+    due = [
+        job.id
+        for job, seen in answers
+        if seen.phase is not Phase.UNKNOWN
+        and not seen.phase.ended
+        and now - max(ws.noted.get(job.id, 0.0), job.updated_at) >= SEEN_EVERY_S
+    ]
+    if due:
+        ws.ledger.note_seen(due)
+        ws.noted.update(dict.fromkeys(due, now))
 
 
 def _cancel(
@@ -281,7 +327,7 @@ def _write(ws: Workspace, answers: Iterable[tuple[JobRecord, Observation]]) -> l
     """Write what was seen. Returns the jobs whose attempt is lost."""
     written = _write_all(ws, [(job, _meaning(ws, job, seen)) for job, seen in answers])
     for job in written.values():
-        if job.state.terminal:
+        if job.state.terminal and not ws.ledger.volatile:
             job_secrets.remove(ws.state_dir, job.id)
     return [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]
 
@@ -304,7 +350,7 @@ def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, Change]]) -> di
     written: dict[str, JobRecord] = {}
     for start in range(0, len(wanted), _JOBS_PER_TRANSACTION):
         done: dict[str, JobRecord] = {}
-        with ws.ledger.transaction() as tx:
+        with ws.ledger.transaction(durable=False) as tx:
             for job, made in wanted[start : start + _JOBS_PER_TRANSACTION]:
                 try:
                     done[job.id] = submission.write(tx, job, made)
@@ -330,12 +376,17 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
     try:
         spec, snapshot, secrets = ingredients(ws, job)
         plan = Search(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
-        reach("advancing")
-        seen = backend.advance(handle, plan, secrets)
-        reach("advanced")
-        if current := ws.ledger.job(job_id):
-            for lost in _write(ws, [(current, seen)]):
-                _end_leftovers(ws, backend, lost, report)
+        told = ""
+        for _ in range(_STEPS):
+            reach("advancing")
+            seen = backend.advance(handle, plan, secrets)
+            reach("advanced")
+            if current := ws.ledger.job(job_id):
+                for lost in _write(ws, [(current, seen)]):
+                    _end_leftovers(ws, backend, lost, report)
+            if not seen.due or seen.reason == told:  # what has to be waited for says the same again
+                break
+            told = seen.reason
     except LedgerError:
         raise
     except LaunchError as error:

@@ -3,10 +3,11 @@
 The steps, each durable before the next begins (docs/explanation/exactly-once.md):
 
 1. PREPARED: job, attempt and marker. From here on the job will run, whoever has to finish the work.
-2. The snapshot is staged; doing that twice is harmless.
-3. SUBMITTING: from here on nobody knows whether the backend has the job until it is looked for by its marker.
-4. `Backend.submit`, outside any transaction.
-5. PENDING, with the handle.
+2. The preflight, which may find that it cannot: then it is FAILED.
+3. The snapshot is staged; doing that twice is harmless.
+4. SUBMITTING: from here on nobody knows whether the backend has the job until it is looked for by its marker.
+5. `Backend.submit`, outside any transaction.
+6. PENDING, with the handle.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import redact, resolve_secrets
-from orc.orchestrator import claims, job_secrets
+from orc.orchestrator import claims, job_files, job_secrets
 from orc.orchestrator.faults import reach
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.records import JobRecord, NewJob
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progress: Progress) -> JobRecord:
     """Submit a new job made from *job* and *snapshot*, which is in the local store.
 
-    Raises `LaunchError` when the job certainly does not run. Up to the preflight nothing is recorded then; after it,
-    the job is in the ledger as FAILED. A submission that was cut off raises nothing: the job will be found or sent.
-    Where there is no room for it, the job is QUEUED, and passes send it once there is.
+    Raises `LaunchError` when the job certainly does not run. What no cluster has to be asked for leaves no record; from
+    the preflight on, the job is in the ledger as FAILED then. A submission that was cut off raises nothing: the job
+    will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
     """
     backend = ws.backend(job.cluster)
     secrets = resolve_secrets(job.secrets)
@@ -64,10 +65,13 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
         job_secrets.remove(ws.state_dir, new.id)
         raise
     reach("prepared")
+    recorded = prepared.job if isinstance(prepared, Prepared) else prepared
+    job_files.keep(ws.state_dir, new, recorded.created_at)
+    ws.on_live_job()
     if not isinstance(prepared, Prepared):
         return prepared
     try:
-        record = send(ws, search, prepared, secrets, progress=progress)
+        record = _examine_and_send(ws, search, prepared, secrets, progress)
         ws.ledger.release(new.id, ws.owner)
     except LedgerError as error:
         # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
@@ -87,12 +91,26 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
     return record
 
 
+def _examine_and_send(
+    ws: Workspace, search: Search, prepared: Prepared, secrets: Mapping[str, str], progress: Progress
+) -> JobRecord:
+    """The preflight, on other hosts where it finds bad ones, then `send`."""
+    try:
+        prepared = search.examine(prepared)
+    except NoRoom as error:
+        return wait_for_room(ws, prepared.job, search.waiting_reason(error))
+    except Conflict:  # somebody asked to cancel it just now; the next pass sees that
+        return ws.ledger.jobs([prepared.job.id])[0]
+    reach("examined")
+    return send(ws, search, prepared, secrets, progress=progress)
+
+
 def _record(ws: Workspace, new: NewJob, search: Search, secrets: Mapping[str, str]) -> Prepared | JobRecord:
     """Make the job durable: with its first attempt, or without one while there is no room."""
     marker = search.attempt.marker
     while True:
         try:
-            plan, placement = search.choose(look=True)
+            plan, placement = search.choose(look=False)
         except NoRoom as error:
             search.render(None)  # what can never be sent is refused now
             reach("snapshot-taken")
@@ -334,7 +352,8 @@ def _begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
         return Change(
             (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
             {"claim_expires_at": now + claims.TTL_S, "reason": ""},
-            {"plan_digest": plan.digest, "first_negative_at": None},
+            # Now and not when the backend has answered: the job may have started by then.
+            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now},
         )
 
     begun = apply(
@@ -360,7 +379,9 @@ def doubtful(job: JobRecord, reason: str) -> Change:
 
 def _put_back(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     def change(current: JobRecord, _: float) -> Change:
-        return Change((Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason})
+        return Change(
+            (Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, {"submitted_at": None}
+        )
 
     return apply(ws, job, _still(AttemptState.SUBMITTING), change)
 
@@ -388,7 +409,7 @@ def _give_back(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[str
         return Change(
             (Event(Kind.RELEASED, current.number, {"reason": why}),),
             {"reason": why, "next_attempt_at": now + room_backoff(waited, current.id)},
-            {"reason": why},
+            {"reason": why, "submitted_at": None},
             vacate=True,
         )
 
@@ -413,12 +434,13 @@ def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
 def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> Change:
     """The backend has the attempt, and this is how to find it again. Gives the claim back."""
     event = Event(kind, job.number, {"native_id": handle.native_id})
+    begun = job.attempt.submitted_at if job.attempt else None
     return Change(
         (event,),
         {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
         {
             "handle": handle.to_dict(),
-            "submitted_at": handle.submitted_at or now,
+            "submitted_at": min(at for at in (handle.submitted_at, begun, now) if at),
             "reason": "",
             "first_negative_at": None,
         },

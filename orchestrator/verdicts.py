@@ -54,7 +54,7 @@ def of_observation(
         hosts=seen.hosts or attempt.hosts,
         progress=dict(seen.progress) if seen.progress else attempt.progress,
         restarts=max(seen.restarts, attempt.restarts),
-        started_at=seen.started_at if seen.started_at is not None else attempt.started_at,
+        started_at=_in_order(attempt.submitted_at, seen.started_at) or attempt.started_at,
     )
     job_set = _changed(job, reason=seen.reason, poll_error_at=None)
     return Change(_moves(attempt.state, attempt.restarts, attempt.number, seen), job_set, attempt_set)
@@ -72,7 +72,9 @@ def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -
 
 
 def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, earlier: Sequence[str]) -> Change:
-    ended_at = seen.ended_at or now
+    submitted_at = job.attempt.submitted_at if job.attempt else None
+    started_at = _in_order(submitted_at, seen.started_at)
+    ended_at = _in_order(started_at or submitted_at, seen.ended_at) or now
     attempt_set: dict[str, Any] = {
         "reason": seen.reason,
         "ended_at": ended_at,
@@ -81,8 +83,8 @@ def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, 
     }
     if seen.hosts:
         attempt_set["hosts"] = list(seen.hosts)
-    if seen.started_at is not None:
-        attempt_set["started_at"] = seen.started_at
+    if started_at is not None:
+        attempt_set["started_at"] = started_at
     if seen.progress:
         attempt_set["progress"] = dict(seen.progress)
     if seen.phase is Phase.SUCCEEDED:
@@ -167,6 +169,11 @@ def of_cancellation_before_start(job: JobRecord, now: float) -> Change:
 
 def _over(reason: str, ended_at: float) -> dict[str, Any]:
     return {"reason": reason, "ended_at": ended_at, "next_attempt_at": None, "poll_error_at": None}
+
+
+def _in_order(earlier: float | None, later: float | None) -> float | None:
+    """*later*, but not before *earlier*: the clocks of two machines are never quite the same."""
+    return later if earlier is None or later is None else max(earlier, later)
 
 
 def _changed(record: Any, **values: Any) -> dict[str, Any]:

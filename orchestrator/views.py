@@ -176,6 +176,12 @@ class JobRow(NamedTuple):
     ended_at: float | None
     hosts: tuple[str, ...]  # of the newest attempt
     tags: Mapping[str, str]
+    seen_at: float | None  # when its cluster last said something about it; seconds late at most
+
+    @property
+    def age_from(self) -> float | None:
+        """The time of which its state is; `None` where that is now: it has ended, or its cluster has not got it yet."""
+        return max(self.seen_at or 0.0, self.updated_at) if self.state in ("PENDING", "RUNNING") else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""

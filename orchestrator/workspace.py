@@ -28,6 +28,8 @@ class Workspace:
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=lambda: str(Owner.new()))
+    on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
+    noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     _backends: dict[str, Backend] = field(default_factory=dict)
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -321,7 +322,11 @@ class LocalBackend:
             removed = not Path(directory).is_dir()
             if not removed:
                 request = {"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"}
-                transport.write(f"{directory}/cancel.json", _json(request), mode=0o600)
+                try:
+                    transport.write(f"{directory}/cancel.json", _json(request), mode=0o600)
+                except BackendError:  # a full disk: the agents take this signal for the same wish
+                    if not _signal_agents(records, signal.SIGINT):
+                        raise
             if removed or _agents(records) == "gone":
                 kill_attempt(directory)
 
@@ -370,6 +375,20 @@ def _agents(records: AttemptRecords) -> str:
         if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id"))):
             return "alive"
     return "elsewhere" if any(lease.get("host") != os.uname().nodename for lease in leases) else "gone"
+
+
+def _signal_agents(records: AttemptRecords, number: signal.Signals) -> bool:
+    """Send a signal to the agents that run on this machine; False when there are none."""
+    from orc.launchers.agent import is_running, signal_process
+
+    alive = [
+        int(lease["pid"])
+        for lease in records.leases.values()
+        if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
+    ]
+    for pid in alive:
+        signal_process(pid, number)
+    return bool(alive)
 
 
 def _seen_from_afar(records: AttemptRecords, common: Mapping[str, Any]) -> Observation:

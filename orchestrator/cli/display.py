@@ -30,6 +30,11 @@ class Display:
         """Room for other output."""
         yield
 
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        with self.aside():
+            echo(text, err=True)
+
     def close(self) -> None:
         """Nothing goes on any more."""
 
@@ -76,6 +81,9 @@ class SilentDisplay(Display):
     """Nothing at all, for ``--json``."""
 
     def show(self, step: str, detail: str = "") -> None:
+        """Says nothing."""
+
+    def note(self, text: str) -> None:
         """Says nothing."""
 
 

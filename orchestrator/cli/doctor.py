@@ -45,6 +45,7 @@ def checks(deep: bool) -> Iterator[Check]:
         ("slurm", _slurm),
         ("state directory", _state),
         ("ledger", _ledger),
+        ("reconciler", _reconciler),
         ("snapshots", lambda: _store(deep)),
         ("clusters", _clusters),
     ):
@@ -137,6 +138,11 @@ def _ledger() -> Iterator[Check]:
                 return
         active = sum(job.ended_at is None for job in jobs)
         yield Check("ledger", "ok", f"{database.url}, jobs: {len(jobs)}, under way: {active}")
+        from orc.orchestrator.job_files import unknown
+
+        if lost := unknown(client.workspace):
+            what = f"jobs that have a directory and are not in it: {len(lost)}, the newest is {lost[-1].job.id}"
+            yield Check("ledger", "warning", what, "orc adopt")
         if network := getattr(database, "network", None):
             yield Check(
                 "ledger",
@@ -144,6 +150,32 @@ def _ledger() -> Iterator[Check]:
                 f"on {network}, a network file system: commands wait for each other (no WAL there)",
                 "point ORC_STATE_DIR to a local disk, or share a PostgreSQL ledger (ORC_LEDGER_URL)",
             )
+
+
+def _reconciler() -> Iterator[Check]:
+    import time
+
+    from orc.orchestrator import detached
+    from orc.orchestrator.cli.output import duration
+    from orc.orchestrator.client import Client
+
+    with Client(reconciler=False) as client:
+        state_dir, ledger = client.workspace.state_dir, client.workspace.ledger
+        process = detached.Lease(state_dir, ledger.database.url).holder()
+        live = ledger.any_active()
+    if process is not None:
+        last = f"last pass {duration(time.time() - process.pass_at)} ago" if process.pass_at else "in its first pass"
+        what = f"process {process.pid} on {process.host}, {last}, live jobs: {process.live}"
+        yield Check("reconciler", "ok", f"{what}, log {state_dir / detached.LOG_NAME}")
+    elif detached.is_switched_off():
+        yield Check(
+            "reconciler", "info", f"switched off by {detached.VARIABLE}: `orc status` takes the steps that are due"
+        )
+    elif live:
+        do = f"any command that shows jobs starts one, like `orc list`; why it ended: {state_dir / detached.LOG_NAME}"
+        yield Check("reconciler", "warning", "none, although jobs are live", do)
+    else:
+        yield Check("reconciler", "ok", "none, as no job is live")
 
 
 def _store(deep: bool) -> Iterator[Check]:

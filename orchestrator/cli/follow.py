@@ -67,6 +67,7 @@ def follow(
             moved |= _copy(client, job_id, cursor, current, selection, final=final)
             if current == newest or only:
                 break
+            shown.note(_boundary(view, current))
             current += 1
         if view.ended or (only and newest >= current and view.attempts[current - 1].ended_at is not None):
             return view
@@ -85,11 +86,20 @@ def _copy(client: Client, job_id: str, cursor: Cursor, attempt: int, selection: 
         return False  # `Watch.look` has said so
 
 
+def _boundary(view: JobView, number: int) -> str:
+    """The line between the output of an attempt that has ended and that of the next one."""
+    ended = view.attempts[number - 1]
+    why = jobtext.first_line(ended.reason) or ended.cause or ""
+    return f"--- attempt {number} {ended.state}{f': {why}' if why else ''}; attempt {number + 1} ---"
+
+
 def _show(view: JobView, shown: Display) -> None:
-    attempt = view.attempts[-1] if view.attempts else None
-    number = f" attempt {attempt.number}" if attempt and attempt.number > 1 else ""
-    detail = jobtext.progress(attempt.progress) if attempt else ""
-    shown.show(f"{view.id} {view.state}{number}", detail or view.reason)
+    number = f" attempt {len(view.attempts)}" if len(view.attempts) > 1 else ""
+    step, situation = f"{view.id} {view.state}{number}", jobtext.situation(view)
+    if view.state == "RUNNING":  # what changes all the time is shown where it can be overwritten
+        shown.show(step, situation)
+    else:
+        shown.show(f"{step}: {situation}")
 
 
 def conclusion(view: JobView) -> str:

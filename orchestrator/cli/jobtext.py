@@ -18,9 +18,29 @@ TAIL_LINES = 20
 def headline(job: JobView) -> str:
     """``digits-k3f9a2  RUNNING  epoch 3 step 120``, for progress and results."""
     words = [output.style(job.id, bold=True), output.state(job.state)]
-    if detail := progress(job.attempts[-1].progress) if job.attempts and not job.ended else first_line(job.reason):
+    if len(job.attempts) > 1:
+        words.append(f"attempt {len(job.attempts)}")
+    if detail := first_line(job.reason) if job.ended else situation(job):
         words.append(detail)
     return "  ".join(words)
+
+
+def situation(job: JobView) -> str:
+    """How far a job that has not ended is, or what it waits for: always something while it does not run."""
+    attempt = job.attempts[-1] if job.attempts else None
+    said = first_line(job.reason or (attempt.reason if attempt else ""))
+    if job.state == "RUNNING":
+        return (progress(attempt.progress) if attempt else "") or said
+    if job.state == "QUEUED" and job.next_attempt_at is not None:
+        return f"{said or 'waiting to run again'}, at {output.clock(job.next_attempt_at)}"
+    if job.state == "PENDING":
+        return said or f"{job.cluster} has it and has not started it yet"
+    if job.state == "SUBMITTING":
+        if attempt and attempt.state == "AMBIGUOUS":
+            return f"being looked for on {job.cluster}: {said or 'its submission was cut off'}"
+        since = f" since {output.clock(attempt.submitted_at)}" if attempt and attempt.submitted_at else ""
+        return said or f"being sent to {job.cluster}{since}"
+    return said or f"about to be sent to {job.cluster}"
 
 
 def first_line(text: str) -> str:

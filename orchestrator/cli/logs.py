@@ -60,13 +60,14 @@ def command(
         raise _no_logs(view, number, bool(ranks or nodes))
     single = selection.single(view.spec) if following else len(selectors) == 1
     sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw)
-    cursor = Cursor(client, job_id, sink, since_offset)
     try:
-        if tail is not None:
-            cursor.copy_tail(number, selectors, tail)
-        if following:
-            with display(silent=True) as shown:
+        with display(silent=as_json or not following) as shown:
+            cursor = Cursor(client, job_id, sink, since_offset, shown.aside)
+            if tail is not None:
+                cursor.copy_tail(number, selectors, tail)
+            if following:
                 view = follow(client, job_id, cursor, selection, shown, first_attempt=number, only=attempt is not None)
+        if following:
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
             if not any(selection.of(client.log_selectors(job_id, attempt=n), final=True) for n in followed):
                 raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes))

@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "tpu-config": ("tpu_config", "Run commands on all workers of a TPU, to set it up."),
         "sync": ("sync", "Bring a job's snapshot to a cluster, or say what would be sent."),
         "gc": ("gc", "Remove snapshots and environments that no job needs."),
+        "adopt": ("adopt", "Write jobs into the ledger again that it has lost."),
         "prune": ("prune", "Delete what jobs have left in the cloud."),
         "doctor": ("doctor", "Check this machine, the state directory and the clusters."),
         "completion": ("completion", "Print the shell completion script."),
@@ -50,7 +51,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
 }
 # Whoever presses Ctrl-C once more so soon means the same: the command is ending.
 REPEAT_S = 1.0
-HIDDEN = {"tick": ("tick", "One reconciler pass; started by local agents.")}
+HIDDEN = {
+    "tick": ("tick", "One reconciler pass; started by local agents."),
+    "reconcile": ("reconcile", "Passes until no job is live; started by `orc submit`."),
+}
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import job_argument, json_option
-from orc.orchestrator.cli.submit import follow_options, run
+from orc.orchestrator.cli.submit import follow_options, reconciler_option, run
 
 
 @click.command("resubmit")
 @job_argument
 @follow_options
+@reconciler_option
 @json_option
-def command(job: str, following: bool, ranks: tuple[int, ...], all_ranks: bool, as_json: bool) -> int:
+def command(job: str, following: bool, ranks: tuple[int, ...], all_ranks: bool, reconciler: bool, as_json: bool) -> int:
     """Run JOB again as a new job, from the same code snapshot and specification."""
     from orc.orchestrator.cli.session import open_client
 
-    client = open_client()
+    client = open_client(reconciler=reconciler)
     job_id = client.resolve(job)
     return run(
         client,

@@ -32,6 +32,13 @@ def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+reconciler_option = click.option(
+    "--reconciler/--no-reconciler",
+    default=True,
+    help="Leave a process behind that goes on with the job (retries, queued jobs) until it has ended (the default).",
+)
+
+
 @click.command("submit")
 @job_file_argument
 @cluster_option
@@ -42,6 +49,7 @@ def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
     help="On a cluster of kind sagemaker: run it here, in containers like SageMaker's; AWS is not asked.",
 )
 @follow_options
+@reconciler_option
 @json_option
 def command(
     job_file: str,
@@ -51,6 +59,7 @@ def command(
     following: bool,
     ranks: tuple[int, ...],
     all_ranks: bool,
+    reconciler: bool,
     as_json: bool,
 ) -> int:
     """Send the job in JOB.yaml to its cluster and print its id; it runs on when this command ends.
@@ -65,7 +74,7 @@ def command(
     loaded = load_job(job_file, overrides, cluster=cluster)
     if local_contract:
         _check_contract(loaded.spec.cluster)
-    client = open_client()
+    client = open_client(reconciler=reconciler)
     return run(
         client,
         lambda on_progress: client.submit(loaded, on_progress=on_progress),

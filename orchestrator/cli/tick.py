@@ -15,7 +15,7 @@ def command(job: str, as_json: bool) -> None:
     from orc.orchestrator.cli import output
     from orc.orchestrator.cli.session import open_client
 
-    client = open_client()
+    client = open_client(reconciler=False)
     view = client.tick(client.resolve(job))
     if as_json:
         output.echo_json(view.to_dict())

@@ -7,9 +7,8 @@ SQLAlchemy (`orc.orchestrator.ledger.engine`), which also owns the schema and it
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
+import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import mounts
+from orc.orchestrator.ledger import mounts, reserve
 from orc.orchestrator.ledger.errors import LedgerError
 
 Row = Mapping[str, Any]
 # SQLite does not serve those who wait in order of their coming: with eight at a disk that takes a second for each sync,
 # one in fifty of their waits is longer than half a minute.
 BUSY_TIMEOUT_S = 120.0
+SILENT_S = 1.0  # whoever waits for longer says so
 
 
 class Connection(Protocol):
@@ -64,6 +64,10 @@ class Database(Protocol):
         """A context manager around one transaction, durable when it is left: gives a `Connection`."""
         ...
 
+    def unwritable(self) -> str:
+        """Why nothing can be written now; empty when it can, or when that cannot be told."""
+        ...
+
     def close(self) -> None:
         """Give up the connection."""
         ...
@@ -95,25 +99,51 @@ class SqliteDatabase:
     """A ledger in one file, private to its owner (mode 0600), fully synchronous.
 
     In WAL mode, but on file systems that other machines write to as well: there, it has a rollback journal, because
-    the memory that WAL shares between processes is not shared between machines.
+    the memory that WAL shares between processes is not shared between machines. With *volatile*, why it cannot be
+    written, it is a copy in memory instead: all can be read, and changes are forgotten.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, volatile: str = "") -> None:
         self.path = path
         self.network = mounts.network_file_system(path.parent)  # its type, or None
         self.url = f"sqlite:///{path}"
+        self.volatile = volatile
         with explained(path):
-            # Made here and not by SQLite, so that it is private from its first moment; -wal and -shm take its mode.
-            # Never opened when it is there: closing any descriptor of a file drops all locks that the process holds on
-            # it, those of other connections to the ledger included.
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            self._raw = self._connect()
+            # The file is there already: made by SQLite it would not be private. Never opened here: closing any
+            # descriptor of a file drops all locks that the process holds on it, those of other connections included.
+            self._raw = self._copy() if volatile else self._connect()
+        if not volatile:
+            reserve.keep(path)
+
+    def _copy(self) -> sqlite3.Connection:
+        """The content of the file, which is not changed in any way."""
+        memory = sqlite3.connect(":memory:", isolation_level=None)
+        # With files of a writer beside it, it can be read as any other; without, SQLite has to be told that nobody
+        # changes it, because it cannot make them.
+        for how in ("mode=ro", "mode=ro&immutable=1"):
+            try:
+                source = sqlite3.connect(f"{self.path.absolute().as_uri()}?{how}", uri=True, timeout=BUSY_TIMEOUT_S)
+                try:
+                    source.backup(memory)
+                finally:
+                    source.close()
+            except sqlite3.OperationalError as error:
+                failed = error
+            else:
+                return memory
+        memory.close()
+        raise failed
+
+    def unwritable(self) -> str:
+        """Why nothing can be written now; empty when it can."""
+        return reserve.unwritable(self.path)
 
     def _connect(self) -> sqlite3.Connection:
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        began = time.monotonic()
+        told = False
         while True:
-            raw = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            raw = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=rw", uri=True, timeout=SILENT_S)
+            raw.isolation_level = None
             try:
                 raw.execute("PRAGMA foreign_keys = ON")
                 raw.execute("PRAGMA synchronous = FULL")
@@ -122,12 +152,17 @@ class SqliteDatabase:
                 raw.execute(f"PRAGMA journal_mode = {'DELETE' if self.network else 'WAL'}")
             except sqlite3.OperationalError as error:
                 raw.close()
-                if "locked" not in str(error) or time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if "locked" not in str(error) or waited > BUSY_TIMEOUT_S:
                     raise
+                if not told and waited > SILENT_S / 2:
+                    told = True
+                    self._tell()
             except BaseException:
                 raw.close()
                 raise
             else:
+                raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
                 return raw
             time.sleep(random.uniform(0.005, 0.05))  # noqa: S311 - no secret: those who wait must not wait in step
 
@@ -146,7 +181,7 @@ class SqliteDatabase:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
         with explained(self.path):
-            self._raw.execute(begin)
+            self._begin(begin)
             try:
                 yield _SqliteConnection(self._raw)
                 self._raw.execute("COMMIT")
@@ -154,6 +189,36 @@ class SqliteDatabase:
                 if self._raw.in_transaction:
                     self._raw.execute("ROLLBACK")
                 raise
+
+    def _begin(self, statement: str) -> None:
+        """Begin a transaction. Who has to wait for it says so, and for whom."""
+        try:
+            self._raw.execute(f"PRAGMA busy_timeout = {SILENT_S * 1000:.0f}")
+            self._take(statement)
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise
+            self._tell()
+            self._raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+            self._take(statement)
+        else:
+            self._raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+
+    def _take(self, statement: str) -> None:
+        self._raw.execute(statement)
+        try:
+            self._raw.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()  # a look takes its lock with this
+        except BaseException:
+            self._raw.execute("ROLLBACK")
+            raise
+
+    def _tell(self) -> None:
+        import logging
+
+        from orc.orchestrator.ledger.holders import holders
+
+        held = ", ".join(holders(self.path))
+        logging.getLogger("orc").warning("waiting for the ledger %s%s", self.path, f", held by {held}" if held else "")
 
     def close(self) -> None:
         """Close the file."""
@@ -169,9 +234,9 @@ def explained(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise LedgerError(f"cannot open the ledger: {reason}", where=str(path), hint=_hint(reason)) from error
+        raise LedgerError(f"cannot open the ledger: {reason}", where=str(path), hint=_hint(reason, path)) from error
     except sqlite3.Error as error:
-        raise LedgerError(f"cannot use the ledger: {error}", where=str(path), hint=_hint(str(error))) from error
+        raise LedgerError(f"cannot use the ledger: {error}", where=str(path), hint=_hint(str(error), path)) from error
 
 
 _HINTS = (
@@ -184,13 +249,13 @@ _HINTS = (
         ("readonly", "read-only", "permission denied", "unable to open"),
         "make the directory writable for you, or point ORC_STATE_DIR to another one",
     ),
-    (("locked",), "another process holds the ledger for long; see which with: fuser -v <file>"),
+    (("locked",), "another process holds the ledger for long; see which with: fuser -v {path}"),
 )
 
 
-def _hint(message: str) -> str:
+def _hint(message: str, path: Path) -> str:
     lowered = message.lower()
     for needles, hint in _HINTS:
         if any(needle in lowered for needle in needles):
-            return hint
+            return hint.replace("{path}", shlex.quote(str(path)))
     return "check the directory, or point ORC_STATE_DIR to another one"

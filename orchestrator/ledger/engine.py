@@ -79,6 +79,10 @@ class CoreDatabase:
             reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
             raise LedgerError(f"cannot use the ledger: {reason}", where=self.url) from error
 
+    def unwritable(self) -> str:
+        """Nothing that could be told before it is tried."""
+        return ""
+
     def close(self) -> None:
         """Give up all connections."""
         self.engine.dispose()

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import sqlite3
 from pathlib import Path
 
-from orc.orchestrator.ledger.database import Database, SqliteDatabase
+from orc.orchestrator.ledger.database import Database, SqliteDatabase, explained
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.reserve import unwritable
 from orc.orchestrator.ledger.version import HEAD
 
 FILE_NAME = "ledger.db"
 
 
-def open_database(state_dir: Path, url: str | None = None) -> Database:
+def open_database(state_dir: Path, url: str | None = None, *, volatile: bool = False) -> Database:
     """The ledger named by *url* (``ORC_LEDGER_URL``), or the file ``ledger.db`` in *state_dir*, ready for use.
 
-    Raises `LedgerError` when it cannot be opened, is damaged, is not a ledger, or was written by a newer orc.
+    With *volatile*, a file that cannot be written (its disk is full, its file system read-only) gives a copy in memory,
+    `SqliteDatabase.volatile`. Raises `LedgerError` when it cannot be opened, is damaged or cut, is not a ledger, or was
+    written by a newer orc.
     """
     file = _file_of(url) if url else state_dir / FILE_NAME
     if file is None:
         return _open_core(url or "")
     if url is None:
         _make_private_dir(state_dir)
-    database = SqliteDatabase(file)
+    _make_file(file)
+    why = unwritable(file)
+    if why and volatile:
+        return _checked(SqliteDatabase(file, why))
+    try:
+        return _checked(SqliteDatabase(file))
+    except LedgerError as error:
+        # A quota, or a disk that was filled just now.
+        if volatile and isinstance(error.__cause__, sqlite3.OperationalError) and _is_of_space(error.__cause__):
+            return _checked(SqliteDatabase(file, str(error.__cause__)))
+        raise
+
+
+def _is_of_space(error: sqlite3.OperationalError) -> bool:
+    return any(words in str(error) for words in ("disk I/O error", "disk is full", "readonly"))
+
+
+def _checked(database: SqliteDatabase) -> SqliteDatabase:
+    """*database* at the version of this orc. Closes it otherwise, and raises `LedgerError`."""
     try:
         version = _version_in_file(database)
-        if version is None:
-            _create_in_file(database)
-        elif version != HEAD:
+        if version != HEAD:
+            if database.volatile:
+                what = f"the ledger of an older orc cannot be brought up to this version: {database.volatile}"
+                raise LedgerError(what, where=str(database.path), hint="free some space and try again")
             _upgrade(database, version)
     except BaseException:
         database.close()
@@ -56,12 +82,10 @@ def _make_private_dir(state_dir: Path) -> None:
         ) from error
 
 
-def _version_in_file(database: SqliteDatabase) -> str | None:
-    """The schema version of the file, `None` when it is empty."""
+def _version_in_file(database: SqliteDatabase) -> str:
+    """The schema version of the file."""
     with database.read() as connection:
         tables = {row[0] for row in connection.tuples("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not tables:
-            return None
         versions = connection.tuples("SELECT version_num FROM alembic_version") if "alembic_version" in tables else []
     if len(versions) != 1 or "jobs" not in tables:
         raise LedgerError(
@@ -72,14 +96,61 @@ def _version_in_file(database: SqliteDatabase) -> str | None:
     return str(versions[0][0])
 
 
-def _create_in_file(database: SqliteDatabase) -> None:
-    statements = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8").split(";\n\n")
-    with database.write() as connection:
-        # Another first user may have been faster; the lock is ours now, so a second look is final.
-        if connection.tuples("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"):
+def _make_file(path: Path) -> None:
+    """A new ledger where there is none; it appears complete, so that one without content is never a new one.
+
+    Raises `LedgerError` for one that was cut to nothing.
+    """
+    with explained(path):
+        if not path.exists():
+            _make_ledger(path)
+        if path.stat().st_size:
             return
-        for statement in statements:
-            connection.execute(statement)
+    raise LedgerError(
+        f"the ledger is cut: the file has 0 bytes{_beside(path)}",
+        where=str(path),
+        hint="restore it from a backup, or move it away to start a new one; "
+        "`orc adopt` then finds jobs again from their directories",
+    )
+
+
+def _beside(path: Path) -> str:
+    """What lies beside the file, for people."""
+    jobs = path.parent / "jobs"
+    count = sum(entry.is_dir() for entry in jobs.iterdir()) if jobs.is_dir() else 0
+    return f", and the directories of {count} jobs lie beside it" if count else ""
+
+
+def _make_ledger(path: Path) -> None:
+    """Make it aside and link it into place. First users take turns, and none meets what a lost ledger has left."""
+    statements = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8").split(";\n\n")
+    new = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        # Made here and not by SQLite, so that it is private from its first moment; -wal and -shm take its mode.
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        raw = sqlite3.connect(new, isolation_level=None)
+        try:
+            raw.execute("PRAGMA synchronous = FULL")
+            raw.execute("BEGIN")
+            for statement in statements:
+                raw.execute(statement)
+            raw.execute("COMMIT")
+        finally:
+            raw.close()
+        turn = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # NFS locks no directories; the link alone decides there who is first
+                fcntl.flock(turn, fcntl.LOCK_EX)
+            if not path.exists():
+                for suffix in ("-wal", "-shm", "-journal"):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    os.link(new, path)
+        finally:
+            os.close(turn)
+    finally:
+        for leftover in (new, new.with_name(f"{new.name}-journal")):
+            leftover.unlink(missing_ok=True)
 
 
 def _upgrade(database: SqliteDatabase, version: str) -> None:

@@ -107,6 +107,14 @@ culprits = sa.Table(
     sa.ForeignKeyConstraint(["job_id", "attempt"], ["attempts.job_id", "attempts.number"]),
 )
 
+# When a job's cluster last said something about it. Apart from the job, because it is no change of the job.
+sightings = sa.Table(
+    "sightings",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("at", _TIME, nullable=False),
+)
+
 events = sa.Table(
     "events",
     metadata,

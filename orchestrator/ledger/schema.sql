@@ -77,6 +77,13 @@ CREATE TABLE job_tags (
 
 CREATE INDEX ix_job_tags_key_value ON job_tags ("key", value);
 
+CREATE TABLE sightings (
+  job_id VARCHAR(64) NOT NULL,
+  at DOUBLE NOT NULL,
+  CONSTRAINT pk_sightings PRIMARY KEY (job_id),
+  CONSTRAINT fk_sightings_job_id FOREIGN KEY(job_id) REFERENCES jobs (id)
+);
+
 CREATE TABLE culprits (
   job_id VARCHAR(64) NOT NULL,
   attempt INTEGER NOT NULL,
@@ -108,4 +115,4 @@ CREATE TABLE alembic_version (
   CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
 
-INSERT INTO alembic_version (version_num) VALUES ('0002');
+INSERT INTO alembic_version (version_num) VALUES ('0003');

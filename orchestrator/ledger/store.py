@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from orc.orchestrator.ledger.database import Database
+from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.queries import conditions, read_culprits, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -25,6 +26,11 @@ class Ledger:
         """Give up the connection."""
         self.database.close()
 
+    @property
+    def volatile(self) -> str:
+        """Why this is a copy in memory whose changes are forgotten; empty when it is the ledger itself."""
+        return getattr(self.database, "volatile", "")
+
     # -- reading
 
     def job(self, job_id: str) -> JobRecord | None:
@@ -38,6 +44,12 @@ class Ledger:
     def active(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
         """The jobs (of *job_ids*, if given) that have not ended, oldest first."""
         return self._select(job_ids, active_only=True)
+
+    def any_active(self) -> bool:
+        """True when a job has not ended."""
+        ((condition, parameters),) = conditions(None, active_only=True)
+        with self.database.read() as connection:
+            return bool(connection.tuples(f"SELECT 1 FROM jobs j WHERE {condition} LIMIT 1", parameters))  # noqa: S608
 
     def _select(self, job_ids: Sequence[str] | None, *, active_only: bool) -> list[JobRecord]:
         found: list[JobRecord] = []
@@ -76,8 +88,8 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> list[tuple[Any, ...]]:
-        """``(id, name, cluster, backend, state, reason, attempts, created_at, updated_at, ended_at, hosts, tags)`` of
-        jobs, newest first, *limit* at most. One indexed query each for the jobs, their hosts and their tags."""
+        """``(id, name, cluster, backend, state, reason, attempts, created_at, updated_at, ended_at, hosts, tags,
+        seen_at)`` of jobs, newest first, *limit* at most. One indexed query for each of the tables."""
         parts, parameters = ["1 = 1"], {}
         if states is not None:
             parameters = {f"s{i}": str(state) for i, state in enumerate(states)}
@@ -104,12 +116,18 @@ class Ledger:
                 f"(SELECT id, attempt {chosen}) j ON a.job_id = j.id AND a.number = j.attempt WHERE a.hosts <> '[]'",
                 parameters,
             )
+            seen = dict(
+                connection.tuples(
+                    f"SELECT job_id, at FROM sightings WHERE job_id IN (SELECT id {chosen})",  # noqa: S608
+                    parameters,
+                )
+            )
         tags_of: dict[str, dict[str, str]] = {}
         for job_id, key, value in tag_rows:
             tags_of.setdefault(job_id, {})[key] = value
         none: dict[str, str] = {}
         hosts_of = {job_id: tuple(json.loads(hosts)) for job_id, hosts in host_rows}
-        return [(*row, hosts_of.get(row[0], ()), tags_of.get(row[0], none)) for row in rows]
+        return [(*row, hosts_of.get(row[0], ()), tags_of.get(row[0], none), seen.get(row[0])) for row in rows]
 
     def events(self, job_id: str) -> list[EventRecord]:
         """The job's history, oldest first."""
@@ -147,13 +165,37 @@ class Ledger:
     # -- writing
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
-        """One durable change. No I/O belongs inside."""
+    def transaction(self, *, durable: bool = True) -> Iterator[Transaction]:
+        """One change, durable when it is left. No I/O belongs inside.
+
+        Raises `LedgerError` where it could not be; what need not be *durable* changes a copy in memory then.
+        """
+        if durable:
+            self._must_last()
         with self.database.write() as connection:
             yield Transaction(connection, self._clock())
 
+    def _must_last(self) -> None:
+        if self.volatile:
+            raise LedgerError(
+                f"the ledger can only be read now: {self.volatile}",
+                where=self.database.url.removeprefix("sqlite:///"),
+                hint="free some space and try again; `orc status`, `list`, `logs` and `cancel` work meanwhile",
+            )
+
+    def note_seen(self, job_ids: Sequence[str]) -> None:
+        """The clusters of these jobs have just said something about them."""
+        now = self._clock()
+        with self.database.write() as connection:
+            connection.executemany(
+                "INSERT INTO sightings (job_id, at) VALUES (:id, :now) "
+                "ON CONFLICT (job_id) DO UPDATE SET at = excluded.at",
+                [{"id": job_id, "now": now} for job_id in job_ids],
+            )
+
     def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:
         """Take the job for *owner* if its claim is still what *job* shows. False when somebody else was faster."""
+        self._must_last()
         claim = "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id AND "
         parameters = {"id": job.id, "owner": owner, "expires": self._clock() + ttl_s}
         if job.claim_owner is None:

@@ -158,6 +158,30 @@ def test_an_unknown_job_is_one_clear_error_everywhere(client, method):
             many(["nope"])
 
 
+def test_a_list_says_how_old_a_state_is_and_only_what_the_cluster_said_makes_it_younger(
+    client, backend, clock, job_file
+):
+    job = client.submit(job_file())
+    backend.set(job.attempt.marker, Phase.RUNNING)
+    client.refresh()
+    running = clock.now
+    clock.now += 300
+    backend.behave(poll="unreachable")
+    client.refresh()
+    (row,) = client.jobs()
+    assert row.seen_at is None or row.seen_at <= running
+    backend.behave(poll=None)
+    client.refresh()
+    (row,) = client.jobs()
+    assert row.age_from == clock.now
+    clock.now += 5
+    client.refresh()
+    assert client.jobs()[0].age_from == clock.now - 5  # the ledger is not written for each look
+    backend.set(job.attempt.marker, Phase.SUCCEEDED)
+    client.refresh()
+    assert client.jobs()[0].age_from is None
+
+
 def test_the_list_is_filtered_and_bounded(client, clock, job_file):
     ids = []
     for name, tags in (("a", {}), ("b", {"team": "x"}), ("a", {"team": "x"})):

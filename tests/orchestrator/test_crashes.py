@@ -118,7 +118,7 @@ Client(backend_of=lambda _: backend).refresh()
 def test_a_pass_killed_while_it_sends_a_retry_loses_and_doubles_nothing(
     point, client, backend, clock, job_file, subprocess_env
 ):
-    view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
     backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
     client.refresh()
     env = {**subprocess_env, faults.VARIABLE: point}

@@ -206,11 +206,11 @@ def test_a_host_that_does_not_answer_is_left_out(client, backend, job_file, subm
     ]
 
 
-def test_a_job_that_needs_a_host_that_does_not_answer_is_refused_and_leaves_nothing(client, backend, submit, held):
+def test_a_job_that_needs_a_host_that_does_not_answer_fails_and_holds_nothing(client, backend, submit, held):
     backend.behave(dead=["n1"])
     with pytest.raises(BackendUnreachable, match="n1 does not answer"):
         submit(3, 2)
-    assert (client.jobs(), held()) == ([], {})
+    assert ([row.state for row in client.jobs()], held()) == (["FAILED"], {})
 
 
 def test_a_retry_waits_for_a_host_that_does_not_answer_and_takes_others_when_it_can(client, backend, submit):
@@ -373,7 +373,6 @@ def test_a_cluster_that_chooses_hosts_itself_is_told_which_to_avoid(orc_home, tm
         view = client.submit(job_file(retry={"max_attempts": 3, "on": ["node_failure"], "backoff": 0}))
         first = client.job(view.id).attempt.marker
         backend.set(first, Phase.FAILED, cause="node_failure", culprits=["node7"])
-        client.refresh()
         backend.behave(submit="refuse-avoid")
         client.refresh()
         view = client.job(view.id)

@@ -9,6 +9,7 @@ from orc.orchestrator import reconciler
 from orc.orchestrator.client import Client
 
 NO_WAIT = {"max_attempts": 3, "on": ["crash", "node_failure", "preempted", "timeout"], "backoff": 0}
+A_MINUTE = {**NO_WAIT, "backoff": 60}
 
 
 def kinds(client, job_id):
@@ -149,24 +150,26 @@ def test_a_failure_keeps_its_whole_story(client, backend, running, monkeypatch):
         (Phase.FAILED, "node_failure", "FAILED", "node_failure"),
     ],
 )
-def test_every_listed_cause_brings_another_attempt(client, backend, running, phase, cause, state, recorded):
-    view = running(retry=NO_WAIT)
+def test_every_listed_cause_brings_another_attempt(client, backend, clock, running, phase, cause, state, recorded):
+    view = running(retry=A_MINUTE)
     backend.set(view.attempt.marker, phase, cause=cause, reason="it ended")
     client.refresh()
     waiting = client.job(view.id)
     assert (waiting.state, waiting.attempt.state, waiting.attempt.cause) == ("QUEUED", state, recorded)
     assert waiting.next_attempt_at is not None
+    clock.now += 60
     client.refresh()
     again = client.job(view.id)
     assert (again.state, [a.number for a in again.attempts]) == ("PENDING", [1, 2])
     assert backend.calls("run") == [f"orc-{view.id}-a1", f"orc-{view.id}-a2"]
 
 
-def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, running):
-    view = running(retry=NO_WAIT)
+def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, clock, running):
+    view = running(retry=A_MINUTE)
     backend.set(view.attempt.marker, Phase.LOST)
     client.refresh()
     assert backend.calls("reap") == [view.attempt.marker]  # at once: ranks may outlive their agent
+    clock.now += 60
     client.refresh()
     assert backend.calls("reap") == [view.attempt.marker] * 2  # and surely before anything new starts
     assert len(backend.calls("submit")) == 2
@@ -227,10 +230,11 @@ def test_a_retry_whose_snapshot_is_gone_ends_the_job_with_the_reason(client, bac
 
 
 @pytest.mark.parametrize("step", ["stage", "submit"])
-def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend, running, step):
-    view = running(retry=NO_WAIT)
+def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend, clock, running, step):
+    view = running(retry=A_MINUTE)
     backend.set(view.attempt.marker, Phase.LOST)
     client.refresh()
+    clock.now += 60
     backend.behave(**{step: "unreachable"})
     for _ in range(3):
         assert "local" in client.refresh().unreachable
@@ -241,10 +245,11 @@ def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend,
     assert (view.state, view.reason, len(view.attempts)) == ("PENDING", "", 2)
 
 
-def test_a_retry_that_is_refused_ends_the_job(client, backend, running):
-    view = running(retry=NO_WAIT)
+def test_a_retry_that_is_refused_ends_the_job(client, backend, clock, running):
+    view = running(retry=A_MINUTE)
     backend.set(view.attempt.marker, Phase.LOST)
     client.refresh()
+    clock.now += 60
     backend.behave(submit="refuse")
     client.refresh()
     done = client.job(view.id)
@@ -252,9 +257,10 @@ def test_a_retry_that_is_refused_ends_the_job(client, backend, running):
 
 
 def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, backend, clock, running):
-    view = running(retry=NO_WAIT)
+    view = running(retry=A_MINUTE)
     backend.set(view.attempt.marker, Phase.LOST)
     client.refresh()
+    clock.now += 60
     ledger = client.workspace.ledger
     assert ledger.claim(ledger.job(view.id), "another-boot/4026531836/1/1/abcd", 60.0)
     client.refresh()
@@ -292,7 +298,7 @@ def test_many_ends_are_written_in_few_transactions(client, backend, job_file, mo
         backend.set(view.attempt.marker, Phase.SUCCEEDED)
     opened = []
     transaction = client.workspace.ledger.transaction
-    monkeypatch.setattr(client.workspace.ledger, "transaction", lambda: opened.append(1) or transaction())
+    monkeypatch.setattr(client.workspace.ledger, "transaction", lambda **how: opened.append(1) or transaction(**how))
     client.refresh()
     assert {client.job(view.id).state for view in views} == {"SUCCEEDED"}
     assert len(opened) == 3

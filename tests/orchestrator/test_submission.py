@@ -82,12 +82,40 @@ def test_an_unreachable_backend_ends_a_first_submission_so_that_it_never_starts_
     assert backend.calls("run") == []
 
 
-def test_what_preflight_finds_stops_the_submission_before_anything_is_recorded(client, backend, job_file):
+def test_what_preflight_finds_fails_the_job_before_anything_is_sent(client, backend, job_file):
     backend.behave(preflight="no sbatch on this machine")
     with pytest.raises(BackendError, match="no sbatch") as caught:
         client.submit(job_file())
     assert caught.value.hint == "mend it"
-    assert client.jobs() == []
+    (row,) = client.jobs()
+    assert (row.state, row.reason) == ("FAILED", "no sbatch on this machine")
+    assert backend.calls("stage") == backend.calls("submit") == []
+
+
+def test_the_times_of_an_attempt_run_forward_whatever_the_clocks_say(client, backend, clock, job_file, monkeypatch):
+    submit = backend.submit
+
+    def slow(plan, secrets):
+        clock.sleep(3)
+        return replace(submit(plan, secrets), submitted_at=clock.now)
+
+    began = clock.now
+    monkeypatch.setattr(backend, "submit", slow)
+    view = client.submit(job_file())
+    assert view.attempt.submitted_at == began  # it may have started before the cluster had answered
+    backend.set(view.attempt.marker, Phase.RUNNING, started_at=began - 60)
+    client.refresh()
+    assert client.job(view.id).attempt.started_at == began
+    backend.set(view.attempt.marker, Phase.SUCCEEDED, started_at=began - 60, ended_at=began - 50)
+    client.refresh()
+    assert (client.job(view.id).attempt.started_at, client.job(view.id).ended_at) == (began, began)
+
+
+def test_a_job_is_in_the_ledger_before_its_cluster_is_looked_at(client, backend, job_file, monkeypatch):
+    looked = []
+    monkeypatch.setattr(backend, "preflight", lambda plan: looked.append(client.jobs()[0].state) or [])
+    client.submit(job_file())
+    assert looked == ["PREPARED"]
 
 
 def test_a_missing_secret_stops_the_submission_before_anything_is_recorded(client, job_file):

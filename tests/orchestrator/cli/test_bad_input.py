@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import HELLO, Run, tree
+from .conftest import Run, tree
 
 JobFile = Callable[..., str]
 
@@ -189,28 +188,3 @@ def test_a_damaged_ledger_is_named_and_left_alone(
     assert "backup" in result.err
     assert ledger.read_bytes() == b"rubbish" * 1000
     assert orc(*arguments, "--json").error["kind"] == "LedgerError"
-
-
-def test_an_unreachable_slurm_controller_is_status_5(
-    orc: Run, orc_home: Path, job_file: JobFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The real sbatch, squeue and so on, pointed at a controller that is not there."""
-    if not shutil.which("sbatch"):
-        pytest.skip("Slurm's programs are not installed (apt install slurm-client)")
-    conf = tmp_path / "slurm.conf"
-    conf.write_text(
-        "ClusterName=nowhere\nSlurmctldHost=localhost\nSlurmctldPort=1\nSlurmdPort=1\nAuthType=auth/none\n"
-        "CredType=cred/none\nMessageTimeout=1\nSlurmctldTimeout=1\n"
-        "NodeName=localhost State=UNKNOWN\nPartitionName=all Nodes=ALL Default=YES State=UP\n"
-    )
-    monkeypatch.setenv("SLURM_CONF", str(conf))
-    clusters = tmp_path / "clusters.yaml"
-    clusters.write_text(f"down: {{kind: slurm, root: {tmp_path / 'shared'}}}\n")
-    monkeypatch.setenv("ORC_CLUSTERS", str(clusters))
-    assert orc("render", job_file(HELLO), "--cluster", "down").code == 0
-    result = orc("submit", job_file(HELLO), "--cluster", "down")
-    assert result.code == 5, result.err
-    assert result.err.count("error: ") == 1
-    checked = orc("clusters", "check", "down", "--json")
-    assert checked.code == 1
-    assert checked.json["findings"][0]["level"] == "error"

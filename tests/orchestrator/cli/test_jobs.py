@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hosts_testbed import eventually
 
+from orc.launchers.directories import state_dir
+from orc.orchestrator.cli import listing
 from orc.orchestrator.cli.logs import _no_logs
 
 from .conftest import Run
@@ -129,6 +133,8 @@ def test_a_failing_rank_is_named_with_its_end_by_follow_and_by_status(orc: Run, 
 def test_follow_goes_on_over_a_retry(orc: Run, job_file: JobFile) -> None:
     result = orc("submit", job_file(RETRIED), "--follow")
     assert (result.code, result.out) == (0, "this is attempt 1\nthis is attempt 2\n")
+    assert "--- attempt 1 FAILED: rank 0 " in result.err
+    assert "; attempt 2 ---" in result.err
     assert orc("logs", "@last", "--attempt", "1").out == "this is attempt 1\n"
     assert orc("logs", "@last").out == "this is attempt 2\n"
     assert "attempt 2" in orc("status", "@last").out
@@ -249,6 +255,28 @@ def test_resubmit_runs_the_same_snapshot_as_a_new_job(orc: Run, job_file: JobFil
     assert second["source"] == f"job:{first['id']}"
 
 
+def test_a_list_asks_about_what_is_old_and_shows_how_old_the_rest_is(
+    orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process of the job is killed, and nobody is left who would say so."""
+    job = orc("submit", job_file(SLEEPS)).out.strip()
+    eventually(lambda: "RUNNING" in orc("status", job).out)
+    kill_all(job)
+    assert re.search(r"RUNNING .* [0-9.]+s ago", orc("list").out)
+    monkeypatch.setattr(listing, "STALE_S", 0.0)
+    assert "RUNNING" in orc("list", "--no-refresh").out
+    assert "FAILED" in orc("list").out
+
+
+SLEEPS = "name: sleeps\ncommand: [/bin/sleep, '600']\nlauncher: python\nretry: {max_attempts: 1}\n"
+
+
+def kill_all(job: str) -> None:
+    attempt = state_dir() / "jobs" / job / "a1"
+    for agent in (attempt / "gang.json", attempt / "node-0" / "lease.json"):
+        os.kill(json.loads(agent.read_text())["pid"], signal.SIGKILL)
+
+
 def test_list_filters_and_limits(orc: Run, job_file: JobFile) -> None:
     orc("submit", job_file(TWO), "--follow")
     orc("submit", job_file(FAILING), "--follow")
@@ -265,7 +293,7 @@ def test_list_filters_and_limits(orc: Run, job_file: JobFile) -> None:
     assert names("--tag", "team=b") == []
     assert orc("list", "--tag", "team").code == 2
     lines = orc("list").out.splitlines()
-    assert lines[0].split() == ["JOB", "STATE", "CLUSTER", "CREATED", "TIME", "REASON"]
+    assert lines[0].split() == ["JOB", "STATE", "CLUSTER", "CREATED", "TIME", "SEEN", "REASON"]
     assert len(lines) == 3
 
 

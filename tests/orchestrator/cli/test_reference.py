@@ -12,7 +12,7 @@ import pytest
 from orc.orchestrator.cli.main import COMMANDS, HIDDEN
 
 REFERENCE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-SHARED = {"submit": set(), "resubmit": {"--follow", "--rank", "--all-ranks"}}
+SHARED = {"submit": set(), "resubmit": {"--follow", "--rank", "--all-ranks", "--reconciler", "--no-reconciler"}}
 
 
 def _section(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,3 +133,40 @@ def test_an_unknown_shell_is_refused(orc: Run, monkeypatch: pytest.MonkeyPatch) 
     assert orc("completion").code == 2
     monkeypatch.setenv("SHELL", "/usr/bin/zsh")
     assert "compdef" in orc("completion").out
+
+
+def test_jobs_that_the_ledger_has_lost_are_named_by_doctor_and_adopted(orc: Run, job_file, orc_home: Path) -> None:
+    job = orc("submit", job_file(), "--follow").err.split()[1]
+    (orc_home / "state" / "ledger.db").unlink()
+    (found,) = [check for check in orc("doctor", "--json").json["checks"] if job in check["what"]]
+    assert (found["level"], found["do"]) == ("warning", "orc adopt")
+    assert "not in the ledger" in orc("adopt", "--dry-run").out
+    assert "adopted, attempts: 1" in orc("adopt").out
+    assert orc("status", job, "--json").json["jobs"][0]["state"] == "SUCCEEDED"
+    assert "knows every job" in orc("adopt").out
+
+
+def test_an_unreachable_slurm_controller_is_status_5_and_a_failed_job(
+    orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The real sbatch, squeue and so on, pointed at a controller that is not there."""
+    if not shutil.which("sbatch"):
+        pytest.skip("Slurm's programs are not installed (apt install slurm-client)")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(
+        "ClusterName=nowhere\nSlurmctldHost=localhost\nSlurmctldPort=1\nSlurmdPort=1\nAuthType=auth/none\n"
+        "CredType=cred/none\nMessageTimeout=1\nSlurmctldTimeout=1\n"
+        "NodeName=localhost State=UNKNOWN\nPartitionName=all Nodes=ALL Default=YES State=UP\n"
+    )
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text(f"down: {{kind: slurm, root: {tmp_path / 'shared'}}}\n")
+    monkeypatch.setenv("ORC_CLUSTERS", str(clusters))
+    assert orc("render", job_file(), "--cluster", "down").code == 0
+    result = orc("submit", job_file(), "--cluster", "down")
+    assert result.code == 5, result.err
+    assert result.err.count("error: ") == 1
+    assert [job["state"] for job in orc("list", "--json").json["jobs"]] == ["FAILED"]
+    checked = orc("clusters", "check", "down", "--json")
+    assert checked.code == 1
+    assert checked.json["findings"][0]["level"] == "error"

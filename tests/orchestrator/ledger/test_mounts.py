@@ -60,7 +60,7 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal(tmp_path, monk
     monkeypatch.setattr(database.mounts, "network_file_system", lambda _: "nfs4")
     shared = open_database(tmp_path)
     assert (journal_mode(shared), shared.network) == ("delete", "nfs4")
-    assert {path.name for path in tmp_path.iterdir()} == {"ledger.db"}
+    assert {path.name for path in tmp_path.iterdir()} == {"ledger.db", "ledger.db.reserve"}
     shared.close()
 
 

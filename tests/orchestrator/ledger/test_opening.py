@@ -7,12 +7,18 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from orc.orchestrator.ledger import database as ledger_database
 from orc.orchestrator.ledger.database import SqliteDatabase, explained
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.holders import pids
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.version import HEAD
 
@@ -35,7 +41,7 @@ def test_files_beside_the_ledger_are_private_too(tmp_path):
     with database.write() as connection:
         connection.execute("INSERT INTO job_tags (job_id, key, value) SELECT id, 'a', 'b' FROM jobs")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+    assert modes == {f"ledger.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm", ".reserve")}
     database.close()
 
 
@@ -78,6 +84,76 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
     assert "not a database" in str(caught.value)
     assert "move it away" in caught.value.hint
     assert (tmp_path / "ledger.db").read_bytes() == b"precious notes\n" * 100
+
+
+def test_a_ledger_that_was_cut_to_nothing_is_refused_and_says_what_lies_there(tmp_path):
+    (tmp_path / "ledger.db").touch()
+    (tmp_path / "jobs" / "digits-k3f9a2").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="0 bytes, and the directories of 1 jobs lie beside it") as caught:
+            open_database(tmp_path)
+    assert caught.value.where == str(tmp_path / "ledger.db")
+    assert "orc adopt" in caught.value.hint
+    assert (tmp_path / "ledger.db").stat().st_size == 0
+
+
+def test_a_database_without_a_table_is_no_new_ledger_either(tmp_path):
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        connection.execute("PRAGMA user_version = 1")
+    with pytest.raises(LedgerError, match="not an orc ledger"):
+        open_database(tmp_path)
+
+
+def test_a_first_user_who_dies_leaves_no_half_made_ledger(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        open_database(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wait_for_the_ledger_is_said_within_two_seconds_with_the_file_and_its_holder(tmp_path, caplog):
+    open_database(tmp_path).close()
+    holder = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None, check_same_thread=False)
+    database = open_database(tmp_path)
+    holder.execute("BEGIN IMMEDIATE")
+    threading.Timer(2.5, holder.execute, ["COMMIT"]).start()
+    began = time.time()
+    with database.write() as connection:
+        connection.execute("UPDATE jobs SET name = name")
+    database.close()
+    (said,) = caplog.records
+    comm = Path("/proc/self/comm").read_text().strip()
+    assert said.created - began < 2
+    assert said.getMessage() == f"waiting for the ledger {tmp_path}/ledger.db, held by process {os.getpid()} ({comm})"
+
+
+def test_a_ledger_that_stays_locked_is_named_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ledger_database, "SILENT_S", 0.05)
+    open_database(tmp_path).close()
+    database = open_database(tmp_path)
+    with open_writer(tmp_path / "ledger.db"), pytest.raises(LedgerError, match="locked") as caught, database.write():
+        pass
+    assert caught.value.hint.endswith(f"fuser -v {tmp_path}/ledger.db")
+
+
+@contextmanager
+def open_writer(path):
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    yield
+    writer.execute("ROLLBACK")
+    writer.close()
+
+
+def test_who_waits_for_a_lock_does_not_hold_it():
+    table = (
+        "1: POSIX  ADVISORY  WRITE 41 08:01:131 120 120\n"
+        "1: -> POSIX  ADVISORY  WRITE 42 08:01:131 120 120\n"
+        "2: POSIX  ADVISORY  READ 43 08:01:131 124 124\n"
+        "3: FLOCK  ADVISORY  WRITE 44 08:01:999 0 EOF\n"
+    )
+    assert pids(table, [131]) == [41]
 
 
 def test_a_damaged_ledger_is_refused_and_left_alone(tmp_path):

@@ -138,7 +138,7 @@ def test_rows_are_filtered_by_state_name_and_tags_newest_first(ledger, clock):
     assert ids(tags={"t": "1", "u": "2"}) == ["x-2"]
     assert ids(states=["PREPARED"], name="y") == ["y-1"]
     assert ids(states=["RUNNING"]) == ids(states=[]) == []
-    assert [row[-1] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
+    assert [row[-2] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
 
 
 def test_ids_are_found_by_their_start_and_wildcards_mean_nothing(ledger):

@@ -1,0 +1,60 @@
+"""What the ledger knows of a new job, in `jobs/<job>/job.json` of the state directory: for when the ledger is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.ids import JOB_ID
+from orc.orchestrator.ledger.records import NewJob
+
+if TYPE_CHECKING:
+    from orc.orchestrator.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A job as its directory has it."""
+
+    job: NewJob
+    created_at: float  # seconds since the epoch
+
+
+def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
+    """Write what `unknown` reads. For the day when the ledger is lost: its failure is no failure of the submission."""
+    path = _file(state_dir, job.id)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+            json.dump({"created_at": created_at, "job": asdict(job)}, file)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def unknown(ws: Workspace) -> list[Kept]:
+    """The jobs of the state directory that the ledger does not know, oldest first."""
+    kept = {found.job.id: found for found in _kept(ws.state_dir)}
+    known = {record.id for record in ws.ledger.jobs(list(kept))}
+    return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
+
+
+def _kept(state_dir: Path) -> Iterator[Kept]:
+    for path in state_dir.glob("jobs/*/job.json"):
+        try:
+            data: dict[str, Any] = json.loads(path.read_bytes())
+            found = Kept(NewJob(**data["job"]), float(data["created_at"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # not written by us, or by another version of orc
+        if JOB_ID.fullmatch(found.job.id) and found.job.id == path.parent.name:
+            yield found
+
+
+def _file(state_dir: Path, job_id: str) -> Path:
+    return state_dir / "jobs" / job_id / "job.json"

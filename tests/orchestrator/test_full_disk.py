@@ -1,0 +1,133 @@
+"""A state directory that cannot be written: a full disk, a file system that is read-only."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orc.launchers.backends.base import Phase
+from orc.orchestrator.client import Client
+from orc.orchestrator.ledger import reserve
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.opening import open_database
+
+ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
+
+
+def fill(directory: Path) -> None:
+    """Write until nothing fits any more."""
+    for number, size in enumerate(("64k", "1k", "1")):
+        target = directory / f"fill-{len(list(directory.iterdir()))}-{number}"
+        done = subprocess.run(["dd", "if=/dev/zero", f"of={target}", f"bs={size}"], capture_output=True, check=False)
+        assert b"No space left" in done.stderr
+
+
+def orc(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([*ORC, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def small(orc_home):
+    """A state directory on a disk of its own."""
+    state = orc_home / "state"
+    state.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", state], check=True)
+    yield state
+    subprocess.run(["umount", "-l", state], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
+def test_on_a_full_disk_jobs_are_still_seen_waited_for_and_cancelled(small, tmp_path):
+    (tmp_path / "job.yaml").write_text("name: once\ncommand: [/bin/sleep, '600']\nlauncher: python\n")
+    assert orc("submit", str(tmp_path / "job.yaml"))[0] == 0
+    fill(small)
+    fill(small)
+    for command, status in ((["list"], 0), (["status"], 0), (["wait", "@last", "--timeout", "0.1"], 6)):
+        code, out, err = orc(*command)
+        assert (code, "once" in out) == (status, True), err
+        assert "its disk is full" in err
+    assert orc("submit", str(tmp_path / "job.yaml"))[0] == 2
+    assert orc("cancel", "@last", "--grace", "0.1")[0] == 0
+    assert orc("wait", "@last", "--timeout", "60")[0] == 3
+    for file in small.glob("fill*"):
+        file.unlink()
+    assert orc("wait", "@last", "--timeout", "60")[0] == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
+def test_on_a_read_only_file_system_jobs_are_still_seen(small):
+    with Client() as client:
+        assert client.jobs() == []
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    code, _, err = orc("list")
+    assert (code, "its file system is read-only" in err) == (0, True)
+
+
+# -- with a fake backend, and a disk that is said to be full
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """``disk["full"] = True``."""
+    is_full = {"full": False}
+    free = reserve._free
+    monkeypatch.setattr(reserve, "_free", lambda status: 0 if is_full["full"] else free(status))
+    return is_full
+
+
+def test_what_is_seen_while_the_disk_is_full_is_written_down_once_there_is_room(client, backend, job_file, disk):
+    job = client.submit(job_file())
+    disk["full"] = True
+    backend.set(job.attempt.marker, Phase.SUCCEEDED)
+    client.refresh()
+    assert client.job(job.id).state == "SUCCEEDED"
+    disk["full"] = False
+    with Client(backend_of=lambda _: backend) as another:
+        assert another.job(job.id).state == "PENDING"
+        client.refresh()
+        assert another.job(job.id).state == "SUCCEEDED"
+
+
+def test_nothing_is_started_that_could_not_be_remembered(client, backend, job_file, disk, clock):
+    job = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    disk["full"] = True
+    backend.set(job.attempt.marker, Phase.FAILED, cause="crash")
+    client.refresh()
+    clock.sleep(1000)
+    client.refresh()
+    assert len(backend.calls("submit")) == 1
+    with pytest.raises(LedgerError, match="can only be read now: its disk is full"):
+        client.submit(job_file())
+    disk["full"] = False
+    client.refresh()
+    assert len(backend.calls("submit")) == 2
+
+
+def test_a_cancellation_that_cannot_be_kept_must_have_reached_the_cluster(client, backend, job_file, disk):
+    job = client.submit(job_file())
+    disk["full"] = True
+    backend.behave(cancel="unreachable")
+    with pytest.raises(LedgerError, match=r"cannot be cancelled now: local: no answer while cancelling"):
+        client.cancel([job.id])
+    backend.behave(cancel=None)
+    client.cancel([job.id])
+    assert len(backend.calls("cancel")) == 1
+
+
+def test_some_space_is_kept_back_and_given_up_where_there_is_none(tmp_path, monkeypatch):
+    open_database(tmp_path).close()
+    kept = tmp_path / "ledger.db.reserve"
+    status = kept.stat()
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (reserve.RESERVE_BYTES, 0o600)
+    assert status.st_blocks * 512 >= reserve.RESERVE_BYTES
+    monkeypatch.setattr(reserve, "_free", lambda _: reserve.RESERVE_BYTES * (not kept.exists()))
+    assert reserve.unwritable(tmp_path / "ledger.db") == ""
+    assert not kept.exists()
+    open_database(tmp_path).close()
+    assert not kept.exists()
