@@ -180,12 +180,18 @@ class _Line:
         self._keys = (_tag(key, b"down", ours, theirs), _tag(key, b"up", ours, theirs))
 
     def send(self, head: Any, body: bytes = b"") -> None:
-        content = json.dumps(head).encode() + b"\n" + body
-        if len(content) > MESSAGE_BYTES:
-            raise BoardError(f"a message of {len(content)} bytes; the board takes {MESSAGE_BYTES} at most")
-        tag = _tag(self._keys[0], struct.pack(">Q", self._sent), content)
+        line = json.dumps(head).encode() + b"\n"
+        size = len(line) + len(body)
+        if size > MESSAGE_BYTES:
+            raise BoardError(f"a message of {size} bytes; the board takes {MESSAGE_BYTES} at most")
+        tag = _tag(self._keys[0], struct.pack(">Q", self._sent), line, body)
         self._sent += 1
-        self.sock.sendall(struct.pack(">I", len(content)) + tag + content)
+        front = struct.pack(">I", size) + tag + line
+        if size < 65536:
+            self.sock.sendall(front + body)
+        else:  # a large one is not copied
+            self.sock.sendall(front)
+            self.sock.sendall(body)
 
     def receive(self, timeout_s: float | None) -> tuple[Any, bytes]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -196,10 +202,10 @@ class _Line:
         if not hmac.compare_digest(tag, _tag(self._keys[1], struct.pack(">Q", self._received), content)):
             raise BoardError("a message was changed on its way")
         self._received += 1
-        head, _, body = content.partition(b"\n")
-        return json.loads(head), body
+        end = content.index(b"\n")
+        return json.loads(content[:end]), bytes(memoryview(content)[end + 1 :])
 
-    def _exactly(self, size: int, deadline: float | None) -> bytes:
+    def _exactly(self, size: int, deadline: float | None) -> bytearray:
         data = bytearray(size)
         view, at = memoryview(data), 0
         while at < size:
@@ -212,11 +218,14 @@ class _Line:
                 raise ConnectionResetError("the connection was closed")
             at += count
         self.sock.settimeout(None)
-        return bytes(data)
+        return data
 
 
-def _tag(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), hashlib.sha256)
+def _tag(key: bytes, *parts: bytes | bytearray) -> bytes:
+    made = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        made.update(part)
+    return made.digest()
 
 
 class BoardServer:

@@ -125,7 +125,7 @@ SCRIPT = """
         optimizer.step()
         if index < 20:
             time.sleep(PACE)
-        if index == 20 and accelerator.process_index == accelerator.num_processes - 1:
+        if index == 20 and accelerator.process_index == CULPRIT % accelerator.num_processes:
             HANG
     accelerator.end_training()
     print("the end")
@@ -136,14 +136,15 @@ SCRIPT = """
 def launch(tmp_path):
     """``launch(hang, world_size, **env)`` runs the script in a simulated job; per rank (status, stderr).
 
-    With *kills_last* the last rank is killed when the others have ended.
+    The last rank hangs, or *culprit*. With *kills_it* that one is killed when the others have ended.
     """
     (tmp_path / "a1" / "node-0").mkdir(parents=True)
     processes = []
 
-    def run(hang, world_size=1, port=0, pace=0, kills_last=False, **env):
+    def run(hang, world_size=1, port=0, pace=0, culprit=-1, kills_it=False, **env):
         script = tmp_path / "train.py"
-        script.write_text(textwrap.dedent(SCRIPT).replace("HANG", hang).replace("PACE", str(pace)))
+        source = textwrap.dedent(SCRIPT).replace("HANG", hang).replace("PACE", str(pace))
+        script.write_text(source.replace("CULPRIT", str(culprit)))
         base = {name: value for name, value in os.environ.items() if not name.startswith(("ORC_", "ACCELERATE_"))}
         base |= {"ORC_JOB_DIR": str(tmp_path), "ORC_ATTEMPT_DIR": str(tmp_path / "a1"), "OMP_NUM_THREADS": "1", **env}
         for rank in range(world_size):
@@ -153,12 +154,13 @@ def launch(tmp_path):
             errors = (tmp_path / f"rank-{rank}.err").open("w")
             processes.append(subprocess.Popen([sys.executable, script], env=variables, stderr=errors))
             errors.close()
-        statuses = []
-        for process in processes:
-            if kills_last and process is processes[-1]:
+        hanging = processes[culprit]
+        for process in [process for process in processes if process is not hanging] + [hanging]:
+            if kills_it and process is hanging:
                 process.kill()
-            statuses.append(process.wait(timeout=150))
-        return [(status, (tmp_path / f"rank-{rank}.err").read_text()) for rank, status in enumerate(statuses)]
+            process.wait(timeout=150)
+        said = [(tmp_path / f"rank-{rank}.err").read_text() for rank in range(world_size)]
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
     yield run
     for process in processes:
@@ -192,9 +194,17 @@ def test_every_rank_says_which_rank_is_where_and_ends(launch, tmp_path, free_por
 @pytest.mark.distributed
 def test_a_rank_that_gives_no_answer_is_named_and_the_others_end_with_their_own_status(launch, tmp_path, free_port):
     stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
-    (status, _), _ = launch(stopped, 2, free_port(), kills_last=True, ORC_STALL_TIMEOUT_S="4")
+    (status, _), _ = launch(stopped, 2, free_port(), kills_it=True, ORC_STALL_TIMEOUT_S="4")
     assert status == 79  # although it waited for an answer longer than a blocked interpreter is waited for
     assert "rank 1 gives no answer" in stall_file(tmp_path, 0)["summary"]
+
+
+@pytest.mark.distributed
+def test_rank_0_that_serves_the_board_is_named_when_it_gives_no_answer(launch, tmp_path, free_port):
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
+    _, (status, _) = launch(stopped, 2, free_port(), culprit=0, kills_it=True, ORC_STALL_TIMEOUT_S="4")
+    assert status == 79
+    assert "rank 0 gives no answer" in stall_file(tmp_path, 1)["summary"]
 
 
 def test_a_single_process_that_hangs_ends_with_its_own_status(launch, tmp_path):
