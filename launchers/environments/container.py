@@ -29,6 +29,7 @@ PASSED_NAMES = frozenset(
         "NODE_RANK",
         "PYTHONPATH",
         "PYTHONUNBUFFERED",
+        "PYTHONFAULTHANDLER",
     }
     | {"TERM", "TZ", "LANG", "LC_ALL", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
 )

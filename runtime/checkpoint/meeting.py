@@ -6,7 +6,9 @@ its error would name no rank. A meeting costs two small messages per rank.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _series: WeakKeyDictionary[RunContext, Counter[str]] = WeakKeyDictionary()
 Verdict = Callable[[list[Any]], Any]
 PATIENCE_S = 600.0
+FAREWELL_S = 5.0
 
 
 class Meeting:
@@ -50,6 +53,7 @@ class Meeting:
         self._store: Board | None = None
         self._count = 0
         self._relays = 0
+        self._runs_apart = bool(context.key)  # each rank in a process of its own
 
     def hold(self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None) -> Any:
         """Every rank brings *value* (JSON-able); rank 0 applies *verdict* to all values; every rank gets its result.
@@ -70,6 +74,7 @@ class Meeting:
                 store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
                 store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
                 failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
+                store.set(f"{prefix}left/{self.rank}", "")
             except BoardTimeout as error:
                 raise RankMissing(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
@@ -92,6 +97,9 @@ class Meeting:
             raise
         finally:
             store.set(f"{prefix}verdict", json.dumps([failed, result, absent]))
+            if self._runs_apart:
+                came = [rank for rank in range(1, self.world_size) if store.check([f"{prefix}{rank}"])]
+                _unread[id(store), self._name] = store, [f"{prefix}left/{rank}" for rank in came]
             self._forget(store, self._count - 2)
         return result
 
@@ -116,7 +124,8 @@ class Meeting:
     def _forget(self, store: Board, number: int) -> None:
         # Everybody who is at meeting n has left meeting n - 1 with its verdict, so n - 2 is read by nobody.
         if number > 0:
-            for name in (*map(str, range(self.world_size)), "verdict"):
+            ranks = range(self.world_size)
+            for name in (*map(str, ranks), *(f"left/{rank}" for rank in ranks[1:]), "verdict"):
                 store.delete_key(f"orc/{self._name}/{number}/{name}")
 
     def relay(self) -> Relay:
@@ -154,3 +163,17 @@ def agree_on_no_error(errors: list[Any]) -> None:
     texts = {f"rank {rank}: {text}" if len(errors) > 1 else str(text) for rank, text in enumerate(errors) if text}
     if texts:
         raise CheckpointError("; ".join(sorted(texts)))
+
+
+def see_off(timeout_s: float = FAREWELL_S) -> None:
+    """On rank 0, whose process holds the board: wait until the others have read the last verdicts."""
+    deadline = time.monotonic() + timeout_s
+    while _unread:
+        _, (store, left) = _unread.popitem()
+        with suppress(BoardError):  # whoever is gone reads nothing
+            store.wait(left, timedelta(seconds=max(deadline - time.monotonic(), 0)))
+
+
+_unread: dict[tuple[int, str], tuple[Board, list[str]]] = {}  # where a verdict was given, and who says that it was read
+atexit.register(see_off)
+os.register_at_fork(after_in_child=_unread.clear)  # a worker has nobody to wait for
