@@ -74,7 +74,6 @@ class Meeting:
                 store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
                 store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
                 failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
-                store.set(f"{prefix}left/{self.rank}", "")
             except BoardTimeout as error:
                 raise RankMissing(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
@@ -82,6 +81,8 @@ class Meeting:
                 ) from None
             except BoardError as error:
                 raise RankMissing(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
+            with suppress(BoardError):  # rank 0 may wait for it, but not for ever
+                store.set(f"{prefix}left/{self.rank}", "")
             if failed is not None:
                 raise (RankMissing if absent else CheckpointError)(failed)
             return result
