@@ -349,5 +349,5 @@ def test_meetings_keep_the_store_small_and_in_step(run_ranks):
 
     (totals, keys, text), (others, _, _) = run_ranks(2, meet)
     assert totals == others == [1 + 2 * n for n in range(20)]
-    assert keys <= 6
+    assert keys <= 8  # of the last two
     assert "rank 0 is in step 0, but rank 1: step 1" in text
