@@ -292,13 +292,14 @@ def test_where_there_is_no_other_host_a_submission_that_is_cut_off_waits_for_the
 def test_a_submission_that_finds_a_host_away_is_refused_where_there_is_no_other(
     make_lab: Callable[..., Lab], job: Callable[..., LoadedJob]
 ) -> None:
-    """Nothing is recorded yet."""
+    """It is recorded as failed: it does not start when the host comes back."""
     lab = make_lab(2)
     lab.hosts["b"].link.up = False
     with pytest.raises(BackendUnreachable, match="No route to host") as refused:
         lab.client.submit(job(ONCE))
     assert refused.value.host == "b"
-    assert lab.client.jobs() == []
+    assert [job.state for job in lab.client.jobs()] == ["FAILED"]
+    assert lab.client.reservations() == []
 
 
 @pytest.mark.timeout(600)
