@@ -403,13 +403,17 @@ class Client(FunctionCalls):
             ws.sleep(pause)
 
     def _interval(self, clusters: set[str]) -> tuple[float, float]:
+        return _INTERVAL_AWAY if self.is_away(clusters) else _INTERVAL_HERE
+
+    def is_away(self, clusters: set[str]) -> bool:
+        """True when one of them is asked over a network or by its commands, and not by reading files here."""
         for cluster in clusters:
             try:
                 if not self.workspace.backend(cluster).capabilities.self_driving:
-                    return _INTERVAL_AWAY
+                    return True
             except LaunchError:
-                return _INTERVAL_AWAY  # its job's reason says what is wrong with the cluster
-        return _INTERVAL_HERE
+                return True  # its job's reason says what is wrong with the cluster
+        return False
 
     def tick(self, job_id: str) -> JobView:
         """What an agent asks for when its attempt has ended: one pass, and the wait for a retry that is due.

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
 LOG_NAME = "reconciler.log"
-# Seconds between two passes: a twentieth of the time since anything changed, between these bounds.
-INTERVAL_S = (1.0, 30.0)
+# Seconds between two passes: a twentieth of the time since the state of a job changed, between these bounds. The first
+# is for jobs on this machine, the second where a cluster has to be asked.
+SHORTEST_S = (1.0, 5.0)
+LONGEST_S = 30.0
 # For so long a step of a job that drives itself is left to its agents: they have the environment it was submitted in.
 PATIENCE_S = 15.0
 _LOG_BYTES = 1 << 20
@@ -177,7 +179,8 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
     me = Process(os.getpid(), os.uname().nodename, ws.clock())
     trouble: Mapping[str, str] = {}
     jobs: list[JobRecord] | None
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[str, int]] = {}
+    away = False
     last_change = ws.clock()
     _describe(descriptor, me)
     say(f"process {me.pid} takes care of {ws.ledger.database.url}")
@@ -199,10 +202,11 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
             if not jobs:
                 say("no job is live")
                 return Why.IDLE
-            if (revisions := {job.id: job.revision for job in jobs}) != seen:
-                seen, last_change = revisions, now
+            if (states := {job.id: (str(job.state), job.number) for job in jobs}) != seen:
+                seen, last_change = states, now
+            away = client.is_away({job.cluster for job in jobs})
         due = [job.next_attempt_at for job in jobs or () if job.next_attempt_at is not None]
-        ws.sleep(pause(now, last_change, due))
+        ws.sleep(pause(now, last_change, due, SHORTEST_S[away]))
         if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
             say("the ledger was removed or replaced")
             return Why.LEDGER_GONE
@@ -210,10 +214,9 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
             return Why.CLUSTERS_CHANGED
 
 
-def pause(now: float, last_change: float, due: list[float]) -> float:
+def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:
     """Seconds until the next pass; *due* are the times at which retries are."""
-    shortest, longest = INTERVAL_S
-    length = min(max(shortest, (now - last_change) / 20), longest)
+    length = min(max(shortest, (now - last_change) / 20), LONGEST_S)
     return min(length, max(min(due, default=now + length) - now, shortest))
 
 
