@@ -186,21 +186,21 @@ def laptops(orc_home, tmp_path, crowded, clock, monkeypatch, where):
         client.close()
 
 
-def test_hosts_that_another_laptop_takes_while_they_are_looked_at_are_not_taken_again(laptops, crowded, job_file):
+def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others(laptops, crowded, job_file):
     mine, yours = laptops
     loaded = job_file(resources={"nodes": 1})
     look = crowded.preflight
 
     def slow_look(plan):
         crowded.preflight = look
-        yours.submit(loaded)
+        taken.extend(yours.submit(loaded).attempt.hosts)
         return look(plan)
 
+    taken = []
     crowded.preflight = slow_look
     view = mine.submit(loaded)
-    assert view.attempt.hosts == ("n2",)
+    assert (view.attempt.hosts, taken) == (("n1",), ["n2"])
     assert sorted(r.host for r in mine.reservations()) == ["n1", "n2"]
-    crowded.preflight = slow_look
     assert mine.submit(loaded).state == "QUEUED"
 
 
