@@ -68,6 +68,10 @@ def private() -> None:
     users_umask = os.umask(0o077)
 
 
+class Superseded(Exception):
+    """A newer run owns the job; the message says which."""
+
+
 class LaunchFailure(Exception):
     """Setup or start failed; the message is the reason that people read."""
 
@@ -253,9 +257,9 @@ def is_running(pid: int, start: str, boot: str) -> bool:
 def identity() -> dict[str, Any]:
     """Who this process is, in the words of a lease."""
     try:
-        network = os.readlink("/proc/self/ns/net")
+        network, processes = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
     except OSError:
-        network = ""
+        network = processes = ""
     pid = os.getpid()
     return {
         "host": os.uname().nodename,
@@ -263,6 +267,7 @@ def identity() -> dict[str, Any]:
         "pid_start": process_start(pid) or "",
         "boot_id": boot_id(),
         "net": network,
+        "pid_ns": processes,
         "at": time.time(),
     }
 
@@ -684,8 +689,8 @@ class Node:
         self.dir = os.path.join(self.attempt_dir, f"node-{node}")
         self.heartbeat_s = float(config.get("heartbeat_s") or 2.0)
         self.peer_timeout_s = float(config.get("peer_timeout_s") or 30.0)
-        if config.get("link"):  # a cut that heals in time must not look longer than it was
-            self.heartbeat_s = min(self.heartbeat_s, self.peer_timeout_s / 6)
+        # A cut that heals in time must not look longer than it was.
+        self.heartbeat_s = min(self.heartbeat_s, self.peer_timeout_s / 6)
         self.grace_s = float(config.get("grace_s") or 0.0)
         self.preempt_exit = int(config.get("preempt_exit") or EXIT_PREEMPTED)
         self.python = config.get("python") or sys.executable
@@ -705,6 +710,8 @@ class Node:
         self.shims = command["spawn"] == "launcher"  # the ranks are a launcher's, each below a shim
         self.first_alone = self.shims and command.get("where") == "first" and self.nnodes > 1
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
+        self.fence: Any = None  # against other runs of the same job
+        self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
         self.linked = bool(config.get("link")) and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
         self.slots: Any = None  # what this node holds of its host
@@ -741,7 +748,16 @@ class Node:
         become_subreaper()
         log = os.path.join(self.logs, f"node-{self.node}.log")
         self.log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.fence = beside("fence").Fence(self)
         try:
+            return self.work_alone()
+        except Superseded as newer:
+            return self.give_way(str(newer))
+
+    def work_alone(self) -> int:
+        """The rest, for as long as no newer run owns the job."""
+        try:
+            self.fence.claim()
             self.reserve()
             self.note_pids()
             if self.linked:
@@ -750,6 +766,8 @@ class Node:
             ending = self.live()
         except LaunchFailure as error:
             ending = self.ending("launch", str(error), EXIT_LAUNCH)
+        except Superseded:
+            raise
         except Exception as error:  # whatever happens, the ranks are ended and the record is written
             import traceback
 
@@ -759,6 +777,7 @@ class Node:
             self.announce(Stop("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
         self.kill_sessions()
         self.end_containers()
+        self.fence.lower()
         self.record(ending)
         kill_descendants(self.config["marker"], spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
@@ -768,6 +787,27 @@ class Node:
         elif ending["exit_status"] and not (self.stop and self.stop.lost):
             self.await_peers()
         return int(ending["exit_status"])
+
+    def give_way(self, reason: str) -> int:
+        """A newer run owns the job: end the ranks at once, without grace, because they would save."""
+        self.superseded = True
+        self.kill_sessions()
+        self.fence.lower()
+        kill_descendants(self.config["marker"])
+        self.end_containers()
+        complain(f"{reason}; ended node {self.node} of {self.config['marker']}")
+        stop = Stop("node_failure", f"{reason} (node failure; {self.me['host']})", 0.0, lost=True, lost_node=self.node)
+        self.record(self.verdict(stop), self.exit_name())
+        for held in filter(None, (self.port, self.slots, self.link)):
+            held.close()
+        # Not a failure: srun would have Slurm end the step of that number, which is by now that of the newer run.
+        return 0
+
+    def exit_name(self) -> str:
+        """The name of this run's exit record: not that of the attempt any more when a later restart has the lease."""
+        lease = read_json(os.path.join(self.dir, "lease.json")) or {}
+        own = (lease.get("owner"), lease.get("restart"), lease.get("pid")) == (self.owner, self.restart, self.me["pid"])
+        return "exit.json" if own else f"exit-r{self.restart}.json"
 
     def end_containers(self) -> None:
         """What a container runtime runs for this node is not below this process: it has to be told to end it."""
@@ -813,13 +853,26 @@ class Node:
             cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
             if cancel is not None:  # it came before the start did
                 self.on_cancel(cancel)
-            if self.stop is None and self.prepare() and (where := self.meet()):
+            if self.stop is None and self.be_alone() and self.prepare() and (where := self.meet()):
                 self.start_ranks(*where)
         except LaunchFailure:
             self.stop_ranks_now()
             raise
         self.beat("running" if self.ranks or self.calls else "stopping")
         return self.supervise()
+
+    def be_alone(self) -> bool:
+        """Wait until no earlier run of the job has ranks any more; False when a stop came first."""
+        if not self.fence.alone():
+            before = self.fence.predecessors()
+            hosts = ", ".join(sorted({str(lease.get("host")) for _, _, lease in before}))
+            limit = f"it ends itself within {self.fence.wait_s:g} s"
+            self.log(f"an earlier run of this job on {hosts} has not ended; {limit}")
+            if not self.until(self.fence.alone):
+                return False
+        self.fence.settle()
+        self.fence.raise_guard()
+        return True
 
     def succeeded_before(self) -> bool:
         """Did an earlier restart of this attempt end well on every node?
@@ -849,6 +902,8 @@ class Node:
         later = held.get("owner") == self.owner and int(held.get("restart", 0)) < self.restart
         # Of several copies of the same restart one wins this link; then the lease is its own to replace.
         if later and create_json(os.path.join(self.dir, f"lease-r{self.restart}.json"), lease):
+            # Who comes later still has to know whom this one has replaced.
+            create_json(os.path.join(self.dir, f"lease-r{int(held.get('restart', 0))}.json"), held)
             before = os.path.join(self.dir, "exit.json")
             if os.path.exists(before):
                 os.rename(before, os.path.join(self.dir, f"exit-r{int(held.get('restart', 0))}.json"))
@@ -866,6 +921,8 @@ class Node:
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
         received = next_signal(min(self.next_beat, self.next_look) - now)
+        if self.fence and self.fence.slept:  # who else runs comes before everything that has happened meanwhile
+            self.beat(self.state)
         if received is not None:
             if received.si_signo in ENDING:
                 self.on_signal(signal.Signals(received.si_signo))
@@ -894,6 +951,8 @@ class Node:
                 self.ended[pid] = status
             if self.link and pid == self.link.pid:
                 self.link.on_end()
+            if self.fence:
+                self.fence.on_end(pid)
             for rank in self.ranks:
                 if rank.pid == pid:
                     rank.status, rank.at = status, time.time()
@@ -1056,8 +1115,7 @@ class Node:
             return
         if self.link and asleep > self.peer_timeout_s:  # nobody counts on this node any more
             reason = f"node {self.node} was stopped for {asleep:.0f} s (node failure; {self.me['host']})"
-            grace = min(self.grace_s, FAILURE_GRACE_S)
-            self.request(Stop("node_failure", reason, grace, lost=True, lost_node=self.node, announced=True))
+            self.request(Stop("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
             return
         gone = self.link.gone() if self.link else {}
         for peer in list(self.watch):
@@ -1696,9 +1754,11 @@ class Node:
             complain(f"{message} (not in the log: {error})")
 
     def beat(self, state: str) -> None:
-        """Show the others that this node is alive."""
+        """Show the others that this node is alive, if the job is still its own: raises `Superseded`."""
         self.state = state
         self.next_beat = time.monotonic() + self.heartbeat_s
+        if self.superseded:
+            return
         alive = sum(rank.status is None for rank in self.ranks)
         if self.shims and (alive or self.calls):
             alive = self.nproc - len(self.shim_records())
@@ -1711,7 +1771,10 @@ class Node:
             "progress": progress,
         }
         try:
+            began = self.fence.clock()
+            self.fence.check()
             refresh_json(os.path.join(self.dir, "heartbeat.json"), record)
+            self.fence.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
             self.request(Stop("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
@@ -1743,9 +1806,9 @@ class Node:
         with open(os.path.join(self.dir, ".reserve"), "wb") as file:
             file.write(b"\0" * RESERVE_BYTES)
 
-    def record(self, ending: dict[str, Any]) -> None:
+    def record(self, ending: dict[str, Any], name: str = "exit.json") -> None:
         """Write the exit record; where the disk refuses even a few bytes, standard error has it."""
-        path = os.path.join(self.dir, "exit.json")
+        path = os.path.join(self.dir, name)
         record = {
             "format": FORMAT,
             "marker": self.config["marker"],

@@ -24,7 +24,7 @@ __all__ = ["Bundle", "Entry", "Preview", "SourceTree", "preview", "runtime_bundl
 AGENT_NAME = "orc_agent.py"
 # What travels beside the runtime: the agent, what starts it from byte code, and the start-up hook of the ranks.
 _AGENT_MODULES = (
-    *("calls", "channel", "exchange", "gang", "host", "hub"),
+    *("calls", "channel", "exchange", "fence", "gang", "host", "hub"),
     *("joiner", "link", "network", "shared", "shim", "stacks"),
 )
 BESIDE_RUNTIME = {

@@ -19,6 +19,7 @@ from orc.runtime.checkpoint import layout, pickled, rng
 from orc.runtime.checkpoint.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.fence import refuse_superseded
 from orc.runtime.checkpoint.manifest import NAME, Manifest, plain
 from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.naming import CheckpointRoot
@@ -209,7 +210,7 @@ def write(
         # Nothing appears anywhere before it is complete everywhere.
         meeting.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
     if destination.leads:
-        error = error or attempt(lambda: destination.commit(manifest))[1]
+        error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
     meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 

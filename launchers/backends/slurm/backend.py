@@ -115,6 +115,7 @@ class SlurmBackend:
         counted: dict[str, Any] = {"nnodes_from": "SLURM_JOB_NUM_NODES"} if made.ranges else {}
         if made.components:
             counted["components"] = [nodes for nodes, _ in made.components]
+        config["peer_timeout_s"] = self._settings.peer_timeout
         agents = agent_file({**config, "notice_s": made.lead_s, **counted})
         python = self.cluster.python or DEFAULT_PYTHON
         # -I -S: nothing of the user's Python environment can get into the agent.

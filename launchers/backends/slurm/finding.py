@@ -118,10 +118,15 @@ def _names(markers: Iterable[str], elements: Mapping[str, Sequence[Element]]) ->
 def _by_marker(
     rows: Iterable[JobRow], elements: Mapping[str, Sequence[Element]], markers: Iterable[str]
 ) -> list[tuple[str, list[JobRow]]]:
-    """Each marker with the rows of the jobs and array elements that are it."""
+    """Each marker with the rows of the jobs and array elements that are it.
+
+    One that Slurm has refused is none. One that has run and ended is: sent again, it would run twice.
+    """
     found: dict[str, list[JobRow]] = {marker: [] for marker in markers}
     places = {(one.array, str(one.index)): marker for marker, own in elements.items() for one in own}
     for row in rows:
+        if row.refused:
+            continue
         _, underscore, index = row.job_id.partition("_")
         marker = places.get((row.name, index)) if underscore else row.name
         if marker in found:

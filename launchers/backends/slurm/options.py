@@ -309,6 +309,9 @@ class SlurmSettings:
     bin: str | None = _key(_path, None, "Directory of sbatch, squeue and so on, when they are not on the PATH.")
     query_timeout: float = _key(_seconds(1, 3600), 15.0, "Seconds after which a silent squeue or sacct counts as down.")
     submit_timeout: float = _key(_seconds(1, 3600), 60.0, "The same for sbatch and scancel.")
+    peer_timeout: float = _key(
+        _seconds(2, 3600), 30.0, "Seconds of silence after which a node counts as lost, and ends its own ranks."
+    )
     accounting: bool = _key(_truth, True, "Whether sacct can be asked; false where accounting is off.")
 
     @property

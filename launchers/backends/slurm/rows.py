@@ -73,6 +73,11 @@ class JobRow:
         """Slurm will do nothing more for it."""
         return self.state in ENDED
 
+    @property
+    def refused(self) -> bool:
+        """`sbatch` has refused it (BadConstraints): its row stays for some minutes, and it never had a node."""
+        return self.state == "FAILED" and not self.nodes
+
 
 def parse_squeue(text: str) -> list[JobRow]:
     """Rows of ``squeue --noheader --format=SQUEUE_FORMAT``; lines of another shape are left out."""

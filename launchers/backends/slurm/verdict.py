@@ -20,6 +20,8 @@ from orc.launchers.records import AttemptExit
 LOST_AFTER_S = 120.0
 # Agents show every two seconds that they live; after this long without they do not.
 ALIVE_S = 60.0
+# How long after the last exit record Slurm usually needs to end the job, in seconds; longer, and something is stuck.
+SETTLED_S = 10.0
 # How much the clocks of nodes and controller may differ, in seconds.
 CLOCK_SKEW_S = 2.0
 
@@ -100,6 +102,8 @@ def judge(
     where:
         The directory to look at, for messages.
     """
+    if _is_final(witness, now) and not (row is not None and row.ended):
+        return _observation(Phase.SUCCEEDED, witness, None)
     if row is not None and row.waiting:
         runs = witness.restarts + 1 if witness.seen else 0
         return _observation(Phase.PENDING, replace(witness, restarts=runs), row, reason=waiting_reason(row))
@@ -123,10 +127,18 @@ def judge(
     return _ended(row, _current(row, witness), lead_s, where)
 
 
+def _is_final(witness: Witness, now: float) -> bool:
+    """Whether every node has recorded success: Slurm may not have noticed yet, and a restart changes nothing."""
+    record = witness.exit
+    return record is not None and record.succeeded and record.complete and now - (record.ended_at or now) > SETTLED_S
+
+
 def _current(row: JobRow | None, witness: Witness) -> Witness:
     """The witness without records that an earlier run of the same, requeued job has left behind."""
     record = witness.exit
     if row is None or row.started_at is None or record is None or record.ended_at is None:
+        return witness
+    if record.succeeded and record.complete:  # the agents of a later run find that, and do nothing
         return witness
     if record.ended_at > row.started_at - CLOCK_SKEW_S:
         return witness
@@ -188,8 +200,10 @@ def _without_record(row: JobRow, witness: Witness, where: str) -> Observation:
     """Slurm says FAILED and no agent has written how."""
     code = f"exit code {row.exit_code}" if row.exit_code else "a failure"
     if witness.seen:
-        who = ", ".join(witness.silent) or "a node"
-        reason = f"the agent on {who} was cut off; Slurm says {row.state} ({code})"
+        who = "agent on" if len(witness.silent) < 2 else "agents on"
+        reason = (
+            f"the {who} {', '.join(witness.silent) or 'a node'} left no exit record; Slurm says {row.state} ({code})"
+        )
         return _observation(Phase.FAILED, witness, row, cause=Cause.NODE_FAILURE, reason=reason)
     reason = f"the batch script ended with {code} before an agent started; see {where}/logs/slurm.log"
     return _observation(Phase.FAILED, witness, row, cause=Cause.LAUNCH, reason=reason)
@@ -241,10 +255,17 @@ def _observation(
 
 
 def _culprits(row: JobRow | None, witness: Witness) -> tuple[str, ...]:
-    """Nodes to blame for a node failure, by Slurm's names: what Slurm says, else who fell silent."""
+    """Nodes to blame for a node failure, by Slurm's names: what Slurm says, else what other nodes have to say.
+
+    Where all have fallen silent, something that they share has ended them (srun, the batch script, the file system).
+    """
     if row is not None and row.failed_node:
         return (row.failed_node,)
+    if row is not None and row.state in ("NODE_FAIL", "BOOT_FAIL") and len(row.nodes) == 1:
+        return row.nodes
     lost = witness.exit.lost_nodes if witness.exit else ()
-    silent = [witness.hosts[node] for node in lost if node < len(witness.hosts)] or witness.silent
+    silent = [witness.hosts[node] for node in lost if node < len(witness.hosts)]
+    if not silent and len(witness.silent) < len(witness.hosts):
+        silent = list(witness.silent)
     # The agents know host names. Where Slurm calls the nodes something else, they are no good to it.
     return tuple(host for host in silent if row is None or not row.nodes or host in row.nodes)

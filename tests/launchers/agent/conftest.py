@@ -197,7 +197,23 @@ class Linked:
     def process_of_link(self, node: int) -> int:
         """The process that keeps the records in step."""
         pid = self.lease(node)["pid"]
-        return until(lambda: next((c for c in agent_module.descendants(pid) if _cmdline(c) == _cmdline(pid)), None))
+        return until(lambda: next((c for c in agent_module.descendants(pid) if _is_link(c, pid)), None))
+
+
+def _is_link(pid: int, agent: int) -> bool:
+    return _cmdline(pid) == _cmdline(agent) and not _is_guard(pid)
+
+
+def _is_guard(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text() == "orc-fence\n"
+    except OSError:  # it has just ended
+        return False
+
+
+def guard_of(pid: int) -> int:
+    """The process that ends the ranks of the agent *pid* when their term is over; 0 without one."""
+    return next((p for p in agent_module.descendants(pid) if _is_guard(p)), 0)
 
 
 def _cmdline(pid: int) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 from orc.launchers import agent, agent_network
 from orc.launchers.records import merge
 
-from .conftest import until
+from .conftest import guard_of, until
 
 IDLE = """
 import time
@@ -160,14 +160,16 @@ def test_a_stopped_host_is_lost_after_the_time_out_and_stops_itself(linked):
     both = linked(IDLE, peer_timeout_s=5.0)
     both.start_all()
     both.until_ready()
-    frozen = [both.lease(1)["pid"], both.process_of_link(1)]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    pid, link = both.lease(1)["pid"], both.process_of_link(1)
+    guard = until(lambda: guard_of(pid))
+    for stopped in (pid, link, guard):
+        os.kill(stopped, signal.SIGSTOP)
     both.until_over(0)
     assert "node 1 has been silent for 5 s" in both.exit(0)["reason"]
-    os.kill(frozen[0], signal.SIGCONT)
+    for woken in (pid, guard):
+        os.kill(woken, signal.SIGCONT)
     until(lambda: "stopping: " in both.log(1))  # before the link brings what node 0 has said
-    agent.signal_process(frozen[1], signal.SIGCONT)
+    agent.signal_process(link, signal.SIGCONT)
     both.until_over(1)
     assert both.exit(1)["outcome"] == "peer"
     assert "node 1 was stopped for" in both.exit(1)["reason"], "it does not wait for others to be silent again"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
+import psutil
 import pytest
 from slurm_testbed import eventually
 
 from orc.launchers.backends.base import Cause, Phase
+from orc.launchers.errors import BackendError
+
+from .conftest import Run
 
 # Counts its runs, checks that no other run is going on, saves when told to go, ends well in the second run.
 RESUMES = """
@@ -183,3 +190,48 @@ def test_a_job_cancelled_between_two_runs_does_not_run_again(runs) -> None:
     assert run.ended().phase is Phase.CANCELLED
     eventually(lambda: runs.slurm.jobs(run.plan.marker)[0][1] == "CANCELLED")
     assert runs_of(run, 0) == "0"
+
+
+def test_a_refused_job_is_not_adopted_although_its_row_stays(runs) -> None:
+    everything = {"nodes": 4, "options": {"slurm": {"exclude": "node1"}}}
+    refused = runs.prepare("print('ran')", resources=everything)
+    with pytest.raises(BackendError, match="node configuration is not available"):
+        refused.submit()
+    assert [state for _, state in runs.slurm.jobs(refused.plan.marker)] == ["FAILED"]
+    assert refused.backend.find(refused.plan.marker) is None
+    script = refused.directory / "job.sbatch"
+    plain = dataclasses.replace(
+        refused.plan,
+        files=tuple(
+            dataclasses.replace(file, content=file.content.replace("#SBATCH --exclude=node1\n", ""))
+            if file.path == str(script)
+            else file
+            for file in refused.plan.files
+        ),
+    )
+    seen = Run(refused.backend, plain, {}).submit().ended()
+    assert seen.phase is Phase.SUCCEEDED
+
+
+def test_a_killed_srun_puts_the_blame_on_no_node(runs) -> None:
+    run = runs.start(SLEEP, resources={"nodes": 2})
+    run.until_said("up", rank=0)
+    run.until_said("up", rank=1)
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "srun" and f"{run.directory}/agent.json" in process.info["cmdline"]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its other half ends with it
+                process.kill()
+    seen = run.ended()
+    assert seen.phase is Phase.FAILED
+    assert seen.culprits == ()
+
+
+def test_a_completed_job_that_is_requeued_by_hand_has_still_succeeded(runs) -> None:
+    run = runs.start("print('ran')", **NODE_FAILURE)
+    assert run.ended().phase is Phase.SUCCEEDED
+    runs.slurm.run("scontrol", "requeue", run.handle.native_id)
+    runs.slurm.await_state(run.handle.native_id, "COMPLETED")
+    seen = run.poll()
+    assert (seen.phase, seen.reason) == (Phase.SUCCEEDED, "")
+    assert seen.exit is not None
+    assert run.log(0) == "ran\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -28,6 +30,38 @@ def render(options: dict[str, Any], resources: dict[str, Any] | None = None, **j
 
 def directives(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+# Stands in for srun whose step daemon was killed: all agents end and leave their records, and it does not notice.
+STUCK_SRUN = """#!/bin/bash
+for node in 0 1; do
+    mkdir -p "$DIRECTORY/node-$node"
+    printf '{"node": %s, "restart": 0, "exit_status": %s, "ranks": {}}\\n' $node ${STATUS[$node]} \\
+        > "$DIRECTORY/node-$node/exit.json"
+done
+trap '' TERM
+while true; do /bin/sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(("first", "second", "ended"), [(0, 0, 0), (0, 1, 1), (75, 75, 75)])
+def test_an_srun_that_misses_the_end_of_its_agents_is_ended(tmp_path, first: int, second: int, ended: int) -> None:
+    backend = SlurmBackend(
+        Cluster(name="hpc", kind="slurm", root=str(tmp_path), options={"bin": str(tmp_path / "bin")})
+    )
+    spec = {"name": "x", "script": "t.py", "resources": {"nodes": 2}, "retry": {"on": []}}
+    plan = backend.render(JobSpec.model_validate(spec), SNAPSHOT, AttemptId("x-k3f9a2", 1))
+    directory = tmp_path / "jobs" / "x-k3f9a2" / "a1"
+    directory.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    srun = STUCK_SRUN.replace("${STATUS[$node]}", f"$(({first} + node * ({second} - {first})))")
+    for name, text in {"srun": srun, "sleep": "#!/bin/sh\nexec /bin/sleep 0.05\n"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "DIRECTORY": str(directory)}
+    done = subprocess.run(["bash", "-c", plan.files[1].content], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == ended, done
+    assert "all agents have ended, srun has not: ending it" in done.stdout
 
 
 @pytest.mark.parametrize(

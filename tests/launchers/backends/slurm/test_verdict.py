@@ -136,6 +136,36 @@ def test_the_node_that_failed_is_blamed_by_slurm_s_word_else_by_the_agents() -> 
     assert look(row("FAILED", exit_code=1), Witness(seen=True, silent=("other",))).culprits == ()
 
 
+def test_where_all_nodes_fell_silent_none_is_blamed_unless_slurm_says_so() -> None:
+    both = ("node1", "node2")
+    silent = Witness(seen=True, silent=both, hosts=both)
+    seen = look(row("FAILED", exit_code=137), silent)
+    assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ())
+    assert seen.reason == "the agents on node1, node2 left no exit record; Slurm says FAILED (exit code 137)"
+    # One had said that it stops, and did not live to write its record.
+    told = dataclasses.replace(silent, exit=record(Cause.PREEMPTED, complete=False))
+    assert look(row("FAILED", exit_code=137), told).culprits == ()
+    alone = JobRow("12", "orc-d-a1", "NODE_FAIL", T0, T0 + 10, T0 + 100, nodes=("node1",))
+    assert look(alone, Witness(seen=True, silent=("node1",), hosts=("node1",))).culprits == ("node1",)
+    assert look(dataclasses.replace(alone, state="FAILED"), Witness(seen=True, silent=("node1",))).culprits == ()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
+def test_success_that_every_node_has_recorded_is_final_whatever_slurm_still_holds(state: str) -> None:
+    whole = Witness(exit=record(), seen=True, hosts=("node1",))
+    assert look(row(state), whole).phase is Phase.SUCCEEDED
+    assert look(row(state), whole, now=T0 + 91).phase is not Phase.SUCCEEDED, "Slurm has not had the time to end it"
+    assert not look(row(state), Witness(exit=record(complete=False), seen=True)).phase.ended
+    assert not look(row(state), Witness(exit=record(Cause.CRASH), seen=True)).phase.ended
+
+
+def test_a_completed_job_that_somebody_has_requeued_keeps_its_records() -> None:
+    again = row("COMPLETED", started_at=T0 + 500, ended_at=T0 + 501)
+    seen = look(again, Witness(exit=record(), seen=True, hosts=("node1", "node2")))
+    assert (seen.phase, seen.reason, seen.ended_at) == (Phase.SUCCEEDED, "", T0 + 90)
+    assert seen.exit is not None
+
+
 @pytest.mark.parametrize("state", ["TIMEOUT", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"])
 def test_no_node_is_blamed_for_any_other_end(state: str) -> None:
     assert look(row(state, failed_node="node2"), Witness(silent=("node2",))).culprits == ()

@@ -1,0 +1,309 @@
+"""The fence: of all runs of a job (its attempts and their restarts) only the newest trains.
+
+``<job>/fence.json`` names the newest run. Every agent reads it before each heartbeat: an older one ends its ranks. A
+run's *term* begins anew when a look at the file and the heartbeat after it have worked, counted from before the look;
+its guard, a process that touches no file system, ends ranks whose term is over. So a newer run that has waited for
+longer than a term after it wrote its name is alone, whatever the older one's links, agents and disks do.
+docs/explanation/agent.md has the rule and its limits.
+
+Shipped as ``orc_agent_fence.py`` beside the agent: standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Any
+
+    from orc.launchers import agent
+else:
+    try:
+        import orc_agent as agent
+    except ImportError:  # not on a node
+        from orc.launchers import agent
+
+NAME = "fence.json"
+GUARD_NAME = b"orc-fence"  # of the guard's process, for ps
+WAIT = 1.5  # terms that a successor waits: for the guard's pace, its waking up and the ranks' end
+SHARE = 6  # of a term that a guard which was stopped itself gives its agent to look again
+KILL_S = 10.0
+RECORD_S = 10.0  # for the exit record of an agent that did not answer; it may be the file system that hangs
+_PR_SET_NAME = 15
+_NEWER = 3  # exit code of the process that leaves word: there is a newer run
+_LINE = 24  # bytes of one renewal
+
+
+def _clock() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _run_of(record: Mapping[str, Any]) -> tuple[int, int]:
+    return int(record.get("attempt", 0)), int(record.get("restart", 0))
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """``attempt 1, restart 2 on node3``."""
+    attempt, restart = _run_of(record)
+    return f"attempt {attempt}, restart {restart} on {record.get('host')}"
+
+
+class Fence:
+    """What one agent holds of its job: the right to run ranks, for one term at a time."""
+
+    def __init__(self, node: agent.Node) -> None:
+        self.node = node
+        self.path = os.path.join(str(node.config["job_dir"]), NAME)
+        self.run = (int(node.config["attempt"]), node.restart)
+        self.term_s = node.peer_timeout_s
+        self.wait_s = WAIT * self.term_s
+        self.guard: Guard | None = None
+        self.claimed = self.renewed = _clock()
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds that go on while the machine sleeps."""
+        return _clock()
+
+    # the right to run
+
+    def claim(self) -> None:
+        """Own the job, unless a newer run does: then it raises `agent.Superseded`."""
+        self.check()
+        self.claimed = self.renewed = _clock()
+
+    def check(self) -> None:
+        """Raise `agent.Superseded` when a newer run owns the job.
+
+        A file that is older than this run is replaced: at its first look, or where two that came at once have crossed.
+        """
+        owner = agent.read_json(self.path) or {}
+        if _run_of(owner) > self.run:
+            raise agent.Superseded(f"{describe(owner)} owns the job now")
+        if _run_of(owner) < self.run:
+            attempt, restart = self.run
+            mine = {"attempt": attempt, "restart": restart, "owner": self.node.owner, **self.node.me}
+            agent.write_json(self.path, mine)
+
+    def renew(self, since: float) -> None:
+        """A look at the file that began at *since*, and the heartbeat after it, have worked."""
+        self.renewed = since
+        if self.guard:
+            self.guard.tell(since)
+
+    @property
+    def slept(self) -> bool:
+        """Whether this process has been stopped for so long that it has to look before it does anything else."""
+        return self.guard is not None and _clock() - self.renewed > max(1.0, 3 * self.node.heartbeat_s)
+
+    # its guard
+
+    def raise_guard(self) -> None:
+        """From now on the ranks do not outlive the term."""
+        self.guard = Guard(self)
+
+    def lower(self) -> None:
+        """No rank is left to be ended."""
+        guard, self.guard = self.guard, None
+        if guard:
+            guard.close()
+
+    def on_end(self, pid: int) -> None:
+        """A child has ended; the guard never does so by itself."""
+        if self.guard and pid == self.guard.pid:
+            self.node.log("the guard's process has ended; starting it again")
+            self.guard.forget()
+            self.raise_guard()
+            self.renew(self.renewed)
+
+    # those before
+
+    def predecessors(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """Directory, node number and lease of every earlier run's node that has not said that it ended."""
+        found = []
+        for directory, node in _nodes(os.path.dirname(self.path), self.run[0]):
+            place = os.path.join(directory, f"node-{node}")
+            taken = [agent.read_json(os.path.join(place, name)) for name in _names(place, "lease")]
+            for lease in filter(None, taken):
+                run = (int(directory.rpartition("/a")[2]), int(lease.get("restart", 0)))
+                if run < self.run and not _has_ended(place, run[1]):
+                    found.append((directory, node, lease))
+        return found
+
+    def alone(self) -> bool:
+        """Whether no earlier run has ranks any more. What it has left on this machine is ended."""
+        # No short cut: what is on this machine is not waited for.
+        open_ = [one for one in self.predecessors() if not self._end_here(*one)]
+        return not open_ or _clock() - self.claimed > self.wait_s
+
+    def settle(self) -> None:
+        """Note the end of those that were waited for, so that nobody waits for them again."""
+        for directory, node, lease in self.predecessors():
+            restart = int(lease.get("restart", 0))
+            path = os.path.join(directory, f"node-{node}", f"exit-r{restart}.json")
+            reason = "it did not say how it ended"
+            agent.create_json(path, {"restart": restart, "outcome": "peer", "reason": reason, "at": time.time()})
+
+    def _end_here(self, directory: str, node: int, lease: Mapping[str, Any]) -> bool:
+        """End a predecessor on this machine; False when it was on another one, or cannot be told from that."""
+        me = self.node.me
+        if not lease.get("pid_ns") or any(lease.get(name) != me[name] for name in ("boot_id", "pid_ns")):
+            # Hosts without a scheduler: the next attempt was made when the backend knew that the last one had ended.
+            return bool(self.node.config.get("hosts"))
+        pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
+        if agent.is_running(pid, start, me["boot_id"]):
+            end_agent(pid, str(self.node.config["marker"]))
+        if directory != self.node.attempt_dir or node == self.node.node:  # else its own new agent does that
+            agent.kill_attempt(directory, node)
+        return not agent.is_running(pid, start, me["boot_id"])
+
+
+def _nodes(job_dir: str, last: int) -> Iterator[tuple[str, int]]:
+    for attempt in range(1, last + 1):
+        directory = os.path.join(job_dir, f"a{attempt}")
+        if os.path.isdir(directory):
+            for name in os.listdir(directory):
+                kind, _, number = name.partition("-")
+                if kind == "node" and number.isdigit():
+                    yield directory, int(number)
+
+
+def _names(place: str, kind: str) -> list[str]:
+    """``<kind>.json`` and those of single restarts."""
+    return [name for name in os.listdir(place) if name.startswith((f"{kind}.", f"{kind}-r")) and name.endswith(".json")]
+
+
+def _has_ended(place: str, restart: int) -> bool:
+    records = (agent.read_json(os.path.join(place, name)) for name in _names(place, "exit"))
+    return any(record is not None and int(record.get("restart", 0)) == restart for record in records)
+
+
+def end_agent(pid: int, marker: str, spare: int = 0) -> bool:
+    """SIGKILL what is below the agent *pid*, then the agent, which cannot do anything meanwhile; whether all are gone.
+
+    The process *spare* and other attempts than *marker* are left alone.
+    """
+    gone = end_below(pid, marker, spare)
+    agent.signal_process(pid, signal.SIGKILL)
+    return gone
+
+
+def end_below(pid: int, marker: str, spare: int = 0) -> bool:
+    """Stop the agent *pid* and SIGKILL everything below it, see `end_agent`."""
+    agent.signal_process(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + KILL_S
+    while left := agent.descendants(pid, lambda other: other == spare or agent.runs_another(other, marker)):
+        if time.monotonic() > deadline:
+            return False
+        for below in left:
+            agent.signal_process(below, signal.SIGKILL)
+        time.sleep(0.005)
+    return True
+
+
+class Guard:
+    """A process beside the agent that ends its ranks when the term is over."""
+
+    def __init__(self, fence: Fence) -> None:
+        read, self._write = os.pipe()
+        for end in (read, self._write):
+            os.set_blocking(end, False)
+        node, parent, write = fence.node, os.getpid(), self._write
+
+        def work() -> None:
+            os.close(write)
+            if node.slots:
+                node.slots.close()  # the agent's copy counts
+            if node.link and node.link.listener:
+                node.link.listener.close()
+            for number in (*agent.ENDING, signal.SIGHUP, agent.NEWS):  # what a scheduler sends to all of a step
+                signal.signal(number, signal.SIG_IGN)
+            agent.load_libc().prctl(_PR_SET_NAME, GUARD_NAME, 0, 0, 0)
+            if watch(read, fence.term_s, fence.renewed):
+                _end_term(fence, parent)
+
+        try:
+            self.pid = agent.background(work, node.log_fd)
+        finally:
+            os.close(read)
+
+    def tell(self, since: float) -> None:
+        """The term counts from *since* on."""
+        try:
+            os.write(self._write, f"{since:.6f}".rjust(_LINE - 1).encode() + b"\n")
+        except OSError:
+            pass  # it has just ended and gets a successor, or has not read for a long time and will look at the newest
+
+    def forget(self) -> None:
+        """It has ended."""
+        os.close(self._write)
+
+    def close(self) -> None:
+        """End it."""
+        self.forget()
+        agent.signal_process(self.pid, signal.SIGKILL)
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            pass  # reaped already
+
+
+def watch(pipe: int, term_s: float, renewed: float) -> bool:
+    """Read renewals from *pipe* until the term is over (True) or nobody can write any more (False).
+
+    When this process itself was stopped, so were probably the agent and the ranks: by a scheduler that suspends a job,
+    or with the machine. Then the agent gets a moment, once, to look whether it still owns the job.
+    """
+    share = term_s / SHARE
+    woke, until, given = _clock(), 0.0, -1.0
+    while True:
+        ready, _, _ = select.select([pipe], [], [], share / 2)
+        now = _clock()
+        if ready:
+            data = os.read(pipe, 64 * _LINE)
+            if not data:
+                return False
+            renewed = max(renewed, float(data[-_LINE:]))
+        if now - woke > 1.5 * share and given != renewed:
+            until, given = now + share, renewed
+        woke = now
+        if now > renewed + term_s and now > until:
+            return True
+
+
+def _end_term(fence: Fence, parent: int) -> None:
+    """The term is over: end the ranks, leave word if the file system lets us, and end the agent."""
+    node = fence.node
+    agent.prctl(agent.PR_SET_PDEATHSIG, 0)
+    gone = end_below(parent, str(node.config["marker"]), os.getpid())
+    reason = f"the agent of node {node.node} has not renewed its heartbeat for {fence.term_s:g} s; its ranks were ended"
+
+    def leave_word() -> None:
+        node.superseded, node.link = True, None  # no heartbeat more
+        node.prepared = agent.read_json(os.path.join(node.dir, "environment.json")) or {}
+        node.end_containers()
+        stop = agent.Stop(
+            "node_failure", f"{reason} (node failure; {node.me['host']})", 0.0, lost=True, lost_node=node.node
+        )
+        node.announce(stop)
+        node.record(node.verdict(stop), node.exit_name())
+        try:
+            fence.check()
+        except agent.Superseded:
+            os._exit(_NEWER)
+
+    ended = status = 0
+    if gone:
+        writer = agent.background(leave_word)
+        deadline = time.monotonic() + RECORD_S
+        while not ended and time.monotonic() < deadline:
+            ended, status = os.waitpid(writer, os.WNOHANG)
+            time.sleep(0.01)
+    # An agent that fails makes srun end the step of that number, which a newer run has by now. It stays stopped.
+    if agent.exit_of(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
+        agent.signal_process(parent, signal.SIGKILL)
