@@ -153,8 +153,9 @@ class Fence:
         """End a predecessor on this machine; False when it was on another one, or cannot be told from that."""
         me = self.node.me
         if not lease.get("pid_ns") or any(lease.get(name) != me[name] for name in ("boot_id", "pid_ns")):
-            # Hosts without a scheduler: the next attempt was made when the backend knew that the last one had ended.
-            return bool(self.node.config.get("hosts"))
+            # Who shares no files with it cannot tell. There the next run is only made when the last one has ended:
+            # by the SSH backend after the fence, by SageMaker with containers that are gone.
+            return bool(self.node.config.get("hosts") or self.node.config.get("sagemaker"))
         pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
         if agent.is_running(pid, start, me["boot_id"]):
             end_agent(pid, str(self.node.config["marker"]))

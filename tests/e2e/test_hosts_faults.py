@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from command_line import Orc
 from exact_training import Course, Training, undisturbed
@@ -184,6 +185,40 @@ def test_a_training_goes_on_exactly_when_an_agent_is_killed(
     training.until_it_holds()
     watch.broken()
     hosts.fault("kill-procs", "node1", "store/trees/[^ ]* start")
+    laptop("wait", training.job)
+    training.check(expected, attempts=2)
+    watch.resumed(training)
+    first, _ = training.attempts
+    assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node1"])
+
+
+def agent_on(hosts: HostsTestbed, job: str, host: str) -> psutil.Process:
+    """The agent of the job's first attempt on *host*, by this machine's process number."""
+    leases = (json.loads(path.read_text()) for path in hosts.root(host).glob(f"jobs/{job}/a1/node-*/lease.json"))
+    (lease,) = [lease for lease in leases if lease["host"] == host]
+
+    def is_it(process: psutil.Process) -> bool:
+        directory = Path(f"/proc/{process.pid}")
+        try:
+            space, status = os.readlink(directory / "ns" / "pid"), (directory / "status").read_text()
+        except OSError:  # it has just ended, or is nobody's to look at
+            return False
+        number = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)
+        return number is not None and space == lease["pid_ns"] and int(number[1]) == lease["pid"]
+
+    (found,) = filter(is_it, psutil.process_iter())
+    return found
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_exactly_when_an_agent_is_frozen(
+    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
+) -> None:
+    """Its ranks are not frozen, and would train beside those of the next attempt."""
+    training = Training(laptop, retry=RETRY)
+    training.until_it_holds()
+    watch.broken()
+    agent_on(hosts, training.job, "node1").suspend()
     laptop("wait", training.job)
     training.check(expected, attempts=2)
     watch.resumed(training)
