@@ -710,7 +710,7 @@ class Node:
         self.shims = command["spawn"] == "launcher"  # the ranks are a launcher's, each below a shim
         self.first_alone = self.shims and command.get("where") == "first" and self.nnodes > 1
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
-        self.fence: Any = None  # against other runs of the same job
+        self.ownership: Any = None  # against other runs of the same job
         self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
         self.linked = bool(config.get("link")) and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
@@ -748,7 +748,7 @@ class Node:
         become_subreaper()
         log = os.path.join(self.logs, f"node-{self.node}.log")
         self.log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.fence = beside("fence").Fence(self)
+        self.ownership = beside("fence").Fence(self)
         try:
             return self.work_alone()
         except Superseded as newer:
@@ -757,7 +757,7 @@ class Node:
     def work_alone(self) -> int:
         """The rest, for as long as no newer run owns the job."""
         try:
-            self.fence.claim()
+            self.ownership.claim()
             self.reserve()
             self.note_pids()
             if self.linked:
@@ -777,7 +777,7 @@ class Node:
             self.announce(Stop("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
         self.kill_sessions()
         self.end_containers()
-        self.fence.lower()
+        self.ownership.lower()
         self.record(ending)
         kill_descendants(self.config["marker"], spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
@@ -792,7 +792,7 @@ class Node:
         """A newer run owns the job: end the ranks at once, without grace, because they would save."""
         self.superseded = True
         self.kill_sessions()
-        self.fence.lower()
+        self.ownership.lower()
         kill_descendants(self.config["marker"])
         self.end_containers()
         complain(f"{reason}; ended node {self.node} of {self.config['marker']}")
@@ -863,15 +863,15 @@ class Node:
 
     def be_alone(self) -> bool:
         """Wait until no earlier run of the job has ranks any more; False when a stop came first."""
-        if not self.fence.alone():
-            before = self.fence.predecessors()
+        if not self.ownership.alone():
+            before = self.ownership.predecessors()
             hosts = ", ".join(sorted({str(lease.get("host")) for _, _, lease in before}))
-            limit = f"it ends itself within {self.fence.wait_s:g} s"
+            limit = f"it ends itself within {self.ownership.wait_s:g} s"
             self.log(f"an earlier run of this job on {hosts} has not ended; {limit}")
-            if not self.until(self.fence.alone):
+            if not self.until(self.ownership.alone):
                 return False
-        self.fence.settle()
-        self.fence.raise_guard()
+        self.ownership.settle()
+        self.ownership.raise_guard()
         return True
 
     def succeeded_before(self) -> bool:
@@ -921,7 +921,7 @@ class Node:
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
         received = next_signal(min(self.next_beat, self.next_look) - now)
-        if self.fence and self.fence.slept:  # who else runs comes before everything that has happened meanwhile
+        if self.ownership and self.ownership.slept:  # who else runs comes before everything that has happened meanwhile
             self.beat(self.state)
         if received is not None:
             if received.si_signo in ENDING:
@@ -951,8 +951,8 @@ class Node:
                 self.ended[pid] = status
             if self.link and pid == self.link.pid:
                 self.link.on_end()
-            if self.fence:
-                self.fence.on_end(pid)
+            if self.ownership:
+                self.ownership.on_end(pid)
             for rank in self.ranks:
                 if rank.pid == pid:
                     rank.status, rank.at = status, time.time()
@@ -1771,10 +1771,10 @@ class Node:
             "progress": progress,
         }
         try:
-            began = self.fence.clock()
-            self.fence.check()
+            began = self.ownership.clock()
+            self.ownership.check()
             refresh_json(os.path.join(self.dir, "heartbeat.json"), record)
-            self.fence.renew(began)
+            self.ownership.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
             self.request(Stop("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
