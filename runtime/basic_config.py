@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
+from orc.runtime.config import PRECISIONS
 
 
 def default_config_folder(env: Mapping[str, str]) -> Path:
@@ -26,7 +26,7 @@ def write_basic_config(
     A job of orc needs no such file: its job file says all of it. What is there already is not overwritten.
 
     Args:
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``.
         save_location: the file, JSON; ``default_config.json`` in `default_config_folder` by default.
         use_xpu: count Intel GPUs where there is no CUDA.
 

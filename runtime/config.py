@@ -87,6 +87,15 @@ def _text(value: Any) -> str:
     return value
 
 
+PRECISIONS = ("no", "fp16", "bf16")
+
+
+def _precision(value: Any) -> str:
+    if str(value).strip().lower() == "fp8":
+        raise ValueError("training in fp8 is not implemented in this version; choose bf16, fp16 or no")
+    return str(_choice(*PRECISIONS)(value))
+
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -118,7 +127,7 @@ KEYS: dict[str, Key] = {
     for key in (
         Key(
             "mixed_precision",
-            _choice("no", "fp16", "bf16", "fp8"),
+            _precision,
             "no",
             "Precision of forward and backward.",
             "ACCELERATE_MIXED_PRECISION",

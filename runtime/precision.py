@@ -31,10 +31,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:
     """Raise `LaunchError` when *device* cannot train in *mixed_precision*."""
-    if mixed_precision == "fp8":
-        raise LaunchError(
-            "mixed_precision=fp8 is not supported by this version of the runtime; choose bf16, fp16 or no"
-        )
     if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise LaunchError(f"mixed_precision=bf16 needs a newer GPU than {torch.cuda.get_device_name(device)}; use fp16")
 

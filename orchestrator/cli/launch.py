@@ -41,9 +41,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
 @click.option("--python", metavar="PATH", help="The interpreter; the one that runs orc by default.")
-@click.option(
-    "--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), help="Precision of forward and backward."
-)
+@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), help="Precision of forward and backward.")
 @click.option("--gradient-accumulation-steps", type=click.IntRange(1), metavar="N", help="Batches per optimizer step.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU even where an accelerator is present.")
 @click.option("--debug", is_flag=True, help="Check shapes and structure before every collective.")

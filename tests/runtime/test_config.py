@@ -41,7 +41,7 @@ def test_what_the_launch_layer_writes_the_runtime_reads():
     ("name", "value", "message"),
     [
         ("mixed_precison", "no", "unknown key 'mixed_precison', did you mean 'mixed_precision'"),
-        ("mixed_precision", "fp4", "expected one of no, fp16, bf16, fp8"),
+        ("mixed_precision", "fp4", "expected one of no, fp16, bf16"),
         ("gradient_accumulation_steps", 0, "a whole number of at least 1"),
         ("gradient_accumulation_steps", True, "expected a whole number"),
         ("debug_mode", "perhaps", "not a truth value"),

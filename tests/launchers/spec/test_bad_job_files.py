@@ -152,7 +152,12 @@ WRONG = {
     ),
     "wrong runtime value": (
         "runtime:\n  mixed_precision: fp64",
-        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16, fp8",
+        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16",
+    ),
+    "a precision that does not exist yet": (
+        "runtime:\n  mixed_precision: fp8",
+        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp8': training in fp8 is not implemented in this "
+        "version; choose bf16, fp16 or no",
     ),
     "unknown runtime key": (
         "runtime:\n  mixed_precison: bf16",
