@@ -112,11 +112,37 @@ def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
     return {LOCAL: builtin_local(), **_clusters(source.parse(text, str(file), _reading))}
 
 
+def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[str, SpecError]]:
+    """The clusters of `load_clusters`, and by name what is wrong with entries that are none: each stands for itself.
+
+    Raises `SpecError` for a file that cannot be read as a whole.
+    """
+    from orc.launchers.spec.problems import SpecProblems
+
+    try:
+        return load_clusters(path), {}
+    except SpecProblems:
+        file = clusters_file() if path is None else path
+        text = source.read_file(file, "clusters file")
+    found: dict[str, Cluster] = {LOCAL: builtin_local()}
+    wrong: dict[str, SpecError] = {}
+    names = list(source.parse(text, str(file), _reading).data)
+    for name in names:
+        whole = source.parse(text, str(file), _reading)  # references are resolved in place
+        try:
+            found |= _clusters(Document({name: whole.data[name]}, whole.where, whole.keys, whole.values))
+        except SpecError as error:
+            wrong[name] = error
+    return found, wrong
+
+
 def get_cluster(name: str, path: Path | None = None) -> Cluster:
-    """The cluster called *name*. Raises `SpecError` that lists the known ones."""
-    clusters = load_clusters(path)
-    if name in clusters:
+    """The cluster called *name*, whatever is wrong with others. Raises `SpecError` that lists the known ones."""
+    clusters, wrong = read_clusters(path)
+    if name in clusters and name not in wrong:
         return clusters[name]
+    if name in wrong:
+        raise wrong[name]
     from orc.launchers.spec.problems import nearest
 
     file = clusters_file() if path is None else path

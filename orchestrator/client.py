@@ -467,12 +467,11 @@ class Client(FunctionCalls):
 
     # -- queues of clusters
 
-    def queueing_clusters(self) -> list[str]:
-        """The clusters of clusters.yaml that have a queue of their own. Contacts none."""
+    def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
+        """The clusters with a queue of their own, and why that cannot be told of others. Contacts none."""
         from orc.launchers.backends.base import Queueing
-        from orc.launchers.clusters import load_clusters
 
-        return [name for name in load_clusters() if isinstance(self.workspace.backend(name), Queueing)]
+        return self.workspace.clusters_with(Queueing)
 
     def queue(self, cluster: str) -> QueueReport:
         """The cluster's own queue, and our jobs in it. Raises `LaunchError` when it has none, or does not answer."""

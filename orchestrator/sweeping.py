@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 OVER: Collection[str] = ("over", "idle")  # what nobody has wanted to keep
 
 
-def sweepable_clusters(ws: Workspace) -> list[str]:
-    """The clusters of clusters.yaml on which something can be left. Contacts none."""
+def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]]:
+    """The clusters of clusters.yaml on which something can be left, and why others cannot be told. Contacts none."""
     from orc.launchers.backends.base import Sweeping
-    from orc.launchers.clusters import load_clusters
 
-    return [name for name in load_clusters() if isinstance(ws.backend(name), Sweeping)]
+    return ws.clusters_with(Sweeping)
 
 
 def leftovers(ws: Workspace, cluster: str) -> list[Leftover]:

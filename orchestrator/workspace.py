@@ -15,6 +15,7 @@ from orc.orchestrator.ledger.store import Ledger
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
+    from orc.launchers.errors import LaunchError
     from orc.launchers.store import ContentStore
 
 
@@ -42,6 +43,25 @@ class Workspace:
         if cluster not in self._backends:
             self._backends[cluster] = self.backend_of(cluster)
         return self._backends[cluster]
+
+    def clusters_with(self, ability: type) -> tuple[list[str], dict[str, LaunchError]]:
+        """The clusters of clusters.yaml whose backends have *ability*; and why that of others cannot be told.
+
+        Contacts none. One bad entry says nothing about the others.
+        """
+        from orc.launchers.clusters import read_clusters
+        from orc.launchers.errors import LaunchError
+
+        clusters, problems = read_clusters()
+        wrong: dict[str, LaunchError] = dict(problems)
+        found = []
+        for name in clusters.keys() - wrong.keys():
+            try:
+                if isinstance(self.backend(name), ability):
+                    found.append(name)
+            except LaunchError as error:
+                wrong[name] = error
+        return sorted(found, key=list(clusters).index), wrong
 
     @cached_property
     def store(self) -> ContentStore:

@@ -156,6 +156,12 @@ class LocalBackend:
                 f"the job asks for {asked['memory_bytes'] / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
             )
             yield Finding("error", what, self.cluster.name, "Lower resources.memory, or choose another cluster.")
+        elif asked.get("memory_bytes"):
+            what = "resources.memory is compared with what this machine has, and limits nothing: the job may take more"
+            hint = (
+                "Limit it yourself where that matters, as with `systemd-run --user --scope -p MemoryMax=4G orc submit`."
+            )
+            yield Finding("warning", what, self.cluster.name, hint)
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Copy the trees from the state directory's store, when the cluster's root is somewhere else."""

@@ -143,7 +143,8 @@ def check(name: str) -> list[Finding]:
     from orc.launchers.spec import JobSpec
 
     backend = open_backend(get_cluster(name))
-    spec = JobSpec.model_validate({"name": "check", "command": "true", "launcher": "python", "cluster": name})
+    # No launcher is named: the cluster may have one of its own, as SageMaker's data parallelism has.
+    spec = JobSpec.model_validate({"name": "check", "module": "this", "cluster": name})
     runtime = runtime_bundle().bundle
     return backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
 

@@ -214,10 +214,11 @@ def _digests(trees: Path) -> list[str]:
 
 
 def _clusters() -> Iterator[Check]:
-    from orc.launchers.clusters import load_clusters
+    from orc.launchers.clusters import read_clusters
     from orc.orchestrator.cli.clusters import check
 
-    for name in load_clusters():
+    clusters, wrong = read_clusters()
+    for name in dict.fromkeys([*clusters, *wrong]):  # a bad entry shows as what is wrong with it
         label = f"cluster {name}"
         yield from _guarded(label, lambda name=name, label=label: _cluster(label, check(name)))  # type: ignore[misc]
 

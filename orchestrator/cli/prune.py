@@ -35,7 +35,8 @@ _WHY = {
 def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_json: bool) -> int:
     """Delete what jobs have left in the cloud: TPUs that carry our marker and that no live job needs.
 
-    Everything found is shown. Exit status 1 when something could not be deleted, or a cluster did not answer.
+    Everything found is shown. Exit status 1 when something could not be deleted, or a cluster did not answer or has an
+    entry in clusters.yaml that cannot be used; the others are pruned all the same.
     """
     from orc.launchers.errors import LaunchError
     from orc.orchestrator import sweeping
@@ -43,10 +44,9 @@ def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_js
     from orc.orchestrator.cli.session import open_client
 
     ws = open_client().workspace
-    names = [cluster] if cluster is not None else sweeping.sweepable_clusters(ws)
+    names, silent = ([cluster], {}) if cluster is not None else sweeping.sweepable_clusters(ws)
     wanted = {*sweeping.OVER, *(["kept"] if kept else []), *(["unknown"] if unknown else [])}
     rows: list[tuple[str, Leftover, str]] = []
-    silent: dict[str, LaunchError] = {}
     failed: dict[str, LaunchError] = {}
     for name in names:
         try:

@@ -31,11 +31,10 @@ def command(cluster: str | None, as_json: bool) -> int:
     from orc.orchestrator.cli.session import open_client
 
     client = open_client()
-    names = [cluster] if cluster is not None else client.queueing_clusters()
-    if not names:
+    names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
+    if not names and not errors:
         raise LaunchError("no cluster has a queue of its own", hint="`orc list --state QUEUED` shows what waits here.")
     reports: dict[str, QueueReport] = {}
-    errors: dict[str, LaunchError] = {}
     for name in names:
         try:
             reports[name] = client.queue(name)

@@ -46,13 +46,13 @@ def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
 
 def checkpoint_dir(view: JobView) -> str | None:
     """Where the job's checkpoints are: on its cluster, or in an object store."""
-    from orc.launchers.clusters import load_clusters, root_of
+    from orc.launchers.clusters import read_clusters, root_of
     from orc.launchers.layout import Layout
 
     given = view.spec["checkpoint"]["dir"]
     if given and "://" in given:
         return str(given)
-    cluster = load_clusters().get(view.cluster)
+    cluster = read_clusters()[0].get(view.cluster)
     if cluster is None:
         return None
     if cluster.kind == "sagemaker":

@@ -287,6 +287,42 @@ def test_the_end_does_not_wait_for_ever_for_a_deletion(cloud: Cloud) -> None:
     assert cloud.is_empty()
 
 
+def test_one_bad_entry_keeps_no_other_cluster_from_being_pruned(cloud: Cloud) -> None:
+    file = Path(os.environ["ORC_CONFIG_DIR"]) / "clusters.yaml"
+    good = file.read_text()
+    file.write_text(f"odd: {{kind: slumr}}\nother: {{kind: tpu, options: {{zones: a}}}}\n{good}")
+    names, wrong = sweeping.sweepable_clusters(Client().workspace)
+    assert (names, sorted(wrong)) == (["pod"], ["odd", "other"])
+
+
+@pytest.mark.parametrize(
+    ("options", "directory", "warned"),
+    [
+        ({}, None, True),
+        ({}, "saved", True),
+        ({"on_finish": "idle"}, None, True),
+        ({"on_finish": "keep"}, None, False),
+        ({}, "gs://bucket/run", False),
+        ({}, "/mnt/bucket/run", False),
+    ],
+)
+def test_checkpoints_that_would_be_deleted_with_the_tpu_are_pointed_out_before(
+    cloud: Cloud, options: dict[str, Any], directory: str | None, warned: bool
+) -> None:
+    cloud.configure(**options)
+    cloud.server.cloud.configure(capacity_chips=0)
+    told: list[str] = []
+
+    def note(stage: str, data: Any) -> None:
+        if stage == "finding" and data["level"] == "warning":
+            told.append(data["what"])
+
+    checkpoint = {} if directory is None else {"checkpoint": {"dir": directory}}
+    view = cloud.client.submit(cloud.job_file(**checkpoint), on_progress=note)
+    assert bool([text for text in told if "deleted with it" in text]) is warned
+    cloud.cancel(view.id)
+
+
 def test_somebody_elses_tpu_of_that_name_is_neither_used_nor_deleted(cloud: Cloud) -> None:
     loaded = cloud.job_file()
     from google.cloud.tpu_v2.types import cloud_tpu

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Finding
 from orc.launchers.backends.sagemaker.images import OLDEST_PYTHON, is_pending, pending, python_of
 from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
-from orc.launchers.backends.sagemaker.rendering import request_of
+from orc.launchers.backends.sagemaker.rendering import local_mode, request_of
 from orc.launchers.errors import BackendUnreachable, LaunchError
 
 if TYPE_CHECKING:
@@ -47,17 +49,32 @@ def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
         what = "enable_network_isolation: without a network the job cannot install its requirements"
         hint = "Put them into an image (`image_uri`), and set install_requirements: false."
         findings.append(Finding("warning", what, cluster, hint))
+    return [*findings, *_python(image, cluster), *_not_the_image(plan, image, cluster)]
+
+
+def _python(image: str, cluster: str) -> Iterator[Finding]:
+    """An image in which no agent can start."""
     python = python_of(image)
     if python is not None and python < OLDEST_PYTHON:
-        findings.append(
-            Finding(
-                "warning",
-                f"the image has Python {python[0]}.{python[1]}; orc's agents need 3.9 or later to start",
-                cluster,
-                "Ask for a later pytorch_version or transformers_version, or give an image_uri.",
-            )
+        yield Finding(
+            "error",
+            f"the image has Python {python[0]}.{python[1]}; orc's agents need 3.9 or later to start",
+            cluster,
+            "Ask for a later pytorch_version or transformers_version, or give an image_uri.",
         )
-    return findings
+
+
+def _not_the_image(plan: Plan, image: str, cluster: str) -> Iterator[Finding]:
+    """The contract without docker has no images: what runs is this machine's Python, and that is said."""
+    if local_mode(plan) != "contract":
+        return
+    here = "{}.{}".format(*sys.version_info)
+    yield Finding(
+        "warning",
+        f"the local contract runs the job on this machine's Python {here}, not in the image {image}",
+        cluster,
+        "Whether the job runs in the image is shown by `local: docker`, or on SageMaker.",
+    )
 
 
 def _no_bucket(bucket: str, cluster: str, *, default: bool) -> Finding:

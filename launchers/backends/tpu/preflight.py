@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Finding
 from orc.launchers.backends.tpu import request
@@ -27,7 +30,7 @@ def check(api: TpuApi, plan: Plan) -> list[Finding]:
     node = body["node"] if "node" in body else body["queued_resource"]["tpu"]["node_spec"][0]["node"]
     wanted = {"accelerator type": node["accelerator_type"], "runtime version": node["runtime_version"]}
     types, versions = in_zones(place.zones, api.accelerator_types), in_zones(place.zones, api.runtime_versions)
-    found = []
+    found = [*_lost_checkpoints(plan, node)]
     for what, has in (("accelerator type", types), ("runtime version", versions)):
         value = wanted[what]
         without = [zone for zone in place.zones if value not in has[zone]]
@@ -38,6 +41,21 @@ def check(api: TpuApi, plan: Plan) -> list[Finding]:
         text = f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no {what} {value}"
         found.append(Finding("error" if level == "error" else "warning", text, hint=_choices(value, known)))
     return found
+
+
+def _lost_checkpoints(plan: Plan, node: Mapping[str, Any]) -> Iterator[Finding]:
+    """Checkpoints in the job's directory are on the TPU's own disks."""
+    agent = next(file for file in plan.files if file.host != request.API)
+    directory = json.loads(agent.content)["env"]["ORC_CHECKPOINT_DIR"]
+    job = PurePosixPath(agent.path).parent.parent
+    if node["labels"][request.ON_FINISH] == "keep" or not PurePosixPath(directory).is_relative_to(job):
+        return
+    yield Finding(
+        "warning",
+        f"checkpoints go to {directory} on the TPU's own disks: they are deleted with it, after the job and before "
+        "another attempt",
+        hint="Set checkpoint.dir to an object store (gs://bucket/run), or to what the startup script mounts.",
+    )
 
 
 def _choices(value: str, known: list[str]) -> str:

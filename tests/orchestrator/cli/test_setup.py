@@ -99,6 +99,36 @@ def test_clusters_are_listed_shown_and_checked(orc: Run, orc_home: Path, place: 
     assert orc("clusters", "check", "local").code == 0
 
 
+def test_the_check_names_no_launcher_to_a_cluster_that_has_its_own(orc: Run, orc_home: Path) -> None:
+    (orc_home / "config").mkdir(parents=True)
+    options = "{region: us-east-1, account: '123456789012', role: r, instance_type: ml.p4d.24xlarge, local: contract"
+    (orc_home / "config" / "clusters.yaml").write_text(
+        f"sm: {{kind: sagemaker, options: {options}, distributed_type: DATA_PARALLEL}}}}\n"
+    )
+    checked = orc("clusters", "check", "sm", "--json")
+    assert checked.code == 0, checked.out
+    assert [finding["level"] for finding in checked.json["findings"]] == ["warning"]  # whose Python runs
+
+
+def test_one_bad_entry_says_nothing_about_the_other_clusters(orc: Run, orc_home: Path) -> None:
+    (orc_home / "config").mkdir(parents=True)
+    (orc_home / "config" / "clusters.yaml").write_text(
+        "here: {kind: local}\nodd: {kind: slumr}\npod: {kind: tpu, options: {zones: a}}\n"
+    )
+    assert orc("clusters", "show", "here").code == 0
+    shown = orc("clusters", "show", "odd")
+    assert shown.code == 2
+    assert "unknown kind 'slumr'" in shown.err
+    for command in ("prune", "queue"):
+        done = orc(command)
+        assert done.code == 1, done.err
+        assert "unknown kind 'slumr'" in done.err
+        assert "project" in done.err
+    looked = orc("doctor").out
+    assert "cluster here" in looked
+    assert "unknown kind 'slumr'" in looked
+
+
 def test_an_unknown_cluster_is_refused_with_the_known_ones(orc: Run) -> None:
     for command in ("show", "check"):
         result = orc("clusters", command, "locale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,3 +30,21 @@ def test_requirements_without_a_network_to_fetch_them_are_pointed_out(
     found = check(NO_COMPLAINTS, plan(own), "sm")
     assert [finding.level for finding in found] == (["warning"] if warned else [])
     assert all("cannot install its requirements" in finding.what and finding.hint for finding in found)
+
+
+OLD = {"pytorch_version": "1.12.1", "py_version": "py38"}
+
+
+def test_an_image_in_which_no_agent_can_start_is_an_error(plan: Any) -> None:
+    (finding,) = check(NO_COMPLAINTS, plan(OLD), "sm")
+    assert finding.level == "error"
+    assert "the image has Python 3.8" in finding.what
+    assert "pytorch_version" in finding.hint
+
+
+def test_the_local_contract_refuses_that_image_too_and_says_whose_python_runs(plan: Any) -> None:
+    refused, told = check(NO_COMPLAINTS, plan({**OLD, "local": "contract"}), "sm")
+    assert (refused.level, told.level) == ("error", "warning")
+    assert f"this machine's Python {sys.version_info[0]}.{sys.version_info[1]}, not in the image" in told.what
+    (told,) = check(NO_COMPLAINTS, plan({"local": "contract"}), "sm")
+    assert told.level == "warning"
