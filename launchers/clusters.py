@@ -117,11 +117,9 @@ def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[st
 
     Raises `SpecError` for a file that cannot be read as a whole.
     """
-    from orc.launchers.spec.problems import SpecProblems
-
     try:
         return load_clusters(path), {}
-    except SpecProblems:
+    except SpecError:  # of one entry, or of the file: then reading it raises that once more
         file = clusters_file() if path is None else path
         text = source.read_file(file, "clusters file")
     found: dict[str, Cluster] = {LOCAL: builtin_local()}
