@@ -302,6 +302,12 @@ def test_preflight_refuses_more_than_the_machine_has(backend, plan, resources, s
     assert "resources." in errors[0].hint
 
 
+def test_preflight_says_that_memory_is_not_limited(backend, plan):
+    (finding,) = [f for f in backend.preflight(plan("pass", resources={"memory": "1M"})) if f.level == "warning"]
+    assert "limits nothing" in finding.what
+    assert finding.hint
+
+
 def test_gpus_are_counted_without_a_library(tmp_path):
     assert _gpu_count(tmp_path) == 0
     for number in range(2):
