@@ -25,7 +25,7 @@ AGENT_NAME = "orc_agent.py"
 # What travels beside the runtime: the agent, what starts it from byte code, and the start-up hook of the ranks.
 _AGENT_MODULES = (
     *("calls", "channel", "exchange", "fence", "gang", "host", "hub"),
-    *("joiner", "link", "network", "shared", "shim", "stacks"),
+    *("joiner", "link", "masking", "network", "shared", "shim", "stacks"),
 )
 BESIDE_RUNTIME = {
     AGENT_NAME: b"agent.py",

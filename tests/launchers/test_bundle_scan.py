@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -610,3 +611,9 @@ def test_the_runtime_travels_with_its_agent_and_nothing_else(tmp_path: Path) -> 
     assert "orc/__init__.py" not in names  # `orc` is a namespace on the nodes too
     assert runtime_bundle(cache=tmp_path) == tree
     assert runtime_bundle() == tree
+
+
+def test_every_module_that_an_agent_asks_for_travels_beside_it() -> None:
+    sources = [Path(bundle.__file__).parent / os.fsdecode(source) for source in BESIDE_RUNTIME.values()]
+    wanted = {name for path in sources for name in re.findall(r'\bbeside\("(\w+)"\)', path.read_text())}
+    assert {f"orc_agent_{name}.py" for name in wanted} <= set(BESIDE_RUNTIME)
