@@ -106,6 +106,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         rounds = self._read(current) if self.context.rank == 0 else self._listen()
         if self.meter is not None:
             rounds = self.meter.timed(self, rounds)
+        if current.restored:
+            rounds = self._watched(rounds, current)
         try:
             for message in rounds:
                 current.done += 1

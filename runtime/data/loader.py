@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -248,6 +249,34 @@ class DataLoaderAdapter:
         view.__dict__["_iterator"] = None  # persistent workers belong to the loader that started them
         return view
 
+    def _watched(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
+        """*source*, the rest of a restored epoch; warns of a script that goes through its beginning without training.
+
+        That is easily done: ``if step <= resume_step: continue`` skips what the loader has left out already.
+        """
+        boundary, restored, taken = self.boundary, current.done, 0
+        began = boundary.steps() if boundary is not None else 0
+        for batch in source:
+            if boundary is None or boundary.steps() > began:
+                self._warn_of_skips(current, restored, taken - self.gradient.num_steps)
+                yield batch
+                yield from source
+                return
+            yield batch
+            taken += 1
+        trained = boundary is None or boundary.steps() > began
+        self._warn_of_skips(current, restored, taken - self.gradient.num_steps if trained else taken)
+
+    def _warn_of_skips(self, current: Pass, restored: int, untrained: int) -> None:
+        if self.boundary is not None and untrained > 0 and self.context.is_main:
+            warnings.warn(
+                f"a loader was restored to batch {restored} of epoch {current.epoch}, and then {untrained} of its "
+                "batches went by without an optimizer step. It goes on with the next batch by itself: a script that "
+                "skips by hand after load_state (`if step <= resume_step: continue`) skips twice, and never sees the "
+                "samples between. Leave the skipping out, or let skip_first_batches do it (docs/how-to/resume.md)",
+                stacklevel=2,
+            )
+
     def _place(self, batch: Any) -> Any:
         assert self.device is not None
         return send_to_device(batch, self.device, self.non_blocking)
@@ -369,6 +398,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 source = self._ahead(source, current)
             if self.meter is not None:
                 source = self.meter.timed(self, source)
+            if current.restored:
+                source = self._watched(source, current)
             for batch in source:
                 if total is not None:
                     current.done += 1
