@@ -185,7 +185,7 @@ class Search:
     def _place(self, tx: Transaction) -> Placement:
         cluster, job_id = self.spec.cluster, self.attempt.job
         taken = slots_taken(tx.reservations(cluster), besides=job_id)
-        avoid = {*_flat(tx.culprits(job_id)), *self.unfit, *self._excluded}
+        avoid = {*_to_avoid(self.spec, tx.culprits(job_id), self.attempt.number), *self.unfit, *self._excluded}
         return room(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
     def _ahead(self, tx: Transaction) -> list[Waiting]:
@@ -205,7 +205,8 @@ class Search:
                 spec = JobSpec.model_validate(text)
             except ValueError:
                 continue  # of a version of orc that this one cannot read: its own turn says so
-            found.append(Waiting(other.id, spec, {*_flat(tx.culprits(other.id)), *self._excluded}, in_hand))
+            avoid = {*_to_avoid(spec, tx.culprits(other.id), _coming(other)), *self._excluded}
+            found.append(Waiting(other.id, spec, avoid, in_hand))
         return found
 
     def _avoiding(self) -> Placement | None:
@@ -218,6 +219,23 @@ class Search:
             n: hosts for n, hosts in self.ws.ledger.culprits(self.attempt.job).items() if n < self.attempt.number
         }
         return Placement((), avoid=_flat(earlier)) if earlier else None
+
+
+def _to_avoid(spec: JobSpec, culprits: Mapping[int, tuple[str, ...]], attempt: int) -> tuple[str, ...]:
+    """Return the hosts that *attempt* of a job keeps away from, of those that were to blame for the ends of earlier ones.
+
+    A job of a fixed size has no use for a host that has failed it. An elastic one has gone on without it, and takes it
+    back with the attempt after: by then it answers again, or is found bad.
+    """
+    if spec.resources.min_nodes == spec.resources.max_nodes:
+        return _flat(culprits)
+    return culprits.get(attempt - 1, ())
+
+
+def _coming(job: JobRecord) -> int:
+    """Return the number of the attempt that *job* waits to place."""
+    prepared = job.attempt is not None and not job.attempt.state.terminal
+    return job.number if prepared else job.number + 1
 
 
 def _flat(culprits: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:

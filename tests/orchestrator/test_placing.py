@@ -178,6 +178,18 @@ def test_an_elastic_job_goes_on_with_what_is_left(client, backend, submit):
     assert client.job(view.id).attempt.hosts == ("n2", "n3")
 
 
+def test_an_elastic_job_takes_a_host_back_with_the_attempt_after(client, backend, submit):
+    view = submit("2:3", 2)
+    used = []
+    for ended in ({"culprits": ["n1"]}, {"culprits": []}, {"culprits": ["n3"]}):
+        used.append(client.job(view.id).attempt.hosts)
+        backend.set(client.job(view.id).attempt.marker, Phase.LOST, **ended)
+        client.refresh()
+        client.refresh()
+    used.append(client.job(view.id).attempt.hosts)
+    assert used == [("n1", "n2", "n3"), ("n2", "n3"), ("n1", "n2", "n3"), ("n1", "n2")]
+
+
 def test_a_host_that_failed_is_used_again_when_there_is_no_other(client, backend, submit):
     view = submit(3, 2)
     backend.set(view.attempt.marker, Phase.LOST, culprits=["n1"])
