@@ -222,7 +222,7 @@ class Search:
 
 
 def _to_avoid(spec: JobSpec, culprits: Mapping[int, tuple[str, ...]], attempt: int) -> tuple[str, ...]:
-    """Return the hosts that *attempt* of a job keeps away from, of those that were to blame for the ends of earlier ones.
+    """Return the hosts that *attempt* of a job keeps away from, of those that were to blame for earlier ends.
 
     A job of a fixed size has no use for a host that has failed it. An elastic one has gone on without it, and takes it
     back with the attempt after: by then it answers again, or is found bad.

@@ -22,5 +22,5 @@ class SettingConflict(ContextError, ValueError):
 class DistributedOperationException(OrcRuntimeError):
     """A collective was called with operands that differ between the ranks; the message lists every rank's operand.
 
-    Raised in debug mode (``ORC_DEBUG_MODE=1``) before the collective starts, so that nothing hangs.
+    Raised on all of them before anything is sent that another does not expect, so that nothing hangs or is ended.
     """

@@ -11,19 +11,24 @@ from torch import Tensor
 
 from orc.runtime.context import RunContext, current_context
 from orc.runtime.dist import on_xla, verify
+from orc.runtime.dist.exchange import SMALL_BYTES
 from orc.runtime.dist.packing import (
+    Layout,
+    Part,
     flatten_part,
     joined,
     key_of,
     layouts,
     pack,
+    shapes_of,
+    sole,
     unbind_copy,
     unflatten_part,
     unpack,
     unpack_gathered,
 )
 from orc.runtime.dist.structure import CannotPadNestedTensorWarning
-from orc.runtime.dist.tree import flatten, unflatten
+from orc.runtime.dist.tree import flatten, outline, unflatten
 
 # What the backends cannot add travels wider. Sums of truth values stay counts.
 _CARRIERS = {
@@ -44,7 +49,7 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
 
     Raises:
         TypeError: an element is no tensor.
-        DistributedOperationException: the processes differ. Looked for when shapes are new, in debug mode always.
+        DistributedOperationException: the processes differ.
     """
     ctx = ctx or current_context()
     if ctx.world_size == 1:
@@ -52,22 +57,32 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     group = ctx.require_group("gather")
     leaves, spec = flatten(tensor, "gather")
     key = key_of(leaves)
-    verify.agree("gather", tensor, key, ctx)
+    alone = _in_band(key, ctx)
+    sent = None if alone is None else pack(alone, leaves)
+    rows = verify.agree("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if ctx.xla is not None:
         return unflatten(spec, on_xla.carried(ctx, leaves, lambda some: on_xla.gather(ctx, some), _gather))
     out: list[Any] = [None] * len(leaves)
     with torch.no_grad():
         for layout in layouts(key):
             if layout.size:
-                payload = pack(layout, leaves)
-                everything = payload.new_empty(ctx.world_size * layout.size)
-                all_gather_flat(everything, payload, group)
+                if layout is alone:
+                    everything = rows.contiguous().view(-1)
+                else:
+                    payload = pack(layout, leaves)
+                    everything = payload.new_empty(ctx.world_size * layout.size)
+                    all_gather_flat(everything, payload, group)
                 unpack_gathered(layout, everything, ctx.world_size, out)
             for index in layout.empty:
                 out[index] = leaves[index].new_empty(joined(leaves[index].shape, ctx.world_size))
             for index in layout.large:
                 out[index] = _gather_large(leaves[index], ctx.world_size, group)
     return unflatten(spec, out)
+
+
+def _in_band(key: Any, ctx: RunContext) -> Layout | None:
+    """The layout of tensors that are small enough to travel together with the comparison of the operands."""
+    return None if ctx.xla is not None or ctx.control_device.type != "cpu" else sole(layouts(key))
 
 
 def _gather(leaves: list[Tensor], ctx: RunContext) -> Any:
@@ -101,7 +116,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     Raises:
         TypeError: an element is no tensor.
         ValueError: an unknown reduction.
-        DistributedOperationException: the processes differ. Looked for when shapes are new, in debug mode always.
+        DistributedOperationException: the processes differ.
     """
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduce: unknown reduction {reduction!r}; choose sum, mean or none")
@@ -111,7 +126,11 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     group = ctx.require_group("reduce")
     leaves, spec = flatten(tensor, "reduce")
     key = key_of(leaves)
-    verify.agree("reduce", tensor, key, ctx)
+    alone = _in_band(key, ctx)
+    if alone is not None and alone.size * ctx.world_size > SMALL_BYTES:
+        alone = None  # a ring moves less
+    sent = None if alone is None else pack(alone, leaves)
+    rows = verify.agree("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if ctx.xla is not None:
         return unflatten(
             spec,
@@ -126,9 +145,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     with torch.no_grad():
         for layout in layouts(key):
             for part in layout.parts:
-                flat = flatten_part(part, leaves)
-                # A single tensor is not copied by flattening.
-                total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
+                if layout is alone:
+                    total = _sum_here(part, rows)
+                else:
+                    flat = flatten_part(part, leaves)
+                    # A single tensor is not copied by flattening.
+                    total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
                 unflatten_part(part, total / ctx.world_size if reduction == "mean" else total, out)
             for index in layout.large:
                 total = _sum(leaves[index].detach().clone(memory_format=torch.contiguous_format), group)
@@ -145,6 +167,14 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor.to(dtype) if dtype in _CARRIERS and dtype != torch.bool else tensor
 
 
+def _sum_here(part: Part, rows: Tensor) -> Tensor:
+    """The sum of *part* over the processes, whose payloads *rows* are; as `_sum`."""
+    columns = rows[:, part.start : part.end].contiguous().view(part.dtype)
+    carrier = _CARRIERS.get(part.dtype, part.dtype)
+    total = columns.to(carrier).sum(0, dtype=carrier)
+    return total.to(part.dtype) if part.dtype in _CARRIERS and part.dtype != torch.bool else total
+
+
 def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = None) -> Any:
     """Fill the tensors of all processes, in place, with those of *from_process*; returns the structure.
 
@@ -152,15 +182,17 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
 
     Raises:
         TypeError: an element is no tensor.
-        DistributedOperationException: the processes differ. Looked for when shapes are new, in debug mode always.
+        DistributedOperationException: the processes differ.
     """
     ctx = ctx or current_context()
     if ctx.world_size == 1 or ctx.mirrored:
         return tensor
     group = ctx.require_group("broadcast")
-    leaves, _ = flatten(tensor, "broadcast")
+    leaves, spec = flatten(tensor, "broadcast")
     key = key_of(leaves)
-    verify.agree("broadcast", tensor, key, ctx)
+    alone = _in_band(key, ctx)
+    sent = None if alone is None else pack(alone, leaves)
+    rows = verify.agree("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if ctx.xla is not None:
         on_xla.carried(
             ctx,
@@ -171,7 +203,10 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
         return tensor
     with torch.no_grad():
         for layout in layouts(key):
-            if layout.size:
+            if layout is alone:
+                if layout.size and ctx.rank != from_process:
+                    _copy_packed(layout, rows[from_process].clone(), leaves)
+            elif layout.size:
                 _broadcast_packed(layout, leaves, from_process, ctx.rank, group)
             for index in layout.large:
                 leaf = leaves[index]
@@ -182,12 +217,16 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     return tensor
 
 
-def _broadcast_packed(layout: Any, leaves: list[Tensor], source: int, rank: int, group: dist.ProcessGroup) -> None:
+def _broadcast_packed(layout: Layout, leaves: list[Tensor], source: int, rank: int, group: dist.ProcessGroup) -> None:
     if rank == source:
         dist.broadcast(pack(layout, leaves), source, group)
         return
     payload = torch.empty(layout.size, dtype=torch.uint8, device=layout.device)
     dist.broadcast(payload, source, group)
+    _copy_packed(layout, payload, leaves)
+
+
+def _copy_packed(layout: Layout, payload: Tensor, leaves: list[Tensor]) -> None:
     received: list[Any] = [None] * len(leaves)
     unpack(layout, payload, received)
     packed = [index for part in layout.parts for index in part.members]
@@ -216,19 +255,18 @@ def pad_across_processes(
     ctx = ctx or current_context()
     if ctx.world_size == 1:
         return tensor
-    group = ctx.require_group("pad_across_processes")
     leaves, spec = flatten(tensor, "pad_across_processes")
-    # Sizes along other dimensions may differ, too: a script pads one after the other.
-    verify.agree("pad_across_processes", tensor, len(leaves), ctx, free_sizes=True)
     if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
             "ragged (nested) tensors cannot be padded and stay as they are", CannotPadNestedTensorWarning, stacklevel=2
         )
     shapes = [() if leaf.is_nested else leaf.shape for leaf in leaves]
     own = [shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
-    sizes = torch.tensor(own, dtype=torch.int64, device=ctx.control_device)
-    if own:
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
+    # Sizes along other dimensions may differ, too: a script pads one after the other.
+    kinds = tuple((leaf.ndim, leaf.dtype) for leaf in leaves)
+    sent = torch.tensor(own, dtype=torch.int64).view(torch.uint8)
+    rows = verify.agree("pad_across_processes", tensor, (outline(spec), kinds), ctx, sent, free_sizes=True)
+    sizes = rows.cpu().contiguous().view(torch.int64).view(ctx.world_size, -1).amax(0)
     padded = list(leaves)
     alike: dict[Any, list[int]] = {}  # many small tensors of one kind are padded together
     for index, (mine, largest) in enumerate(zip(own, sizes.tolist(), strict=True)):

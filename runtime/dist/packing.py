@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from orc.runtime.dist.exchange import SMALL_BYTES
+
 # torch's own flattening of a list in one call, which DDP uses too; there is no public name for it.
 from torch._utils import _flatten_dense_tensors
 
@@ -69,9 +71,22 @@ class Layout:
     empty: tuple[int, ...]
 
 
+def sole(found: Sequence[Layout]) -> Layout | None:
+    """Return the layout of tensors that travel in one small payload of host memory, and of no others."""
+    if len(found) != 1 or found[0].large or found[0].device.type != "cpu" or found[0].size > SMALL_BYTES:
+        return None
+    return found[0]
+
+
 def key_of(leaves: Sequence[Tensor]) -> Key:
     """What decides the layout of *leaves*."""
     return tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
+
+
+@lru_cache(maxsize=256)
+def shapes_of(key: Key) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return what of *key* has to be the same on all processes."""
+    return tuple((tuple(shape), dtype) for shape, dtype, _ in key)
 
 
 @lru_cache(maxsize=256)

@@ -132,6 +132,11 @@ def flatten(data: Any, operation: str | None = None) -> tuple[list[Tensor], Spec
     return leaves, spec
 
 
+def outline(spec: Spec) -> Any:
+    """Return the containers of *spec* by their keys alone: hashable, and equal where the paths of elements are."""
+    return (tuple(spec.keys), tuple([outline(child) for child in spec.children])) if type(spec) is _Node else None
+
+
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """The structure of *spec* with *leaves* in the place of its tensors."""
     return _rebuild(spec, iter(leaves))

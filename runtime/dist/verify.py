@@ -1,18 +1,14 @@
-"""Compare the operands of all processes before a collective, instead of hanging in it.
-
-In debug mode always; otherwise the first time that an operand of its shapes is seen. Processes that do the same see the
-same shapes at the same calls, so all of them take part in that comparison.
-"""
+"""Compare the operands of all processes before a collective, instead of hanging in it or being ended by it."""
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from orc.runtime.context import RunContext
 from orc.runtime.dist.objects import all_gather_pickled
+from orc.runtime.dist.exchange import exchange, fingerprint
 from orc.runtime.dist.tree import elements, recursively_apply
 from orc.runtime.errors import DistributedOperationException
 
@@ -20,23 +16,24 @@ from orc.runtime.errors import DistributedOperationException
 _Element = tuple[str, tuple[int | None, ...], str]
 
 
-# Programs with ever new shapes pay for so many comparisons, no more.
-_FIRST_SIGHTS = 64
-_seen: WeakKeyDictionary[RunContext, set[Any]] = WeakKeyDictionary()
+def agree(
+    operation: str, data: Any, key: Any, ctx: RunContext, payload: Tensor | None = None, *, free_sizes: bool = False
+) -> Tensor:
+    """Return the *payload* of each process, uint8 ``[world, length]``, when their operands have the same *key*.
 
+    That they have is found out by a collective that fits whatever they bring, so it does not matter which process
+    brings something new. In debug mode the operands are compared in full first.
 
-def agree(operation: str, data: Any, key: Any, ctx: RunContext, *, free_sizes: bool = False) -> None:
-    """`same` in debug mode, and for the first operand of each *key*, which must be equal on all processes."""
+    Raises:
+        DistributedOperationException: the operands differ; on all processes.
+    """
     if ctx.config.debug_mode:
         same(operation, data, ctx, free_sizes=free_sizes)
-        return
-    seen = _seen.get(ctx)
-    if seen is None:
-        seen = _seen[ctx] = set()
-    if len(seen) < _FIRST_SIGHTS and (sight := (operation, key)) not in seen:
-        seen.add(sight)
-        if ctx.backend != "in-memory":  # there every collective is compared
-            same(operation, data, ctx, free_sizes=free_sizes)
+    rows = exchange(ctx, operation, fingerprint(operation, key), payload)
+    if rows is None:
+        same(operation, data, ctx, free_sizes=free_sizes)
+        raise DistributedOperationException(f"orc.runtime.{operation}: the processes pass operands that differ")
+    return rows
 
 
 def same(operation: str, data: Any, ctx: RunContext, *, free_sizes: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""An elastic job on bare hosts loses two of four and takes them back: every sample of the epoch is seen exactly once."""
+"""An elastic job on bare hosts loses two of four and takes them back: each sample of the epoch is seen once."""
 
 from __future__ import annotations
 

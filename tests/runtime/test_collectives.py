@@ -104,15 +104,13 @@ def test_many_tensors_of_many_dtypes_make_one_collective(run_ranks):
             lambda: reduce(data, "sum", ctx=ctx),
             lambda: pad_across_processes(data, ctx=ctx),
         ):
-            call()  # the first time the structures are compared too
+            call()  # the first time finds out how much room is needed
             counts.clear()
             call()
             seen.append(dict(counts))
         return seen
 
-    one_per_dtype = {"all_reduce": 2}
-    expected = [{"all_gather_single": 1}, {"broadcast": 1}, one_per_dtype, {"all_reduce": 1}]
-    assert run_ranks(2, body) == [expected] * 2
+    assert run_ranks(2, body) == [[{"all_gather_single": 1}] * 4] * 2
 
 
 def test_gradients_do_not_flow_and_inputs_stay(run_ranks):
@@ -347,6 +345,31 @@ def test_new_shapes_that_differ_are_named_also_without_debug_mode(run_ranks):
             "  - Process 1: `orc.runtime.reduce`",
         ]
         assert rest == [[0.0] * 4]
+
+
+def test_an_operand_that_is_new_on_one_process_only_is_an_error_on_all_and_no_abort(run_ranks):
+    """The short last batch: every other process sees a shape that it has seen before."""
+
+    def body():
+        rank = PartialState().process_index
+        last = rank == PartialState().num_processes - 1
+        raised = []
+        for call in (gather, reduce, broadcast, pad_across_processes):
+            for known, new in ((8, 5), (8, 30_000), (300_000, 299_999), (8, 300_000), (300_000, 8)):
+                rows = torch.ones(known)
+                for _ in range(70):  # however many shapes there were before
+                    call(rows[: 1 + len(raised)])
+                call(rows)
+                if call is pad_across_processes:
+                    assert call(torch.ones(new) if last else rows).shape == (max(known, new),)
+                    continue
+                with pytest.raises(DistributedOperationException, match="shape mismatches"):
+                    call(torch.ones(new) if last else rows)
+                raised.append(call.__name__)
+                assert call(rows).shape[0] in (known, known * PartialState().num_processes)
+        return len(raised)
+
+    assert run_ranks(3, body) == [15] * 3
 
 
 def test_dictionaries_may_be_filled_in_any_order(run_ranks):
