@@ -301,6 +301,12 @@ class JobSpec(Model):
         if (kind := self.launcher.kind) in ("torchrun", "mpirun", "deepspeed") and self._starts(kind):
             what = f"starts {kind} inside {kind}, which starts the ranks already; give `script`, or `launcher: python`"
             problems.append((("command",), what))
+        for known in KEYS.values():
+            if known.variable in self.env:  # what the ranks would refuse is refused here
+                try:
+                    known.parse(self.env[known.variable])
+                except ValueError as error:
+                    problems.append((("env", known.variable), str(error)))
         for index, name in enumerate(self.secrets):
             if name in self.env:
                 problems.append((("env", name), "is also listed in secrets"))

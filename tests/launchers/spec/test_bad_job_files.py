@@ -159,6 +159,11 @@ WRONG = {
         "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp8': training in fp8 is not implemented in this "
         "version; choose bf16, fp16 or no",
     ),
+    "a variable that the runtime would refuse in every rank": (
+        "env:\n  ORC_MIXED_PRECISION: fp8",
+        "job.yaml:4:24: env.ORC_MIXED_PRECISION: training in fp8 is not implemented in this version; choose bf16, fp16 "
+        "or no",
+    ),
     "unknown runtime key": (
         "runtime:\n  mixed_precison: bf16",
         "job.yaml:4:3: runtime: unknown key 'mixed_precison', did you mean 'mixed_precision'?",
