@@ -12,7 +12,7 @@ from pydantic_core import SchemaValidator, ValidationError
 from pydantic_core import core_schema as cs
 
 from orc.launchers.backends import backend_exists
-from orc.launchers.directories import clusters_file, state_dir
+from orc.launchers.directories import clusters_file, refuse_untrusted, state_dir
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
@@ -106,6 +106,7 @@ def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
     file = clusters_file() if path is None else path
     if path is None and not os.environ.get("ORC_CLUSTERS") and not os.path.lexists(file):
         return {LOCAL: builtin_local()}
+    refuse_untrusted(file, "clusters file", SpecError)
     text = source.read_file(file, "clusters file")
     if source.compose(text, str(file)) is None:
         return {LOCAL: builtin_local()}

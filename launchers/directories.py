@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from orc.launchers import strict_modes
 from orc.launchers.errors import LaunchError
+from orc.launchers.hashing import make_private
 
 
 def state_dir(*, create: bool = True) -> Path:
     """Ledger, snapshots and local attempts: ``$ORC_STATE_DIR``, or the user's state directory.
 
-    Created, with access for the owner only, unless *create* is false. Raises `LaunchError`.
+    Created, with access for the owner only, unless *create* is false. Raises `LaunchError`, also where other users
+    could change what is there.
     """
     path = _place("ORC_STATE_DIR", "user_state_dir")
+    refuse_untrusted(path, "state directory")
     try:
-        if create and not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
+        if create:
+            make_private(path)
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         raise LaunchError(
@@ -37,6 +40,16 @@ def clusters_file() -> Path:
     """The clusters file: ``$ORC_CLUSTERS``, or ``clusters.yaml`` in `config_dir`. Need not exist."""
     given = os.environ.get("ORC_CLUSTERS")
     return Path(given).expanduser().absolute() if given else config_dir() / "clusters.yaml"
+
+
+def refuse_untrusted(path: str | Path, what: str, kind: type[LaunchError] = LaunchError) -> None:
+    """Raise an error of that *kind* where others than the user and root could have written what is at *path*."""
+    try:
+        strict_modes.check(path)
+    except strict_modes.Untrusted as error:
+        raise kind(
+            f"the {what} {path} is not to be trusted", where=str(error.filename), hint=str(error.strerror)
+        ) from None
 
 
 def _place(variable: str, function: str) -> Path:

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+from orc.launchers.strict_modes import VARIABLE, Untrusted, check_root
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -67,7 +69,13 @@ def locked(fd: int, operation: int) -> bool | None:
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """Which snapshots are in the store below a cluster root, and whether a killed writer may have left something."""
-    store = os.path.join(os.path.expanduser(asked["root"]), "store")
+    os.environ[VARIABLE] = asked.get("trusted", "")
+    root = os.path.expanduser(asked["root"])
+    try:
+        check_root(root)
+    except Untrusted:
+        return {"have": [], "clean": False}  # whoever is asked next says why
+    store = os.path.join(root, "store")
     try:
         os.listdir(os.path.join(store, "trees"))  # a file system shared by hosts may remember that a name was not there
         left = os.listdir(os.path.join(store, "tmp"))

@@ -27,6 +27,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.hashing import make_private
 from orc.launchers.manifest import EXECUTABLE, SHA256, SYMLINK, Bundle, Entry
 from orc.launchers.presence import has, locked, open_lock, use
+from orc.launchers.strict_modes import Untrusted, check_root
 
 CHUNK = 1 << 20
 _STALE_S = 24 * 3600.0
@@ -65,8 +66,21 @@ class TreeStore:
         return has(str(self.root), checked(digest))
 
     def use(self, digest: str) -> bool:
-        """Like `has`, and keeps a snapshot that is here from being collected for a while (``orc gc``)."""
+        """Like `has`, and keeps a snapshot that is here from being collected for a while (``orc gc``).
+
+        Raises `BundleError` where others could have written it.
+        """
+        self.refuse_untrusted()
         return use(str(self.root), checked(digest))
+
+    def refuse_untrusted(self) -> None:
+        """Raise `BundleError` where others than its user and root could have written to it or the jobs beside."""
+        try:
+            check_root(os.path.dirname(self.root))
+        except Untrusted as error:
+            raise BundleError(
+                f"the root {self.root.parent} is not to be trusted", where=str(error.filename), hint=str(error.strerror)
+            ) from None
 
     def load(self, digest: str) -> Bundle:
         """The manifest of a snapshot. Raises `BundleError` when it is not here or is damaged."""
@@ -100,6 +114,7 @@ class TreeStore:
         What killed writers of this machine left is removed first: each holds a lock on its directory for as long as
         it lives. Raises `OSError`.
         """
+        self.refuse_untrusted()
         for name in ("cas", "trees", "tmp"):
             make_private(self.root / name)
         with self.shared():

@@ -28,6 +28,7 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand
+from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.attempt_reader import AttemptRecords
@@ -56,6 +57,8 @@ class LocalBackend:
         self._config_env = {"ORC_STATE_DIR": str(self.state_dir), "ORC_CONFIG_DIR": str(directories.config_dir())}
         if os.environ.get("ORC_CLUSTERS"):  # a clusters file that is named must exist; the default one need not
             self._config_env["ORC_CLUSTERS"] = str(directories.clusters_file())
+        if trusted := os.environ.get(VARIABLE):
+            self._config_env[VARIABLE] = trusted
         if cluster.options:
             raise RenderError(
                 f"clusters of kind local have no options, but {', '.join(cluster.options)} is given",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orc.launchers.directories import refuse_untrusted
 from orc.launchers.errors import SpecError
 from orc.launchers.ssh.hosts import HostSpec, check_destination
 
@@ -169,6 +170,7 @@ def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
     """The lines of a file, with those of the files that it includes, which paramiko does not read."""
     if depth > _DEEPEST:
         raise SpecError("SSH configuration files include each other in a circle", where=str(path))
+    refuse_untrusted(path, "SSH configuration", SpecError)  # its ProxyCommand is run
     try:
         text = path.read_text(errors="surrogateescape")
     except OSError as error:

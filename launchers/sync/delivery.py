@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.errors import BackendError, BundleError, LaunchError
 from orc.launchers.manifest import SYMLINK, Bundle, Entry
+from orc.launchers.strict_modes import VARIABLE
 from orc.launchers.sync.exchange import Exchange, Interrupted, Peer
 from orc.launchers.sync.program import ANSWER_S, PRESENCE, Conversation
 from orc.launchers.sync.wire import Content, Message, WireError, compressible, deflate, inflate, send_contents
@@ -235,7 +237,8 @@ class _Host:
 
     def _has_all(self) -> bool:
         """Whether nothing is to be done: most of the time, and that question costs a host far less than the rest."""
-        asked = json.dumps({"root": self._root, "digests": list(self._delivery.bundles)}).encode()
+        trusted = os.environ.get(VARIABLE, "")
+        asked = json.dumps({"root": self._root, "digests": list(self._delivery.bundles), "trusted": trusted}).encode()
         self._report = replace(self._report, sent=len(asked))
         done = self._transport.run_program(PRESENCE, python=self._python, timeout_s=ANSWER_S, stdin=asked)
         try:
@@ -280,7 +283,8 @@ class _Host:
     def _hello(self, talk: Conversation) -> tuple[list[str], str]:
         """Digests that are not there, and the identity of the store."""
         digests = list(self._delivery.bundles)
-        answer = talk.ask("hello", root=self._root, digests=digests, look=self._delivery.look)
+        trusted = os.environ.get(VARIABLE, "")
+        answer = talk.ask("hello", root=self._root, digests=digests, look=self._delivery.look, trusted=trusted)
         have = set(answer.head["have"])
         return [digest for digest in digests if digest not in have], str(answer.head["identity"])
 

@@ -13,8 +13,11 @@ from orc.launchers.transport import CommandTimeout, Process, Transport
 
 ANSWER_S = 30.0  # of silence on a channel, after which the host is given up; working, it says so more often
 
-PRESENCE = Program("presence")
-_SHARED = ("errors", "hashing", "manifest", "presence", "treestore", "sync.wire", "orc.runtime.names")
+PRESENCE = Program("presence", ("strict_modes",))
+_SHARED = (
+    *("errors", "hashing", "manifest", "presence", "strict_modes", "treestore", "sync.wire"),
+    "orc.runtime.names",
+)
 _SYNC = Program("sync.remote_store", (*_SHARED, "sync.peers"))
 _COLLECT = Program("sync.remote_store", (*_SHARED, "sync.collection"))
 

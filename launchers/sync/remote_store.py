@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BundleError
 from orc.launchers.manifest import EXECUTABLE, SYMLINK, Bundle, Entry
+from orc.launchers.strict_modes import VARIABLE
 from orc.launchers.sync.wire import MAGIC, Channel, Message, WireError, deflate, inflate, receive_contents
 from orc.launchers.treestore import FULL, TreeStore, fsync_file, side_by_side, write_content
 
@@ -103,7 +104,9 @@ class Remote:
         root = os.path.expanduser(str(message.head["root"]))
         if not os.path.isabs(root):
             raise BundleError(f"not an absolute path: {root!r}", hint="Set `root:` of the cluster to one.")
+        os.environ[VARIABLE] = str(message.head.get("trusted", ""))
         self._store = TreeStore(os.path.join(root, "store"))
+        self._store.refuse_untrusted()
         with contextlib.suppress(OSError):  # a file system shared by hosts may remember that a name was not there
             os.listdir(self._store.root / "trees")
         look = bool(message.head["look"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendError
 from orc.launchers.programs import Program
+from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
-_PROGRAM = Program("backends.ssh.on_host")
+_PROGRAM = Program("backends.ssh.on_host", ("strict_modes",))
 _ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
 
 
@@ -30,7 +32,8 @@ def call(
     """
     python = settings.python_of(transport.name) or DEFAULT_PYTHON
     # The request goes to standard input: it may hold secrets, and a command line is there for everybody to see.
-    stdin = json.dumps({"do": do, "host": transport.name, **request}).encode()
+    trusted = os.environ.get(VARIABLE, "")
+    stdin = json.dumps({"do": do, "host": transport.name, "trusted": trusted, **request}).encode()
     done = transport.run_program(_PROGRAM, python=python, timeout_s=timeout_s, stdin=stdin)
     said = done.stderr.strip()[-2000:]
     try:

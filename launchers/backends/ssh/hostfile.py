@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic_core import ValidationError
 
 from orc.launchers.backends.ssh.settings import Host, expand
+from orc.launchers.directories import refuse_untrusted
 from orc.launchers.errors import SpecError
 
 # The variables of an inventory, and what the common hostfiles call the same.
@@ -34,6 +35,7 @@ def read_hostfile(path: str, where: str) -> list[Host]:
     Raises `SpecError` with file and line.
     """
     file = Path(path).expanduser()
+    refuse_untrusted(file, "hostfile", SpecError)
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

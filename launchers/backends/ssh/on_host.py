@@ -1,7 +1,7 @@
 """What is done on a host, in one round trip each. Standard library only, Python >= 3.9.
 
-This file is sent to each host that is asked something (`calls`), so nothing has to be on the host, and it always fits
-the one who asks. A request and its answer are one JSON object each.
+This file is sent, with `strict_modes`, to each host that is asked something (`calls`), so nothing has to be on the host
+and it always fits the one who asks. A request and its answer are one JSON object each.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+
+from orc.launchers.strict_modes import VARIABLE, check
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ def age(path: str) -> float:
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Write what the agent of this host needs, unless it has been started already; the link's token that holds."""
     directory = os.path.expanduser(request["directory"])
-    os.makedirs(directory, mode=0o700, exist_ok=True)
+    check(directory)  # whoever can write there would have the agent run what they like
+    make_private(directory)
     path = os.path.join(directory, "agent.json")
     agent = at_home(json.loads(request["agent"]))
     before = read_json(path)
@@ -148,6 +151,16 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     create(os.path.join(directory, "link.json"), {"token": request["token"]})
     write(os.path.join(directory, f"{_BEEN}{request['host']}"), "", 0o600)
     return {"state": "ready", "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
+
+
+def make_private(directory: str) -> None:
+    """A directory, and what is missing above it, for this user alone."""
+    if not os.path.isdir(directory):
+        make_private(os.path.dirname(directory))
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:  # another host of a shared file system was faster
+            pass
 
 
 def hosts_in(agent: dict[str, Any]) -> list[str]:
@@ -180,11 +193,13 @@ def at_home(agent: dict[str, Any], expand: Callable[[str], str] = os.path.expand
 def start(request: dict[str, Any]) -> None:
     """Say where the hub is, and become the program that starts the agent; that one gives the answer."""
     directory = os.path.expanduser(request["directory"])
+    argv = [os.path.expanduser(word) for word in request["argv"]]
+    for path in (directory, *(word for word in argv[1:4] if word.startswith("/"))):  # its orders, and its code
+        check(path)
     if request["node"] == 0:
         drop_link_if_shared(directory)
     if request["link"] is not None:
         write(os.path.join(directory, "link.json"), json.dumps(request["link"]), 0o600)
-    argv = [os.path.expanduser(word) for word in request["argv"]]
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -300,7 +315,10 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
 
 def end(directory: str, config: dict[str, Any]) -> None:
     """SIGKILL what is left of an attempt on this host; its own agent's code knows how."""
-    sys.path.insert(0, os.path.expanduser(str(config["runtime_tree"])))
+    tree = os.path.expanduser(str(config["runtime_tree"]))
+    for path in (directory, tree):
+        check(path)
+    sys.path.insert(0, tree)
     import orc_agent  # in the snapshot of the runtime
 
     orc_agent.kill_attempt(directory)
@@ -309,6 +327,7 @@ def end(directory: str, config: dict[str, Any]) -> None:
 def main() -> None:
     """Answer one request from standard input."""
     request = json.loads(sys.stdin.buffer.read())
+    os.environ[VARIABLE] = request.get("trusted", "")
     operations = {f.__name__: f for f in (look, prepare, start, cancel, reap, undo)}
     try:
         answer: dict[str, Any] = operations[request["do"]](request) or {}

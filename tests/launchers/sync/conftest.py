@@ -29,7 +29,7 @@ def tree(tmp_path: Path) -> Path:
     (root / "only.sh").write_text("#!/bin/sh\n")
     (root / "only.sh").chmod(0o755)
     (root / "latest").symlink_to("pkg/deep")
-    (root / "-n a\nme").write_text("odd\n")
+    (root / "-n a'me").write_text("odd\n")
     (root / "weights.bin").write_bytes(os.urandom(700_000))
     for number in range(100):
         (root / f"pkg/module_{number}.py").write_text(f"value = {number}\n" * 50)
