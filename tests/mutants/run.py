@@ -1,8 +1,9 @@
 """Measure which changes of the code the tests notice: mutmut over the groups of groups.ini (`make mutants`).
 
 run.py [GROUP...]   minutes to hours. Copies the rooms and the tests to .mutants/GROUP, where mutmut changes one
-expression at a time and runs the tests that reach it. Prints what survived, then for each module: killed, all, rate.
-What was interrupted goes on where it stopped, for what has not changed. docs/explanation/testing.md has the rates.
+expression at a time and runs the tests that reach it. Prints what survived (`mutmut show NAME` shows it), then for
+each module: killed, all, rate. What was interrupted goes on where it stopped.
+The rates are in docs/explanation/testing.md.
 """
 
 from __future__ import annotations
@@ -44,17 +45,14 @@ def prepare(work: Path, modules: list[str], tests: list[str]) -> None:
 
 
 def report(work: Path, modules: list[str]) -> None:
-    """Print the surviving mutants below *work* as changed lines, then a row for each of *modules*."""
+    """Print the names of the surviving mutants below *work* (for `mutmut show`), then a row for each of *modules*."""
     rows = []
     for module in modules:
         meta = work / "mutants" / "src" / "orc" / f"{module}.meta"
         ends = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
         lived = [name for name, end in ends.items() if end in SURVIVED + NOT_REACHED + NOT_RUN]
         for name in lived:
-            shown = subprocess.run([MUTMUT, "show", name], cwd=work, capture_output=True, text=True, check=False).stdout
-            why = {5: " (no test reaches it)", 33: " (no test reaches it)", None: " (not run)"}.get(ends[name], "")
-            print(f"\n{name}{why}")
-            print("\n".join(line for line in shown.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")))
+            print(f"{name}{' (no test reaches it)' if ends[name] in NOT_REACHED else ''}")
         killed = len(ends) - len(lived)
         rows.append(f"| `{module}` | {killed} | {len(ends)} | {100 * killed / max(len(ends), 1):.1f} % |")
     print("\n| module | killed | of | rate |\n|---|---|---|---|\n" + "\n".join(rows))
