@@ -37,7 +37,7 @@ def small(orc_home):
     """A state directory on a disk of its own."""
     state = orc_home / "state"
     state.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", state], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", state], check=True)
     yield state
     subprocess.run(["umount", "-l", state], check=True)
 
