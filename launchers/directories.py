@@ -7,7 +7,6 @@ from pathlib import Path
 
 from orc.launchers import strict_modes
 from orc.launchers.errors import LaunchError
-from orc.launchers.hashing import make_private
 
 
 def state_dir(*, create: bool = True) -> Path:
@@ -19,7 +18,9 @@ def state_dir(*, create: bool = True) -> Path:
     path = _place("ORC_STATE_DIR", "user_state_dir")
     refuse_untrusted(path, "state directory")
     try:
-        if create:
+        if create and not path.is_dir():
+            from orc.launchers.hashing import make_private  # rarely, and more than a start needs
+
             make_private(path)
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
