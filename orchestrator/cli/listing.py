@@ -59,6 +59,10 @@ def command(
         return
     if not rows:
         echo("no jobs", err=True)
+        from orc.orchestrator.job_files import unknown
+
+        if lost := unknown(client.workspace):
+            echo(f"jobs that have a directory here and are not in the ledger: {len(lost)}; `orc adopt`", err=True)
         return
     now = time.time()
     cells = [
