@@ -22,6 +22,7 @@ from orc.runtime.checkpoint.durable import (
 )
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.manifest import NAME, Manifest, foreign_entries, locate
+from orc.runtime.checkpoint.ownership import Ownership, disown, own
 from orc.runtime.checkpoint.remote import Place, Remote, RemoteFile
 
 
@@ -81,12 +82,16 @@ class LocalDestination(Destination):
 
     site:
         This site's number where every one writes a checkpoint of its own.
+    numbered:
+        It is one of a series, whose folder belongs to this run until it ends; a directory by itself only during a save.
     """
 
-    def __init__(self, target: Path, token: str, leads: bool, site: int | None) -> None:
+    def __init__(self, target: Path, token: str, leads: bool, site: int | None, *, numbered: bool = False) -> None:
         self.target: Path = target
         self.leads = leads
         self._site = site
+        self._numbered = numbered
+        self._owned: Ownership | None = None
         self._temporary = temporary_name(target, "" if site is None else f"site-{site}")
         self._mark = f".saving-{token}"  # shows that this directory was made for this save
 
@@ -98,6 +103,8 @@ class LocalDestination(Destination):
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
         target.parent.mkdir(parents=True, exist_ok=True)
+        part = "" if self._site is None else f"-site-{self._site}"
+        self._owned = own(target.parent, part if self._numbered else f"-{target.name}{part}")
         remove_tree(self._temporary)
         self._temporary.mkdir()
         (self._temporary / self._mark).touch()
@@ -161,12 +168,20 @@ class LocalDestination(Destination):
 
     def commit(self, manifest: Manifest) -> None:
         """Rename."""
+        assert self._owned is not None
+        self._owned.check()
         publish(self._temporary, self.target)
+        self._disown()
 
     def abandon(self) -> None:
         """Remove the temporary directory."""
-        if self.leads:
+        if self.leads and self._owned is not None:  # else it may be another run's
             remove_tree(self._temporary)
+            self._disown()
+
+    def _disown(self) -> None:
+        if self._owned is not None and not self._numbered:
+            disown(self._owned)
 
 
 class RemoteDestination(Destination):

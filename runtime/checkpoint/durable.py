@@ -197,8 +197,10 @@ def replaced_name(target: Path) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that may or may not be there."""
-    if path.exists():
+    """Remove a directory that may or may not be there; of a link only the link, and what else has its name too."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)
 
 

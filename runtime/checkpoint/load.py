@@ -6,15 +6,16 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.checkpoint import layout, pickled, remote, rng
+from orc.runtime.checkpoint import fit, layout, pickled, remote, rng
 from orc.runtime.checkpoint.copying import Copies
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.manifest import (
@@ -161,34 +162,54 @@ def load(
     With *roll_over* a loader that had yielded the last batch of an epoch is at the start of the next one.
 
     Raises:
-        CheckpointError: something prepared has no counterpart in the checkpoint, or does not fit it.
+        CheckpointError: on every rank, something prepared on any has no counterpart in the checkpoint, or does not fit
+            it; everything is as it was before.
     """
     directory, manifest = checked.directory, checked.manifest
-    models = list(prepared.models)
-    for hook in hooks:
-        hook(models, str(directory))
-    states = {}
+    options = dict(model_options or {})
+    states: dict[str, Any] = {}
+    random_states: Any = None
     error: str | None = None
     try:
-        _check_counterparts(directory, manifest, prepared, models)
+        _check_counterparts(directory, manifest, _names(prepared))
         for name in _names(prepared):
             states[name] = _unpickle(directory / name, map_location)
+        _check_states(directory, prepared, states)
         if roll_over:
             for index in range(len(prepared.dataloaders)):
                 name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
                 states[name] = next_epoch(states[name])
         _check_positions(context, directory, prepared, states)
+        random_states = _random_states(context, directory, manifest)
     except CheckpointError as failure:
         error = str(failure)
+    models = list(prepared.models)
+    if hooks:
+        # They may load something by themselves: not before the rest is known to fit.
+        meeting.hold("load_state (reading)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+        for hook in hooks:
+            hook(models, str(directory))
+    if error is None:
+        error = _error_of(lambda: _check_models(directory, manifest, models, options))
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
-    meeting.hold("load_state (reading)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+    meeting.hold("load_state (checking)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+    with ExitStack() as undo:
+        error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
+        for index, model in enumerate(models):
+            if error is None and fit.decides_itself(model):
+                load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
+                name = _model_path(directory, manifest, index).name
+                error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
+        meeting.hold("load_state (trying)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+        undo.pop_all()
     with Copies() as copies:
         # The largest first, in threads beside the models.
         ready = {}
         for name, optimizer in _optimizers(prepared).items():
             ready[name] = _unmapped(states.pop(name), copies, optimizer.state_dict())
         for index, model in enumerate(models):
-            _load_model(directory, manifest, index, model, map_location, dict(model_options or {}))
+            if not fit.decides_itself(model):
+                _load_model(directory, manifest, index, model, map_location, options)
         copies.wait()
         for name, target in _names(prepared).items():
             state = ready.pop(name) if name in ready else _unmapped(states.pop(name), copies)
@@ -198,7 +219,38 @@ def load(
             except (ValueError, KeyError, RuntimeError) as failure:
                 raise CheckpointError(f"{directory / name} does not fit what is prepared: {failure}") from failure
             del state
-    _restore_rng(context, directory, manifest)
+    if random_states is None:
+        rng.reseed(manifest.id, context.rank)
+    else:
+        rng.restore(random_states, context.device, context.xla)
+
+
+def _try(
+    undo: ExitStack,
+    context: RunContext,
+    checked: Verified,
+    prepared: Prepared,
+    states: Mapping[str, Any],
+    random_states: Any,
+) -> None:
+    """Load what decides by itself whether a state fits, into its place; *undo* puts everything back."""
+    if random_states is not None:
+        undo.callback(rng.restore, rng.capture(context.xla), context.device, context.xla)
+        rng.restore(random_states, context.device, context.xla)
+    loaders = _loaders(prepared)
+    for name, target in _names(prepared).items():
+        if name not in loaders and fit.decides_itself(target):
+            # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
+            state = recursively_apply(lambda one: one, states[name])
+            fit.load_tentatively(undo, str(checked.directory / name), target, partial(target.load_state_dict, state))
+
+
+def _error_of(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _optimizers(prepared: Prepared) -> dict[str, Any]:
@@ -209,13 +261,19 @@ def _optimizers(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _loaders(prepared: Prepared) -> dict[str, Any]:
+    """File names of the loaders."""
+    return {
+        layout.numbered(layout.SAMPLER_NAME, index, "bin"): loader for index, loader in enumerate(prepared.dataloaders)
+    }
+
+
 def _names(prepared: Prepared) -> dict[str, Any]:
     """File names of everything but models and random states, with the object that each belongs to."""
     named = _optimizers(prepared)
     for index, scheduler in enumerate(prepared.schedulers):
         named[layout.numbered(layout.SCHEDULER_NAME, index, "bin")] = scheduler
-    for index, loader in enumerate(prepared.dataloaders):
-        named[layout.numbered(layout.SAMPLER_NAME, index, "bin")] = loader
+    named |= _loaders(prepared)
     if prepared.scaler is not None:
         named[layout.SCALER_NAME] = prepared.scaler
     for index, registered in enumerate(prepared.custom):
@@ -223,20 +281,39 @@ def _names(prepared: Prepared) -> dict[str, Any]:
     return named
 
 
-def _check_counterparts(
-    directory: Path, manifest: Manifest, prepared: Prepared, models: Sequence[torch.nn.Module]
-) -> None:
-    missing = [name for name in _names(prepared) if name not in manifest.files]
-    missing += [
-        layout.model_file(index)
-        for index in range(len(models))
-        if layout.model_file(index) not in manifest.files and layout.model_file(index, False) not in manifest.files
-    ]
+def _check_counterparts(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    missing = [name for name in names if name not in manifest.files]
     if missing:
         raise CheckpointError(
             f"{directory} holds no {', '.join(missing)}: more is prepared or registered here than when it was saved; "
             "load into the same script's objects"
         )
+
+
+def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
+    loaders = _loaders(prepared)
+    for name, target in _names(prepared).items():
+        wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
+        if wrong is not None:
+            kind = "is no position of a loader" if name in loaders else "does not fit what is prepared"
+            raise CheckpointError(f"{directory / name} {kind}: {wrong}. Nothing was loaded")
+
+
+def _check_models(
+    directory: Path, manifest: Manifest, models: Sequence[torch.nn.Module], options: Mapping[str, Any]
+) -> None:
+    paths = [_model_path(directory, manifest, index) for index in range(len(models))]
+    _check_counterparts(directory, manifest, [path.name for path in paths])
+    for path, model in zip(paths, models, strict=True):
+        state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path)
+        wrong = fit.problem(model, state, strict=options.get("strict", True))
+        if wrong is not None:
+            raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
+
+
+def _model_path(directory: Path, manifest: Manifest, index: int) -> Path:
+    safe, other = layout.model_file(index), layout.model_file(index, False)
+    return directory / (other if other in manifest.files and safe not in manifest.files else safe)
 
 
 def _check_positions(context: RunContext, directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
@@ -306,9 +383,8 @@ def _filled(value: Any, current: Any, copies: Copies) -> Any:
 def _load_model(
     directory: Path, manifest: Manifest, index: int, model: torch.nn.Module, map_location: Any, options: dict[str, Any]
 ) -> None:
-    safe = layout.model_file(index) in manifest.files
-    path = directory / layout.model_file(index, safe)
-    state = read_weights(path) if safe else _unpickle(path, map_location)
+    path = _model_path(directory, manifest, index)
+    state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path, map_location)
     try:
         extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
     except RuntimeError as error:
@@ -317,21 +393,24 @@ def _load_model(
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, mapped into memory, with the names that share a tensor."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        aliases = json.loads((file.metadata() or {}).get("orc.aliases", "{}"))
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            aliases = json.loads((file.metadata() or {}).get("orc.aliases", "{}"))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     for alias, name in aliases.items():
         state[alias] = state[name]
     return state
 
 
-def _restore_rng(context: RunContext, directory: Path, manifest: Manifest) -> None:
+def _random_states(context: RunContext, directory: Path, manifest: Manifest) -> Any:
+    """Return this rank's saved generators; `None` for a rank that there was not."""
     name = layout.random_states_file(context.rank)
     if name in manifest.files:
-        rng.restore(_unpickle(directory / name), context.device, context.xla)
-        return
+        return _unpickle(directory / name)
     if context.rank < manifest.world_size:
         raise CheckpointError(f"{directory} holds no {name}: the random numbers of this rank cannot be continued")
-    rng.reseed(manifest.id, context.rank)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -16,8 +17,9 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.names import safe_relative_name
 
 NAME = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _CRC32_ONLY = 1  # the format before manifests named their algorithm
+_UNCHECKED = (_CRC32_ONLY, 2)  # formats before manifests checked themselves
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        data = {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "id": self.id,
             "step": self.step,
@@ -54,14 +56,16 @@ class Manifest:
                 name: {"size": record.size, "sums": list(record.sums)} for name, record in sorted(self.files.items())
             },
         }
+        data["own_checksum"] = _own_checksum(data)
         return (json.dumps(data, indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
         """Inverse of `to_json`. Raises `ValueError` for anything else."""
         raw = json.loads(data)
-        if not isinstance(raw, dict) or raw.get("format") not in (_CRC32_ONLY, FORMAT):
+        if not isinstance(raw, dict) or raw.get("format") not in (*_UNCHECKED, FORMAT):
             raise ValueError(f"format {raw.get('format') if isinstance(raw, dict) else raw!r}, expected {FORMAT}")
+        own = raw.pop("own_checksum", None)
         try:
             checksum = "crc32" if raw["format"] == _CRC32_ONLY else str(raw["checksum"])
             if checksum not in ALGORITHMS:
@@ -75,7 +79,7 @@ class Manifest:
                 str(name): FileRecord(int(record["size"]), tuple(int(value) for value in record[field]))
                 for name, record in raw["files"].items()
             }
-            return cls(
+            manifest = cls(
                 str(raw["id"]),
                 int(raw["step"]),
                 int(raw["epoch"]),
@@ -88,6 +92,14 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
+        if own != _own_checksum(raw) and (own is not None or raw["format"] not in _UNCHECKED):
+            raise ValueError("it does not hold what was written: its own checksum differs")
+        return manifest
+
+
+def _own_checksum(data: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest's content *data*, however it is laid out in the file."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def locate(directory: Path) -> Path:

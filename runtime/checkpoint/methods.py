@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -58,7 +60,7 @@ class Checkpointing(StateSaving):
     def _close_boundary(self) -> None:
         try:
             if "_checkpoints" in self.__dict__:
-                self._checkpoints.finish()
+                self._checkpoints.close()
         finally:
             if "_boundary" in self.__dict__:
                 self._boundary.close()
@@ -84,7 +86,7 @@ class Checkpointing(StateSaving):
                 host memory, and write that in a thread; an error is raised by the next `save_state`, `load_state`,
                 `resume`, `wait_for_checkpoint` or `end_training`, which wait for the thread, as the end of the process
                 does.
-            save_model_func_kwargs: accepted for engines that take them; none here.
+            save_model_func_kwargs: for engines that save models by themselves; the one here does not, and warns.
 
         Returns:
             The directory.
@@ -94,9 +96,7 @@ class Checkpointing(StateSaving):
                 (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
-        if save_model_func_kwargs:
-            names = ", ".join(sorted(save_model_func_kwargs))
-            raise TypeError(f"save_state: the engine in use takes no further arguments ({names})")
+        _warn_of_unused("save_state", save_model_func_kwargs)
         return str(self._save(_place(output_dir), safe_serialization, block))
 
     def _save(self, directory: Place | None = None, safe: bool = True, block: bool = True) -> Place:
@@ -126,7 +126,8 @@ class Checkpointing(StateSaving):
 
         Args:
             input_dir: the directory; without it the newest complete checkpoint.
-            load_kwargs: ``map_location`` for everything that is loaded.
+            load_kwargs: ``map_location`` for everything that is loaded. Anything else of ``torch.load`` has no effect,
+                with a warning: files are mapped into memory, and read as ``weights_only=True`` does.
             load_model_func_kwargs: ``map_location``, and arguments of the models' ``load_state_dict`` (``strict``).
 
         Raises:
@@ -134,10 +135,9 @@ class Checkpointing(StateSaving):
         """
         options, loading = dict(load_model_func_kwargs), dict(load_kwargs or {})
         location = options.pop("map_location", loading.pop("map_location", None))
-        if not loading.pop("weights_only", True):
-            raise ValueError("load_state: weights_only=False would let a checkpoint run code; it is not supported")
-        if loading:
-            raise TypeError(f"load_state: load_kwargs has {', '.join(sorted(loading))}; it takes map_location")
+        if loading.get("weights_only"):
+            del loading["weights_only"]
+        _warn_of_unused("load_state", loading)
         with self._aside():
             self._checkpoints.load(
                 _place(input_dir),
@@ -193,6 +193,11 @@ class Checkpointing(StateSaving):
         state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
         if self.ctx.is_local_main if each_node else self.ctx.is_main:
             save_model(model, save_directory, max_shard_size, safe_serialization, state)
+
+
+def _warn_of_unused(method: str, options: Mapping[str, Any]) -> None:
+    if options:
+        warnings.warn(f"{method}: {', '.join(sorted(options))} has no effect with the engine in use", stacklevel=3)
 
 
 def _place(given: str | os.PathLike[str] | None) -> Place | None:

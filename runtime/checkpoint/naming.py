@@ -9,6 +9,7 @@ from typing import Any
 
 from orc.runtime.checkpoint.durable import remove_tree, sync_directory
 from orc.runtime.checkpoint.manifest import is_committed, locate
+from orc.runtime.checkpoint.ownership import forget_dead
 from orc.runtime.checkpoint.sites import MARK
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -63,6 +64,7 @@ class CheckpointRoot:
                 remove_tree(entry)
             elif MARK.fullmatch(entry.name):
                 entry.unlink()
+        forget_dead(self.path.absolute())
         if removed:
             sync_directory(self.path)
         return removed

@@ -18,6 +18,7 @@ from orc.runtime.checkpoint.load import Verified, load, verified
 from orc.runtime.checkpoint.manifest import locate, read_manifest
 from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.naming import CheckpointRoot, number_of
+from orc.runtime.checkpoint.ownership import release_all
 from orc.runtime.checkpoint.remote import Place, Remote, RemoteRoot, place
 from orc.runtime.checkpoint.save import Progress, SaveRequest, attempt, capture, looks, open_destination, save, write
 from orc.runtime.checkpoint.sites import Survey
@@ -145,13 +146,12 @@ class RunCheckpoints:
         keep = self.keep
 
         def retain(destination: Destination) -> None:
-            if numbered and root is not None and destination.leads:
+            if root is not None and destination.leads:
                 root.retain(keep)
 
         request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks))
         if block:
-            destination = save(self.context, self.meeting, self._survey, self.prepared, request)
-            retain(destination)
+            destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
         else:
             destination = self._save_beside(request, retain)
         target = destination.target
@@ -172,11 +172,10 @@ class RunCheckpoints:
 
         def finish() -> None:
             try:
-                write(self.context, meeting, request, opened, content, writers=1)
+                write(self.context, meeting, request, opened, content, retain, writers=1)
             except BaseException:
                 destination.abandon()
                 raise
-            retain(destination)
             meeting.part()
 
         self.background.start(f"saving {destination.target}", finish)
@@ -189,6 +188,13 @@ class RunCheckpoints:
         except CheckpointError:
             self.saved_step = -1
             raise
+
+    def close(self) -> None:
+        """Wait for what is written in the background, and let other runs save where this one did."""
+        try:
+            self.finish()
+        finally:
+            release_all()
 
     def load(
         self,

@@ -80,7 +80,12 @@ class Opened:
 
 
 def save(
-    context: RunContext, meeting: Meeting, survey: Survey, prepared: Prepared, request: SaveRequest
+    context: RunContext,
+    meeting: Meeting,
+    survey: Survey,
+    prepared: Prepared,
+    request: SaveRequest,
+    retain: Callable[[Destination], None],
 ) -> Destination:
     """Write a checkpoint; its destination when it is complete and durable.
 
@@ -90,7 +95,7 @@ def save(
     opened = open_destination(context, meeting, survey, request)
     destination = opened.destination
     try:
-        write(context, meeting, request, opened, capture(context, prepared, request, destination))
+        write(context, meeting, request, opened, capture(context, prepared, request, destination), retain)
     except BaseException:
         destination.abandon()
         raise
@@ -120,7 +125,9 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
         destination = RemoteDestination(where, f".{token}-" if taken else "", context.is_main)
     else:
         sites = survey.at(where.parent, "save_state")
-        destination = LocalDestination(where, token, sites.leads, sites.mine if sites.several else None)
+        destination = LocalDestination(
+            where, token, sites.leads, sites.mine if sites.several else None, numbered=request.directory is None
+        )
     try:
         error = attempt(destination.prepare)[1] if destination.leads else None
         meeting.hold("save_state (making the directory)", error, agree_on_no_error)
@@ -176,10 +183,12 @@ def write(
     request: SaveRequest,
     opened: Opened,
     content: Content,
+    retain: Callable[[Destination], None],
     *,
     writers: int = _WRITERS,
 ) -> None:
-    """Write and commit what `capture` collected, the last part of a save.
+    """Write and commit what `capture` collected, the last part of a save. *retain* removes what it takes the place of,
+    before any rank goes on.
 
     Raises:
         CheckpointError: a rank could not; nothing has changed.
@@ -212,6 +221,11 @@ def write(
     if destination.leads:
         error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
     meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+    if request.directory is None:
+        error = attempt(lambda: retain(destination))[1]
+        if error is not None:
+            error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
+        meeting.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 
 def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:

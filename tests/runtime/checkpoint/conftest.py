@@ -11,9 +11,9 @@ from orc.runtime.context import reset_default
 class Run:
     """A model, an optimizer, a schedule and a shuffled loader, prepared; ``train`` yields after each step."""
 
-    def __init__(self, project_dir=None, seed=0, batch_size=4, **options):
+    def __init__(self, project_dir=None, seed=0, batch_size=4, samples=24, **options):
         fixed = torch.Generator().manual_seed(1)
-        data = TensorDataset(torch.randn(24, 4, generator=fixed), torch.randn(24, 1, generator=fixed))
+        data = TensorDataset(torch.randn(samples, 4, generator=fixed), torch.randn(samples, 1, generator=fixed))
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

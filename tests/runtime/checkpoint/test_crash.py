@@ -69,6 +69,7 @@ def kill_everywhere(root, numbered, swaps):
     accelerator.load_state(target)
     results.append({value for parameter in model.parameters() for value in parameter.flatten().tolist()})
     accelerator.save_state(target)
+    accelerator.end_training()
     left = sorted(os.listdir(os.path.join(root, "checkpoints") if numbered else root))
     return results, left
 

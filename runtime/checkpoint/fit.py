@@ -1,0 +1,169 @@
+"""Whether a checkpoint's states fit what is prepared, judged before anything is changed.
+
+What a model, an optimizer or a loader will take can be told from names, shapes and types. Everything else decides for
+itself when it loads: it is tried first, and put back when anything on any rank does not fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.parallel import extract_model_from_parallel
+
+# State of torch's optimizers that has the shape of its parameter, or of one that broadcasts to it.
+_LIKE_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "prev", "step_size", "ax"}
+)
+_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
+
+
+def decides_itself(target: Any) -> bool:
+    """Return whether only loading shows if *target* takes a state."""
+    target = _bare(target)
+    if isinstance(target, nn.Module):
+        return any(_loads_itself(module) for module in target.modules())
+    if isinstance(target, torch.optim.Optimizer):
+        return not _is_torchs(target, ("load_state_dict", "state_dict")) or bool(
+            target._optimizer_load_state_dict_pre_hooks  # they may translate what would not fit
+        )
+    return True
+
+
+def problem(target: Any, state: Any, *, strict: bool = True) -> str | None:
+    """Return why *target*, a model or an optimizer, would not take *state*; `None` where nothing speaks against it."""
+    target = _bare(target)
+    if decides_itself(target):
+        return None
+    if not isinstance(state, Mapping):
+        return f"it holds a {type(state).__name__}, not a state"
+    return _model_problem(target, state, strict) if isinstance(target, nn.Module) else _optimizer_problem(target, state)
+
+
+def position_problem(state: Any) -> str | None:
+    """Return why *state* is no position of a loader."""
+    if not isinstance(state, Mapping):
+        return f"it holds a {type(state).__name__}"
+    for name in ("epoch", "rounds", "offset", "global_batch", "length"):
+        value = state.get(name)
+        if type(value) is not int or value < 0:
+            return f"its {name} is {value!r}"
+    if type(state.get("live")) is not bool:
+        return f"its live is {state.get('live')!r}"
+    if not isinstance(state.get("key"), (dict, type(None))):
+        return f"its key is {state['key']!r}"
+    generator = state.get("generator")
+    if generator is not None and not (isinstance(generator, torch.Tensor) and generator.dtype == torch.uint8):
+        return f"its generator is a {type(generator).__name__}, not the state of one"
+    return None
+
+
+def load_tentatively(undo: ExitStack, name: str, target: Any, load: Callable[[], None]) -> None:
+    """Call *load*, which loads the state *name* into *target*; *undo* puts back what it had before.
+
+    Raises:
+        CheckpointError: the state does not fit.
+    """
+    before = _snapshot(target)
+    undo.callback(_put_back, name, target, before)
+    try:
+        load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{name} does not fit what is prepared: {type(error).__name__}: {error}") from error
+
+
+def _bare(target: Any) -> Any:
+    if isinstance(target, nn.Module):
+        return extract_model_from_parallel(target, keep_torch_compile=False)
+    return getattr(target, "optimizer", target) if isinstance(target, torch.optim.Optimizer) else target
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    if any(getattr(module, name, None) for name in _HOOKS):
+        return True
+    return not _is_torchs(module, _LOADING)
+
+
+def _is_torchs(target: Any, names: Iterable[str]) -> bool:
+    """Return whether the methods *names* of *target* are those of torch."""
+    return all(str(getattr(type(target), name).__module__).startswith("torch.") for name in names)
+
+
+def _snapshot(target: Any) -> Any:
+    target = _bare(target)
+    state = target.state_dict()
+    if isinstance(target, nn.Module):  # in host memory, which there is more of
+        return {key: one.detach().to("cpu", copy=True) if isinstance(one, torch.Tensor) else copy.deepcopy(one)
+                for key, one in state.items()}  # fmt: skip
+    return copy.deepcopy(state)
+
+
+def _put_back(name: str, target: Any, before: Any) -> None:
+    try:
+        _bare(target).load_state_dict(before)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} does not fit, and what it was to replace could not be put back: {type(error).__name__}: {error}; "
+            "start again instead of training on"
+        ) from error
+
+
+def _model_problem(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str | None:
+    here = model.state_dict()
+    lines = []
+    if strict:
+        # torch makes up for the one that old files of normalisation layers lack.
+        missing = sorted(name for name in here.keys() - state.keys() if not name.endswith("num_batches_tracked"))
+        lines += [f"missing: {', '.join(missing)}"] if missing else []
+        unexpected = sorted(state.keys() - here.keys())
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+    for name in here.keys() & state.keys():
+        mine, given = here[name], state[name]
+        if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
+            continue
+        if not isinstance(given, torch.Tensor):
+            lines.append(f"{name} is a {type(given).__name__}, not a tensor")
+        elif mine.shape != given.shape and not (mine.ndim == 0 and given.shape == (1,)):
+            lines.append(f"size mismatch of {name}: {list(given.shape)} in the checkpoint, {list(mine.shape)} here")
+    return "; ".join(lines) or None
+
+
+def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    groups, values = state.get("param_groups"), state.get("state")
+    try:
+        saved = [list(group["params"]) for group in groups or ()]
+    except (TypeError, KeyError):
+        return "its param_groups are not those of an optimizer"
+    if groups is None or not isinstance(values, Mapping) or not all(isinstance(v, Mapping) for v in values.values()):
+        return "it is not the state of an optimizer"
+    here = [group["params"] for group in optimizer.param_groups]
+    if [len(group) for group in saved] != [len(group) for group in here]:
+        return (
+            f"it has parameter groups of {[len(group) for group in saved]} parameters, the optimizer here has "
+            f"{[len(group) for group in here]}"
+        )
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    for group, parameters in zip(saved, here, strict=True):
+        for number, parameter in zip(group, parameters, strict=True):
+            for key, value in values.get(number, {}).items():
+                if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and not _like(value, parameter):
+                    return (
+                        f"size mismatch of {key} of parameter {number}: {list(value.shape)} in the checkpoint, the "
+                        f"parameter here has {list(parameter.shape)}"
+                    )
+    return None
+
+
+def _like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.numel() == 1 or value.shape == parameter.shape
