@@ -4,8 +4,31 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from orc.runtime.context import reset_default
 
 PAGES = Path(__file__).parents[2] / "docs/how-to"
+
+
+def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = re.search(r"^```python\n(.*?)^```", (PAGES / "resume.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    seen = []
+    for epochs in (2, 3):
+        reset_default()
+        model = torch.nn.Linear(1, 1)
+        namespace = {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+            "loader": torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2),
+            "epochs": epochs,
+        }
+        exec(compile(text, "resume.md", "exec"), namespace)
+        namespace["accelerator"].end_training()
+        seen.append((namespace["resumed"] is not None, namespace["epoch"]))
+    reset_default()
+    assert seen == [(False, 1), (True, 2)]
 
 
 @pytest.mark.parametrize(

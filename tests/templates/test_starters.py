@@ -85,6 +85,19 @@ def test_char_gpt_learns_and_writes(tmp_path: Path) -> None:
     assert len(done.stdout.rpartition("held-out loss")[2]) > 250
 
 
+@pytest.mark.distributed
+def test_char_gpt_counts_optimizer_steps_also_when_it_goes_on(tmp_path: Path) -> None:
+    folder = _start("char-gpt", tmp_path)
+    small = ("--context", "8", "--width", "8", "--heads", "2", "--layers", "1", "--sample", "4")
+    launch = ("launch", "--cpu", "--env", "ORC_GRADIENT_ACCUMULATION_STEPS=3", "train.py", *small)
+    for steps, resumed in ((4, False), (6, True)):
+        done = _orc(*launch, "--steps", str(steps), cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert ("after step 4" in done.stdout) is resumed
+        newest = max((folder / "runs" / "checkpoints").glob("checkpoint_*"))
+        assert json.loads((newest / "manifest.json").read_text())["step"] == steps
+
+
 def test_the_text_of_char_gpt_is_long_enough_and_plain() -> None:
     folder = Path(__file__).parents[2] / "templates" / "starters" / "char-gpt"
     text = (folder / "shakespeare.txt").read_text(encoding="ascii")

@@ -143,6 +143,8 @@ def main():
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue  # a step is the optimizer's, and comes with the last batch that it accumulates
             step += 1
             if step % 20 == 0:
                 mean = accelerator.reduce(loss.detach(), reduction="mean").item()
