@@ -638,6 +638,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "utils":  # `import orc.runtime as accelerate; accelerate.utils` needs no second import
+        return importlib.import_module(f"{__name__}.utils")
     home = _EXPORTS.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ from orc.runtime.handlers import (
 )
 from orc.runtime.options import ONE_STEP, gather_options, refuse_environment
 from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.precision import check_precision, get_grad_scaler, get_mixed_precision_context_manager
+from orc.runtime.precision import autocast_for, check_precision, loss_scaler
 from orc.runtime.preparing import Preparing
 from orc.runtime.process_group import close
 from orc.runtime.profiling import Profiling
@@ -49,7 +49,8 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
     Args:
         device_placement: put models and batches on the device.
         split_batches: cut each batch over the processes instead of giving each process whole ones.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; else ``ORC_MIXED_PRECISION``, ``ACCELERATE_MIXED_PRECISION``.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; else ``ORC_MIXED_PRECISION``,
+            ``ACCELERATE_MIXED_PRECISION``, ``MIXED_PRECISION``.
         gradient_accumulation_steps: batches per optimizer step; when not given the environment (as above), else 1.
         cpu: stay on the CPU.
         dataloader_config: how loaders are distributed.
@@ -147,7 +148,7 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
         if options.accumulation is not None:
             apply_plugin(ctx.gradient, options.accumulation)
         self._gradient = ctx.gradient
-        scaler = get_grad_scaler(config.mixed_precision, ctx.device, options.scaler)
+        scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler)
         self._engine = NativeEngine(ctx, scaler, self._trained_parameters)
         self._accumulation = Accumulation(ctx.gradient, self._engine)
         self._prepared = Prepared(scaler=scaler, steps=self._steps_taken)
@@ -262,9 +263,7 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A block in mixed precision, or in what *autocast_handler* says."""
-        return get_mixed_precision_context_manager(
-            self.mixed_precision, self.device, autocast_handler or self._options.autocast
-        )
+        return autocast_for(self.mixed_precision, self.device, autocast_handler or self._options.autocast)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them."""

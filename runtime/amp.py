@@ -25,7 +25,7 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     ctx = current_context()
-    return precision.get_mixed_precision_context_manager(ctx.config.mixed_precision, ctx.device, autocast_kwargs)
+    return precision.autocast_for(ctx.config.mixed_precision, ctx.device, autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> torch.amp.GradScaler:

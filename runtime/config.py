@@ -1,9 +1,9 @@
 """The runtime's configuration: one table of keys, read by training processes and by the launch layer. Torch-free.
 
 A value comes from the first of: an argument in the script, ``ORC_<KEY>`` in the environment, the documented
-``ACCELERATE_<KEY>`` (fall-back), the default. It is resolved once, with its provenance, and never written back to the
-environment. The launch layer uses the same table the other way round: `to_env` turns the ``runtime:`` section of a job
-file into the ``ORC_*`` variables that `resolve` reads on the nodes.
+``ACCELERATE_<KEY>`` (fall-back) or its older spelling, the default. It is resolved once, with its provenance, and never
+written back to the environment. The launch layer uses the same table the other way round: `to_env` turns the
+``runtime:`` section of a job file into the ``ORC_*`` variables that `resolve` reads on the nodes.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Key:
     default: Any
     doc: str
     accelerate: str | None = None  # the documented variable of Accelerate, when there is one
+    older: str | None = None  # an older spelling of that, which documents still show
 
     @property
     def variable(self) -> str:
@@ -131,6 +132,7 @@ KEYS: dict[str, Key] = {
             "no",
             "Precision of forward and backward.",
             "ACCELERATE_MIXED_PRECISION",
+            "MIXED_PRECISION",
         ),
         Key(
             "downcast_bf16",
@@ -314,7 +316,7 @@ def resolve(arguments: Mapping[str, Any], env: Mapping[str, str]) -> RuntimeConf
         if arguments.get(name) is not None:
             values[name] = Value(check(name, arguments[name]), "argument")
             continue
-        for variable in filter(None, (key.variable, key.accelerate)):
+        for variable in filter(None, (key.variable, key.accelerate, key.older)):
             if variable in env:
                 try:
                     values[name] = Value(key.parse(env[variable]), variable)

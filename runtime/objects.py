@@ -47,8 +47,10 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a module inside *module* is compiled."""
-    return any(is_compiled_module(one) for one in module.modules() if one is not module)
+    """Return whether a module inside *module* is compiled: wrapped, or in place as regional compilation does it."""
+    return any(
+        is_compiled_module(one) or one._compiled_call_impl is not None for one in module.modules() if one is not module
+    )
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

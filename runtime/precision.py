@@ -35,7 +35,7 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
         raise LaunchError(f"mixed_precision=bf16 needs a newer GPU than {torch.cuda.get_device_name(device)}; use fp16")
 
 
-def get_grad_scaler(
+def loss_scaler(
     mixed_precision: str, device: torch.device, options: GradScalerKwargs | None = None
 ) -> torch.amp.GradScaler | None:
     """The loss scaler that fp16 needs; `None` for every other precision."""
@@ -44,7 +44,7 @@ def get_grad_scaler(
     return torch.amp.GradScaler(device.type, **(options.to_kwargs() if options else {}))
 
 
-def get_mixed_precision_context_manager(
+def autocast_for(
     mixed_precision: str, device: torch.device, options: AutocastKwargs | None = None
 ) -> contextlib.AbstractContextManager[Any]:
     """A fresh autocast context, or one that does nothing when there is no mixed precision and nothing to disable."""
@@ -75,7 +75,7 @@ class AutocastForward:
         try:
             context = self._idle.pop()
         except IndexError:
-            context = get_mixed_precision_context_manager(*self._settings)
+            context = autocast_for(*self._settings)
         with context:
             output = self.original(*args, **kwargs)
         self._idle.append(context)
@@ -97,7 +97,7 @@ class TraceableAutocastForward(AutocastForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, half-precision tensors as float32."""
-        with get_mixed_precision_context_manager(*self._settings):
+        with autocast_for(*self._settings):
             output = self.original(*args, **kwargs)
         return convert_to_fp32(output)
 

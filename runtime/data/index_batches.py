@@ -183,6 +183,11 @@ class CustomBatches(PassSampler):
             yield from self.shard.batches_from(current.rounds, left)
 
     @property
+    def given(self) -> Any:
+        """The script's own batch sampler; with several processes the `BatchSamplerShard` that holds it."""
+        return self.shard if self.world_size > 1 else self.shard.batch_sampler
+
+    @property
     def _chunks(self) -> bool:
         """Whether the batches are no more than consecutive samples of a sampler, so that any others will do."""
         return type(self.shard.batch_sampler) is BatchSampler

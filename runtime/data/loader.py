@@ -333,10 +333,17 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         rows = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
         self.total_batch_size = total_batch_size or rows * self.world_size
         self.__dict__["batch_size"] = rows if self.batch_sampler is not None else None
+        sampler = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        self._pass_sampler = sampler if isinstance(sampler, PassSampler) else None
+        if isinstance(sampler, CustomBatches) and sampler is self.batch_sampler:
+            self.__dict__["batch_sampler"] = sampler.given  # scripts look for their own object there
 
     def _passes(self) -> PassSampler | None:
-        sampler = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        return sampler if isinstance(sampler, PassSampler) else None
+        return self._pass_sampler
+
+    @property
+    def _index_sampler(self) -> Any:  # what torch iterates
+        return super()._index_sampler if self._pass_sampler is None else self._pass_sampler
 
     def _stateful(self) -> Any:
         """The dataset, if it is a stream that can say where it is and go on from there in this process."""

@@ -64,7 +64,7 @@ def _override(loaders: Sequence[Any], even_batches: bool) -> list[Callable[[], N
     restore: list[Callable[[], None]] = []
     fixed = False
     for loader in loaders:
-        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        sampler = loader._passes()
         if (plan := getattr(sampler, "plan", None)) is not None:
             holder, name, value = sampler, "plan", dataclasses.replace(plan, even_batches=even_batches)
         elif (shard := getattr(sampler, "shard", None)) is not None:

@@ -14,6 +14,8 @@ def test_an_argument_beats_orc_beats_accelerate_beats_the_default():
         ({"mixed_precision": "no"}, env, "no", "argument"),
         ({"mixed_precision": None}, env, "fp16", "ORC_MIXED_PRECISION"),
         ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16", "ACCELERATE_MIXED_PRECISION"),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "bf16", "MIXED_PRECISION": "fp16"}, "bf16", "ACCELERATE_MIXED_PRECISION"),
+        ({}, {"MIXED_PRECISION": "fp16"}, "fp16", "MIXED_PRECISION"),
         ({}, {}, "no", "default"),
     ]
     for arguments, environment, value, source in cases:

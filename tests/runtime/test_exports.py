@@ -27,6 +27,19 @@ def test_importing_the_package_is_cheap():
     assert min(float(python(code)) for _ in range(2)) < 0.005
 
 
+def test_the_utilities_need_no_import_of_their_own():
+    assert python("import orc.runtime as a; print(a.utils.set_seed is a.set_seed, a.utils.__name__)") == (
+        "True orc.runtime.utils"
+    )
+
+
+def test_a_scaler_and_an_autocast_context_are_made_by_one_function_each():
+    root = Path(orc.runtime.__file__).parent
+    for name in ("get_grad_scaler", "get_mixed_precision_context_manager"):
+        homes = [path.name for path in root.rglob("*.py") if f"def {name}(" in path.read_text()]
+        assert homes == ["amp.py"], name
+
+
 def test_star_import_brings_every_name():
     assert python("from orc.runtime import *; print(Accelerator.__name__, set_seed.__name__)") == "Accelerator set_seed"
 

@@ -395,19 +395,19 @@ def test_an_unknown_precision_is_refused():
 
 def test_the_building_blocks_of_mixed_precision():
     from orc.runtime.precision import (
+        autocast_for,
         convert_outputs_to_fp32,
-        get_grad_scaler,
-        get_mixed_precision_context_manager,
         is_bf16_available,
+        loss_scaler,
     )
 
     cpu = torch.device("cpu")
     assert is_bf16_available()
-    assert get_grad_scaler("bf16", cpu) is None
-    assert get_grad_scaler("fp16", cpu, GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
-    with get_mixed_precision_context_manager("bf16", cpu):
+    assert loss_scaler("bf16", cpu) is None
+    assert loss_scaler("fp16", cpu, GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
+    with autocast_for("bf16", cpu):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.bfloat16
-    with get_mixed_precision_context_manager("no", cpu):
+    with autocast_for("no", cpu):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
 
     @convert_outputs_to_fp32

@@ -200,3 +200,29 @@ def test_an_epoch_costs_a_rank_one_permutation_and_seeking_builds_no_batch():
     finally:
         tracemalloc.stop()
     assert peak < 500_000, "no lists of indices but this rank's next batch"
+
+
+class Buckets:
+    """A batch sampler of the script's own."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7]][: self.size])
+
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_sampler_of_the_scripts_own_stays_in_sight(world):
+    loader = prepare(DataLoader(range(8), batch_sampler=Buckets(2)), ranks=world, even_batches=False)
+    seen = loader.batch_sampler
+    if world > 1:
+        assert isinstance(seen, BatchSamplerShard)
+        seen = seen.batch_sampler
+    assert type(seen) is Buckets
+    seen.size = 4
+    assert len(loader) == 4 // world
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]][::world]

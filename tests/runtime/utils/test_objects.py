@@ -19,6 +19,8 @@ from orc.runtime import (
     model_has_dtensor,
     recursive_getattr,
 )
+from orc.runtime.engine.compile import compile_model
+from orc.runtime.handlers import TorchDynamoPlugin
 
 
 def test_mappings_are_merged_into_the_destination():
@@ -56,6 +58,13 @@ def test_compiled_models():
     assert has_compiled_regions(nn.Sequential(compiled))
     assert not has_compiled_regions(nn.Sequential(model))
     assert not model_has_dtensor(model)
+
+
+def test_blocks_compiled_in_place_are_compiled_regions():
+    model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]))
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    assert compile_model(model, plugin) is model
+    assert has_compiled_regions(model)
 
 
 def test_a_state_dict_for_safetensors(tmp_path, caplog):
