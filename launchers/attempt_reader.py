@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from orc.launchers.transport import Transport
 
 CHUNK_BYTES = 1 << 20
+# What the batch script, srun and Slurm itself say; other backends have nothing between them and the agents.
+LAUNCHER_LOG = "slurm.log"
 _LOG = re.compile(r"(rank|node)-([0-9]+)\.log")
 Record = Mapping[str, Any]
 
@@ -153,16 +155,17 @@ def _read(transport: Transport, paths: Iterable[str]) -> dict[str, dict[str, Any
 
 
 def log_selectors(transport: Transport, directory: str) -> list[LogSelector]:
-    """The logs that an attempt has so far: ranks in order, then nodes."""
+    """The logs that an attempt has so far: ranks in order, then nodes, then the launcher's."""
     names = transport.names(posixpath.join(directory, "logs"))
     found = sorted((match[1] == "node", int(match[2])) for name in names if (match := _LOG.fullmatch(name)))
-    return [LogSelector(node=number) if is_node else LogSelector(rank=number) for is_node, number in found]
+    own = [LogSelector(node=number) if is_node else LogSelector(rank=number) for is_node, number in found]
+    return [*own, LogSelector(launcher=True)] if LAUNCHER_LOG in names else own
 
 
 def read_log(transport: Transport, directory: str, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
     """What one log holds from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not there."""
     name = f"rank-{selector.rank}.log" if selector.rank is not None else f"node-{selector.node}.log"
-    path = posixpath.join(directory, "logs", name)
+    path = posixpath.join(directory, "logs", LAUNCHER_LOG if selector.launcher else name)
     while True:
         try:
             data = transport.read(path, offset=offset, limit=CHUNK_BYTES)

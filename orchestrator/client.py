@@ -178,11 +178,17 @@ class Client(FunctionCalls):
             self.refresh([record.id])  # whoever seems to be in its way may have left since somebody looked
         return self.job(record.id)
 
-    def cancel(self, job_ids: Sequence[str], *, grace_s: float | None = None) -> list[JobView]:
+    def cancel(
+        self,
+        job_ids: Sequence[str],
+        *,
+        grace_s: float | None = None,
+        on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> list[JobView]:
         """Ask jobs to end, giving their ranks *grace_s* seconds (the job's own grace by default).
 
-        The wish is durable first; if a cluster cannot be reached now, the next pass passes it on. Jobs that have ended
-        stay as they are.
+        The wish is durable first; if a cluster cannot be reached now, the next pass passes it on, and *on_unreachable*
+        is called with the clusters and why. Jobs that have ended stay as they are.
         """
         ids = [self._known(job_id) for job_id in job_ids]
         self._settle()
@@ -193,6 +199,8 @@ class Client(FunctionCalls):
         views = [self.job(job_id) for job_id in ids]
         if self.workspace.ledger.volatile:
             self._check_cancelled(ids, report)
+        if report.unreachable and on_unreachable:
+            on_unreachable(report.unreachable)
         return views
 
     def _check_cancelled(self, ids: Sequence[str], report: PassReport) -> None:

@@ -161,14 +161,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class LogSelector:
-    """Which log: one rank, or one node's agent and launcher output, of one attempt."""
+    """Which log of one attempt: a rank's, what a node's agent and launcher print, or what starts the agents prints."""
 
     rank: int | None = None
     node: int | None = None
+    launcher: bool = False
 
     def __post_init__(self) -> None:
-        if (self.rank is None) == (self.node is None):
-            raise ValueError("a log selector names a rank or a node")
+        if (self.rank is not None) + (self.node is not None) + self.launcher != 1:
+            raise ValueError("a log selector names a rank, a node or the launcher")
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,15 @@ class Surveying(Protocol):
         ...
 
 
+@runtime_checkable
+class Checking(Protocol):
+    """What a backend can find wrong with its cluster before there is a job for it, on top of `Backend.preflight`."""
+
+    def check(self) -> list[Finding]:
+        """Errors and warnings. Changes nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class PartitionReport:
     """One partition of a cluster that has a queue of its own, as it is now."""
@@ -320,6 +330,15 @@ class PartitionReport:
     idle_cpus: int
     limit_s: float | None  # the longest time limit; `None` for no bound
     gres: tuple[str, ...] = ()  # per node, like ``gpu:a100:4``; one for each sort of node that has some
+    gres_nodes: tuple[int, ...] = ()  # how many nodes have each of them
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The generic resources as people read them: ``gpu:a100:4 per node``, ``gpu:a100:4 on 2 of 4 nodes``."""
+        return tuple(
+            f"{gres} per node" if nodes == self.nodes else f"{gres} on {nodes} of {self.nodes} nodes"
+            for gres, nodes in zip(self.gres, self.gres_nodes, strict=True)
+        )
 
 
 @dataclass(frozen=True)

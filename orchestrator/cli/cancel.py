@@ -14,14 +14,16 @@ from orc.orchestrator.cli.output import echo
 @json_option
 def command(jobs: tuple[str, ...], grace: float | None, as_json: bool) -> None:
     """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are."""
-    from orc.orchestrator.cli import jobtext, output
+    from orc.orchestrator.cli import jobtext, output, reporting
     from orc.orchestrator.cli.session import open_client
 
     client = open_client()
-    views = client.cancel([client.resolve(job) for job in jobs], grace_s=grace)
+    untold: dict[str, str] = {}
+    views = client.cancel([client.resolve(job) for job in jobs], grace_s=grace, on_unreachable=untold.update)
+    reporting.warn_unreachable(untold, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")
     if as_json:
         output.echo_json({"jobs": [view.to_dict() for view in views]})
         return
     for view in views:
-        asked = "" if view.ended else "  asked to stop; `orc wait` waits for the end"
-        echo(f"{jobtext.headline(view)}{asked}")
+        asked = "asked to stop" if view.cluster not in untold else "to be stopped, not told yet"
+        echo(f"{jobtext.headline(view)}" + ("" if view.ended else f"  {asked}; `orc wait` waits for the end"))

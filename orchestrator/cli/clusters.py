@@ -136,7 +136,7 @@ def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]
 def check(name: str) -> list[Finding]:
     """Render a small job for the cluster and let its backend look at the plan. Raises `LaunchError`."""
     from orc.launchers.backends import open_backend
-    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.backends.base import Checking, Snapshot
     from orc.launchers.bundle import runtime_bundle
     from orc.launchers.clusters import get_cluster
     from orc.launchers.ids import AttemptId
@@ -146,7 +146,10 @@ def check(name: str) -> list[Finding]:
     # No launcher is named: the cluster may have one of its own, as SageMaker's data parallelism has.
     spec = JobSpec.model_validate({"name": "check", "module": "this", "cluster": name})
     runtime = runtime_bundle().bundle
-    return backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
+    found = backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
+    if isinstance(backend, Checking) and not any(finding.unreachable for finding in found):
+        found = [*backend.check(), *found]
+    return found
 
 
 def finding_dict(finding: Finding) -> dict[str, str]:

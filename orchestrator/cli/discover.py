@@ -29,9 +29,10 @@ def command(kind: str, name: str | None, write: bool, as_json: bool, **ways: str
 
     import yaml
 
+    from orc.launchers.backends.base import Finding
     from orc.launchers.backends.slurm.discovery import discover, entry, entry_name
     from orc.launchers.directories import clusters_file
-    from orc.orchestrator.cli import output
+    from orc.orchestrator.cli import output, reporting
 
     file = clusters_file()
     if name is not None and write:
@@ -42,6 +43,10 @@ def command(kind: str, name: str | None, write: bool, as_json: bool, **ways: str
     text = entry(called, facts, options)
     if not as_json:
         echo(text, nl=False)
+    if not (facts.python and facts.torch):
+        lacking = f"{facts.python} has no torch" if facts.python else "no Python 3.9 or newer was found"
+        do = f"change `python:` of {called} to one that the nodes have; `orc clusters check {called}` looks at it"
+        reporting.warn(Finding("warning", lacking, "where the cluster is entered", do))
     if write:
         append(called, text, file)
     if as_json:

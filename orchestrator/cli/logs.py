@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option(
     "--node", "nodes", type=click.IntRange(0), multiple=True, help="The agent and launcher output of this node."
 )
+@click.option("--launcher", is_flag=True, help="What the cluster's own launcher printed: the batch script and srun.")
 @click.option("--attempt", type=click.IntRange(1), help="Of this attempt instead of the newest.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each log.")
 @click.option("--since-offset", type=click.IntRange(0), default=0, metavar="BYTES", help="Skip the first bytes.")
@@ -30,6 +31,7 @@ def command(
     following: bool,
     ranks: tuple[int, ...],
     nodes: tuple[int, ...],
+    launcher: bool,
     attempt: int | None,
     tail: int | None,
     since_offset: int,
@@ -54,10 +56,10 @@ def command(
     if attempt is not None and attempt > len(view.attempts):
         raise LaunchError(f"there is no attempt {attempt}", where=job_id, hint=f"attempts so far: {len(view.attempts)}")
     number = attempt or len(view.attempts)
-    selection = Selection(ranks, nodes)
+    selection = Selection(ranks, nodes, launcher=launcher)
     selectors = selection.of(client.log_selectors(job_id, attempt=number), final=True) if number else []
     if not selectors and not following:
-        raise _no_logs(view, number, bool(ranks or nodes))
+        raise _no_logs(view, number, bool(ranks or nodes or launcher))
     single = selection.single(view.spec) if following else len(selectors) == 1
     sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw)
     try:
@@ -70,7 +72,7 @@ def command(
         if following:
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
             if not any(selection.of(client.log_selectors(job_id, attempt=n), final=True) for n in followed):
-                raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes))
+                raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes or launcher))
         elif tail is None:
             cursor.copy(number, selectors)
     finally:

@@ -75,13 +75,11 @@ def _text(name: str, report: QueueReport, titled: bool) -> str:
             f"{p.idle_nodes}/{p.nodes}",
             f"{p.idle_cpus}/{p.cpus}",
             output.duration(p.limit_s) if p.limit_s is not None else "none",
-            ", ".join(p.gres) or "-",
+            ", ".join(p.resources) or "-",
         )
         for p in report.partitions
     ]
-    parts = [
-        output.table(("PARTITION", "STATE", "IDLE NODES", "IDLE CORES", "TIME LIMIT", "GRES PER NODE"), partitions)
-    ]
+    parts = [output.table(("PARTITION", "STATE", "IDLE NODES", "IDLE CORES", "TIME LIMIT", "GRES"), partitions)]
     jobs = [
         (
             AttemptId.from_marker(job.marker).job,

@@ -47,6 +47,7 @@ def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
 def checkpoint_dir(view: JobView) -> str | None:
     """Where the job's checkpoints are: on its cluster, or in an object store."""
     from orc.launchers.clusters import read_clusters, root_of
+    from orc.launchers.directories import state_dir
     from orc.launchers.layout import Layout
 
     given = view.spec["checkpoint"]["dir"]
@@ -59,7 +60,7 @@ def checkpoint_dir(view: JobView) -> str | None:
         from orc.launchers.backends.sagemaker.rendering import checkpoints_of
         from orc.launchers.spec import JobSpec
 
-        return checkpoints_of(JobSpec.model_validate(view.spec), view.id, cluster)
+        return checkpoints_of(JobSpec.model_validate(view.spec), view.id, cluster, state_dir())
     layout = Layout.at(root_of(cluster))
     where = layout.job(view.id) / given if given else layout.checkpoints(view.id)
     own = cluster.kind == "ssh" and not str(given or "").startswith("/")

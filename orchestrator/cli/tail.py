@@ -147,7 +147,9 @@ class JsonSink:
 
 
 def label(selector: LogSelector) -> str:
-    """``[rank 1] `` or ``[node 0] ``."""
+    """``[rank 1] ``, ``[node 0] `` or ``[launcher] ``."""
+    if selector.launcher:
+        return "[launcher] "
     return f"[rank {selector.rank}] " if selector.rank is not None else f"[node {selector.node}] "
 
 
@@ -158,22 +160,24 @@ class Selection:
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     asked: bool = True  # False when nobody asked for these ranks in particular
+    launcher: bool = False
 
     def of(self, existing: Sequence[LogSelector], *, final: bool) -> list[LogSelector]:
         """The chosen ones of the *existing* logs.
 
-        With *final* nothing will be added: where no rank has started, the nodes' logs say why and stand in.
+        With *final* nothing will be added: where no rank has started, the nodes' logs and the launcher's say why and
+        stand in.
         """
-        everything = not (self.ranks or self.nodes)
+        everything = not (self.ranks or self.nodes or self.launcher)
         ranks = [s for s in existing if s.rank is not None and (everything or s.rank in self.ranks)]
-        nodes = [s for s in existing if s.rank is None and s.node in self.nodes]
+        others = [s for s in existing if s.node in self.nodes or (s.launcher and self.launcher)]
         instead = final and (everything or not self.asked)
-        return ranks + nodes or ([s for s in existing if s.rank is None] if instead else [])
+        return ranks + others or ([s for s in existing if s.rank is None] if instead else [])
 
     def single(self, spec: Mapping[str, Any]) -> bool:
         """Whether it comes down to one log for a job of this specification."""
-        if self.ranks or self.nodes:
-            return len(set(self.ranks)) + len(set(self.nodes)) == 1
+        if self.ranks or self.nodes or self.launcher:
+            return len(set(self.ranks)) + len(set(self.nodes)) + self.launcher == 1
         resources = spec.get("resources", {})
         nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
         return nodes * int(resources.get("procs_per_node") or resources.get("gpus_per_node") or 1) == 1

@@ -42,7 +42,8 @@ def test_a_discovered_cluster_can_be_used_at_once(slurm: SlurmTestbed, login_nod
     assert file.read_text() == f"{before.rstrip()}\n\n{shown}"
     assert file.stat().st_mode & 0o777 == 0o644
     findings = json.loads(orc("clusters", "check", "far", "--json"))["findings"]
-    assert [finding["level"] for finding in findings] == ["info"]
+    # Which Python is the first on the login node, and whether it has torch, is this machine's affair.
+    assert [f["level"] for f in findings if "has no torch" not in f["what"]] == ["info"]
 
     orc("clusters", "discover", "slurm", *ways, "--name", "far", "--write", status=2)
     assert file.read_text() == f"{before.rstrip()}\n\n{shown}"
@@ -95,10 +96,8 @@ def test_the_queue_shows_partitions_and_when_our_jobs_start(slurm: SlurmTestbed,
         "TIME",
         "LIMIT",
         "GRES",
-        "PER",
-        "NODE",
     ]
-    assert lines[1].split() == ["cpu*", "up", "0/4", "0/32", "1d00h", "gpu:a100:4"]
+    assert lines[1].split() == ["cpu*", "up", "0/4", "0/32", "1d00h", *["gpu:a100:4", "on", "2", "of", "4", "nodes"]]
     assert lines[-1].split()[:5] == [job, waiting["native_id"], "PENDING", "cpu", "2"]
     orc("cancel", job)
 

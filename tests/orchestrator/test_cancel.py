@@ -22,7 +22,9 @@ def test_a_running_job_is_cancelled_with_the_jobs_grace(client, backend, job_fil
 def test_the_request_is_durable_before_the_backend_hears_of_it(client, backend, job_file):
     view = client.submit(job_file())
     backend.behave(cancel="unreachable")
-    (waiting,) = client.cancel([view.id])
+    untold: dict[str, str] = {}
+    (waiting,) = client.cancel([view.id], on_unreachable=untold.update)
+    assert "no answer while cancelling" in untold[view.cluster]
     assert waiting.state == "PENDING"
     assert waiting.cancel_requested_at is not None
     assert "no answer while cancelling" in waiting.reason

@@ -26,6 +26,8 @@ from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
@@ -160,14 +162,19 @@ def _config(
     return config
 
 
-def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster) -> str:
-    """Where a job's checkpoints are kept, for people."""
+def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path) -> str:
+    """Where a job's checkpoints are kept, for people: in S3, or below *state_dir* where nothing is sent to AWS."""
     from orc.launchers.ids import AttemptId
 
     settings = read_settings(cluster, job)
     home = home_of(settings, settings.place.region or "<region>")
     kept = checkpoint_uri(settings, home, AttemptId(job_id, 1))
-    return f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
+    uri = f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
+    if settings.local_mode:
+        from orc.launchers.backends.sagemaker.local import place_of
+
+        return str(place_of(uri, state_dir))
+    return uri
 
 
 def secret_name(attempt: AttemptId) -> str:

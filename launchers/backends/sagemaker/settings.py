@@ -373,6 +373,11 @@ def _proper(name: str, value: Any, where: str) -> str | None:
         if value != "AMAZON_SAGEMAKER":
             raise SpecError(f"compute_environment: {value!r} is no SageMaker", where=where)
         return None
+    if name == "debug":  # `false` stands in every configuration file
+        if value is not False:
+            hint = "Write `runtime: {debug_mode: true}` into the job file."
+            raise SpecError(f"debug: {value!r} is a setting of the job, not of a cluster", where=where, hint=hint)
+        return None
     if name in ("debugger_hook_config", "rules", "compiler_config") and value in (False, []):
         return None
     if name in REFUSED:

@@ -19,6 +19,7 @@ from orc.launchers.backends.base import (
     LogSelector,
     NodeEntry,
     Observation,
+    Phase,
     Placement,
     QueueReport,
     Snapshot,
@@ -155,6 +156,14 @@ class SlurmBackend:
 
         return check(self._client, self._transport, plan, str(self.layout.root), self.cluster.name)
 
+    def check(self) -> list[Finding]:
+        """Can the cluster's Python run agents, and has it torch?"""
+        from orc.launchers.backends.slurm.python_check import check_python
+
+        options = read_options(self.cluster.options, {}, cluster_where=self._options_where)
+        python = self.cluster.python or DEFAULT_PYTHON
+        return check_python(self._transport, python, options.modules, self.cluster.name)
+
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Bring the trees from the state directory's store to the cluster's, where that is another one."""
         from orc.launchers.directories import state_dir
@@ -252,9 +261,19 @@ class SlurmBackend:
                 asked_everyone=asked_everyone,
                 where=directory,
             )
+            if seen[handle].phase is Phase.FAILED and seen[handle].exit is None:
+                seen[handle] = replace(seen[handle], reason=self._explained(seen[handle].reason, directory))
         over = [where for handle, where in directories.items() if seen[handle].phase.ended]
         remove_confidential(self._transport, [where for where in over if records[where].has_secrets])
         return seen
+
+    def _explained(self, reason: str, directory: str) -> str:
+        """Why an attempt failed that no agent has said anything about: with the last lines of the launcher's log."""
+        from orc.launchers.attempt_reader import LAUNCHER_LOG
+
+        log = f"{directory}/logs/{LAUNCHER_LOG}"
+        tail = self._transport.run(("tail", "-n", "20", "--", log), timeout_s=30).stdout.strip()
+        return f"{reason}:\n{tail}" if tail else reason
 
     def _of_lease_holders(
         self, directories: Mapping[Handle, str], records: Mapping[str, AttemptRecords], rows: Mapping[Handle, JobRow]
@@ -298,9 +317,14 @@ class SlurmBackend:
         return read_job_file(self._transport, self._finder.directory(handle.marker), name, offset)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
-        """One more step of the job on each node, beside the agents; through the login node where that is elsewhere."""
+        """One more step of the job on each node, beside the agents; through the login node where that is elsewhere.
+
+        The controller is asked for the job first: a step would wait for one that is silent without a word, and end
+        with a status that looks like the program's.
+        """
         from orc.launchers.backends.slurm.entering import entries
 
+        self._client.queue((handle.native_id,))
         directory = self._finder.directory(handle.marker)
         config = json.loads(
             self._transport.read_many([f"{directory}/agent.json"]).get(f"{directory}/agent.json", b"{}")

@@ -189,7 +189,8 @@ class SlurmClient:
     def partitions(self) -> dict[str, Partition]:
         """Partitions by name; the default one is under ``""`` too."""
         done = self._run(
-            (self._settings.program("sinfo"), "--noheader", "--format=%P|%a|%D|%l"), self._settings.query_timeout
+            (self._settings.program("sinfo"), "--noheader", "--exact", "--format=%P|%a|%D|%l|%c"),
+            self._settings.query_timeout,
         )
         if done.status != 0:
             raise BackendUnreachable(f"sinfo failed: {_said(done)}", where=self._where)

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.transport import Transport
 
-# Who we are there, and the first Python that can run agents.
+# Who we are there, and the first Python that has torch, else the first that can run agents.
 _PROBE = """\
 id -un
-for python in python3 python3.13 python3.12 python3.11 python3.10 python3.9; do
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null && command -v "$python" && exit
+for look in 'import importlib.util as u; sys.exit(not u.find_spec("torch"))' ''; do
+    for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python3.9; do
+        "$python" -c "import sys; sys.version_info < (3, 9) and sys.exit(1)
+$look" 2>/dev/null && command -v "$python" && echo "${look:+torch}" && exit
+    done
 done
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -35,7 +38,8 @@ class Facts:
     partitions: tuple[PartitionReport, ...]
     account: str = ""  # the default one
     accounts: tuple[str, ...] = ()
-    python: str = ""  # the first one, 3.9 or newer, where the cluster is entered
+    python: str = ""  # the first one, 3.9 or newer, where the cluster is entered; one with torch if there is any
+    torch: bool = True  # it has torch
 
 
 def discover(options: Mapping[str, Any]) -> Facts:
@@ -55,7 +59,7 @@ def discover(options: Mapping[str, Any]) -> Facts:
 def _ask(client: SlurmClient, transport: Transport) -> Facts:
     version = client.version()
     config = client.config()
-    user, _, python = transport.run(("/bin/sh", "-c", _PROBE), timeout_s=30).stdout.strip().partition("\n")
+    user, python, torch, *_ = [*transport.run(("/bin/sh", "-c", _PROBE), timeout_s=60).stdout.split("\n"), "", "", ""]
     accounting = config.get("AccountingStorageType", "").rpartition("/")[2] not in ("", "none", "(null)")
     account, accounts = client.accounts(user) if accounting else ("", ())
     return Facts(
@@ -66,6 +70,7 @@ def _ask(client: SlurmClient, transport: Transport) -> Facts:
         account=account,
         accounts=accounts,
         python=python,
+        torch=torch == "torch",
     )
 
 
@@ -82,7 +87,7 @@ def entry(name: str, facts: Facts, options: Mapping[str, Any]) -> str:
         f"{_scalar(name)}:  # {facts.version}",
         "  kind: slurm",
         "  root: ~/orc  # must be on a file system that the login node and all nodes share",
-        f"  python: {_scalar(facts.python or 'python3')}  # on the nodes; must have torch",
+        f"  python: {_scalar(facts.python or 'python3')}  # {_about_python(facts)}",
         "  options:",
     ]
     lines += [f"    {key}: {_scalar(value)}" for key, value in options.items()]
@@ -102,9 +107,15 @@ def entry(name: str, facts: Facts, options: Mapping[str, Any]) -> str:
     return text
 
 
+def _about_python(facts: Facts) -> str:
+    if not facts.python:
+        return "CHANGE THIS: no Python 3.9 or newer was found; on the nodes it must be, with torch"
+    return "on the nodes; must have torch" if facts.torch else "CHANGE THIS: it has no torch where it was looked for"
+
+
 def _described(partition: PartitionReport) -> str:
     limit = _limit(partition.limit_s)
-    gres = f", {' or '.join(partition.gres)} per node" if partition.gres else ""
+    gres = f", {', '.join(partition.resources)}" if partition.gres else ""
     state = "" if partition.state == "up" else f", {partition.state}"
     return f"{partition.name}: {partition.nodes} nodes, {partition.cpus} cores, {limit}{gres}{state}"
 

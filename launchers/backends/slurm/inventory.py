@@ -28,9 +28,9 @@ def parse_sinfo(text: str) -> list[PartitionReport]:
         plain = name.removesuffix("*")
         before = found.get(plain)
         _, idle_cores, _, all_cores = (_number(part) for part in [*cores.split("/"), "", "", "", ""][:4])
-        kinds = before.gres if before else ()
-        if gres not in ("", "(null)", *kinds):
-            kinds = (*kinds, gres)
+        kinds = dict(zip(before.gres, before.gres_nodes, strict=True)) if before else {}
+        if gres not in ("", "(null)"):
+            kinds[gres] = kinds.get(gres, 0) + _number(nodes)
         found[plain] = PartitionReport(
             name=plain,
             default=name.endswith("*"),
@@ -40,7 +40,8 @@ def parse_sinfo(text: str) -> list[PartitionReport]:
             cpus=all_cores + (before.cpus if before else 0),
             idle_cpus=idle_cores + (before.idle_cpus if before else 0),
             limit_s=duration(limit),
-            gres=kinds,
+            gres=tuple(kinds),
+            gres_nodes=tuple(kinds.values()),
         )
     return list(found.values())
 

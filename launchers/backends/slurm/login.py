@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempt_reader import LAUNCHER_LOG
 from orc.launchers.errors import SpecError
 from orc.launchers.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.ssh.options import DEFAULT_ROOT
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from orc.launchers.layout import Layout
     from orc.launchers.transport import Transport
 
-LOG_NAME = "slurm.log"  # below the attempt's logs/: what the batch script, srun and Slurm itself say
+LOG_NAME = LAUNCHER_LOG  # below the attempt's logs/
 
 
 def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -36,6 +37,7 @@ def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
         silent = isinstance(error, BackendUnreachable)
         return [Finding("error", error.what, error.where or cluster, error.hint, unreachable=silent)]
     found = [Finding("info", version, cluster)]
+    found += _short(plan, cluster)
     script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
     for component in script.split("\n#SBATCH hetjob\n"):
         found += _partitions(component, partitions, cluster)
@@ -67,12 +69,27 @@ def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str)
     if asked and nodes.isdigit() and int(nodes) > (most := max(p.nodes for _, p in asked)):
         what = f"the job asks for {nodes} nodes, partition {shown} has {most}"
         yield Finding("error", what, cluster, "Lower resources.nodes, or choose another partition.")
+    cpus = _directive(script, "cpus-per-task") or ""  # one task on each node
+    known = [p.cpus for _, p in asked if p.cpus]
+    if cpus.isdigit() and known and len(known) == len(asked) and int(cpus) > max(known):
+        what = f"the job asks for {cpus} cores per node, the largest node of partition {shown} has {max(known)}"
+        yield Finding("error", what, cluster, "Lower resources.cpus_per_proc, or choose another partition.")
     longest = [p.limit_s for _, p in asked]
     if limit and longest and all(bound is not None and limit > bound for bound in longest):
         what = f"the job asks for {_hours(limit)}, partition {shown} allows {_hours(max(filter(None, longest)))}"
         # A QOS may lift the limit of its partition; only Slurm knows.
         level: Literal["error", "warning"] = "warning" if _directive(script, "qos") else "error"
         yield Finding(level, what, cluster, "Lower resources.time, or choose another partition.")
+
+
+def _short(plan: Plan, cluster: str) -> Iterator[Finding]:
+    """What the ranks do not get of a short time limit: Slurm's covers their grace, too."""
+    config = json.loads(next(file.content for file in plan.files if file.path.endswith("/agent.json")))
+    script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
+    limit, deadline = duration(_directive(script, "time") or ""), config.get("deadline_s")
+    if limit and deadline is not None and deadline < limit * 0.75:
+        what = f"of a time limit of {_hours(limit)} the ranks get {_hours(deadline)}; the rest is kept for their end"
+        yield Finding("warning", what, cluster, "Raise resources.time, or lower grace.")
 
 
 def _directive(script: str, name: str) -> str | None:

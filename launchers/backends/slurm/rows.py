@@ -175,21 +175,23 @@ class Partition:
     state: str  # "up", "down", "drain", "inact"
     nodes: int  # all of its nodes, whatever their state
     limit_s: float | None  # the longest time limit it takes; None for no bound
+    cpus: int = 0  # of its largest node; 0 where Slurm does not say
 
 
 def read_partitions(text: str) -> dict[str, Partition]:
-    """Partitions by name from ``sinfo --noheader --format=%P|%a|%D|%l``; the default one is under ``""`` too."""
+    """Partitions by name from ``sinfo --exact --format=%P|%a|%D|%l|%c``; the default one is under ``""`` too."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 4:
+        if len(fields) != 5:
             continue
-        name, state, nodes, limit = fields
+        name, state, nodes, limit, cpus = fields
         plain = name.removesuffix("*")
         count = int(nodes) if nodes.isdigit() else 0
         # sinfo prints a line for each group of nodes that differ in what was asked for.
         count += found[plain].nodes if plain in found else 0
-        found[plain] = Partition(state, count, duration(limit))
+        largest = max(int(cpus) if cpus.isdigit() else 0, found[plain].cpus if plain in found else 0)
+        found[plain] = Partition(state, count, duration(limit), largest)
         if name.endswith("*"):
             found[""] = found[plain]
     return found

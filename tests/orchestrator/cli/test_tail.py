@@ -11,6 +11,7 @@ from orc.launchers.backends.base import LogChunk, LogSelector
 from orc.orchestrator.cli.tail import Cursor, PlainSink, PrefixSink, Selection, last_lines
 
 R0, R1, N0 = LogSelector(rank=0), LogSelector(rank=1), LogSelector(node=0)
+L = LogSelector(launcher=True)
 
 
 class Logs:
@@ -34,19 +35,22 @@ class Logs:
         (Selection(nodes=(0,)), False, [N0]),
         (Selection(ranks=(0,), nodes=(0,)), True, [R0, N0]),
         (Selection(ranks=(7,)), True, []),
-        (Selection(ranks=(7,), asked=False), True, [N0]),
+        (Selection(ranks=(7,), asked=False), True, [N0, L]),
         (Selection(ranks=(7,), asked=False), False, []),
+        (Selection(launcher=True), False, [L]),
+        (Selection(nodes=(0,), launcher=True), True, [N0, L]),
     ],
 )
 def test_ranks_come_first_and_nodes_when_asked_for(
     selection: Selection, final: bool, chosen: list[LogSelector]
 ) -> None:
-    assert selection.of([R0, R1, N0], final=final) == chosen
+    assert selection.of([R0, R1, N0, L], final=final) == chosen
 
 
 def test_a_node_stands_in_where_no_rank_ever_started() -> None:
     assert Selection().of([N0], final=False) == []
     assert Selection().of([N0], final=True) == [N0]
+    assert Selection().of([L], final=True) == [L]
 
 
 @pytest.mark.parametrize(

@@ -14,4 +14,15 @@ def open_local_service(mode: Mode, state_dir: Path) -> Service:
     """What stands in for AWS: ``contract`` runs containers made of namespaces, ``docker`` those of docker."""
     from orc.launchers.backends.sagemaker.local.service import LocalService
 
-    return LocalService(state_dir / "sagemaker", mode)
+    return LocalService(_directory(state_dir), mode)
+
+
+def place_of(uri: str, state_dir: Path) -> Path:
+    """Where an object of S3 lies while this machine stands in for AWS."""
+    from orc.launchers.backends.sagemaker.local.service import LocalService
+
+    return LocalService(_directory(state_dir)).storage.path(uri)
+
+
+def _directory(state_dir: Path) -> Path:
+    return state_dir / "sagemaker"

@@ -90,6 +90,13 @@ def test_an_argument_with_another_place_is_sent_there(settings, name) -> None:
     assert ELSEWHERE[name] in caught.value.hint
 
 
+def test_what_configuration_files_say_about_debugging_is_read(settings) -> None:
+    assert settings({"debug": False}) == settings({})
+    with pytest.raises(SpecError, match="debug: True is a setting of the job") as caught:
+        settings({"debug": True})
+    assert "debug_mode: true" in caught.value.hint
+
+
 def test_arguments_that_are_switched_off_are_no_wish(settings) -> None:
     assert settings({"debugger_hook_config": False, "rules": [], "max_wait": None}).max_wait is None
 

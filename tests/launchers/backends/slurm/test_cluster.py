@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from slurm_testbed import eventually
 
-from orc.launchers.backends.base import Cause, Handle, Phase
+from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 
 OK = "print('ok')"
@@ -202,7 +202,11 @@ def test_a_script_that_never_gets_to_its_agents_is_a_launch_failure(runs) -> Non
     seen = run.ended()
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.LAUNCH)
     assert "logs/slurm.log" in seen.reason
-    assert "/nonexistent/python" in (run.directory / "logs" / "slurm.log").read_text()
+    # The reason is where people look first, and the whole log is one of the attempt's.
+    assert "/nonexistent/python" in seen.reason.partition("\n")[2]
+    assert run.backend.log_selectors(run.handle) == [LogSelector(launcher=True)]
+    (chunk,) = run.backend.logs(run.handle, LogSelector(launcher=True))
+    assert chunk.data == (run.directory / "logs" / "slurm.log").read_bytes()
 
 
 def test_without_accounting_the_records_and_the_queue_do(runs) -> None:
@@ -366,6 +370,7 @@ def test_preflight_names_what_would_not_work(runs) -> None:
     ("resources", "said"),
     [
         ({"nodes": 9}, "the job asks for 9 nodes, partition (default) has 4"),
+        ({"cpus_per_proc": 99}, "the job asks for 99 cores per node, the largest node of partition (default) has 8"),
         (
             {"time": "2m", "options": {"slurm": {"partition": "short"}}},
             "the job asks for 0:02:00, partition short allows 0:01:00",

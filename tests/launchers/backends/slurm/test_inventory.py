@@ -26,10 +26,16 @@ PARTITION|of|another shape
 
 def test_groups_of_nodes_of_one_partition_are_joined() -> None:
     assert parse_sinfo(SINFO) == [
-        PartitionReport("cpu", True, "up", 4, 3, 32, 28, 86400.0, ("gpu:a100:4",)),
-        PartitionReport("gpu", False, "up", 2, 2, 16, 16, None, ("gpu:a100:4(S:0-1)",)),
+        PartitionReport("cpu", True, "up", 4, 3, 32, 28, 86400.0, ("gpu:a100:4",), (2,)),
+        PartitionReport("gpu", False, "up", 2, 2, 16, 16, None, ("gpu:a100:4(S:0-1)",), (2,)),
         PartitionReport("old", False, "drain", 10, 0, 40, 0, 60.0, ()),
     ]
+
+
+def test_resources_that_some_nodes_have_are_not_counted_for_all() -> None:
+    cpu, gpu, _ = parse_sinfo(SINFO)
+    assert cpu.resources == ("gpu:a100:4 on 2 of 4 nodes",)
+    assert gpu.resources == ("gpu:a100:4(S:0-1) per node",)
 
 
 def test_expected_starts_are_read_and_reasons_explained() -> None:
@@ -76,7 +82,7 @@ def test_an_entry_says_what_may_be_changed() -> None:
         "    login: me@hpc.example.org\n"
         "    account: research  # yours: closed, research\n"
         "    partition: cpu  # or another of these:\n"
-        "    #   cpu: 4 nodes, 32 cores, at most 1 d 0:00:00, gpu:a100:4 per node\n"
+        "    #   cpu: 4 nodes, 32 cores, at most 1 d 0:00:00, gpu:a100:4 on 2 of 4 nodes\n"
         "    #   gpu: 2 nodes, 16 cores, no time limit, gpu:a100:4(S:0-1) per node\n"
         "    #   old: 10 nodes, 40 cores, at most 0:01:00, drain\n"
     )

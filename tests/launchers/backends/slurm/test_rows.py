@@ -77,11 +77,11 @@ def test_node_lists(text: str, names: tuple[str, ...]) -> None:
 
 
 def test_partitions_are_read_with_all_their_nodes_and_the_default_by_name_and_without():
-    text = "cpu*|up|3|1-00:00:00\ncpu*|up|1|1-00:00:00\nshort|down|2|1:00\nbig|up|7|infinite\nnonsense\n"
+    text = "cpu*|up|3|1-00:00:00|8\ncpu*|up|1|1-00:00:00|64\nshort|down|2|1:00|8\nbig|up|7|infinite|?\nnonsense\n"
     found = read_partitions(text)
     assert found == {
-        "cpu": Partition("up", 4, 86400.0),
-        "": Partition("up", 4, 86400.0),
-        "short": Partition("down", 2, 60.0),
+        "cpu": Partition("up", 4, 86400.0, 64),
+        "": Partition("up", 4, 86400.0, 64),
+        "short": Partition("down", 2, 60.0, 8),
         "big": Partition("up", 7, None),
     }

@@ -1,0 +1,41 @@
+"""The Python of a Slurm cluster: does it exist, is it new enough, has it torch?
+
+Asked where the cluster is entered, with the modules that jobs load: nodes usually share its file system, and a node
+cannot be asked without waiting in the queue.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.base import Finding
+
+if TYPE_CHECKING:
+    from orc.launchers.transport import Transport
+
+_LOOK = "import sys,importlib.util as u;print('%d.%d'%sys.version_info[:2],'torch' if u.find_spec('torch') else '-')"
+_OLDEST = (3, 9)
+
+
+def check_python(transport: Transport, python: str, modules: Sequence[str], cluster: str) -> list[Finding]:
+    """What is wrong with *python*, which may begin with ``~``. Raises `LaunchError`."""
+    where, told = f"cluster {cluster}", "It was looked for where the cluster is entered; jobs use the one of the nodes."
+    load = f"module load {shlex.join(modules)} && " if modules else ""
+    shell = ("/bin/bash", "-lc") if modules else ("/bin/sh", "-c")
+    path = transport.expand(python)
+    done = transport.run((*shell, f'{load}exec "$0" -c "$1"', path, _LOOK), timeout_s=60)
+    version, _, torch = done.stdout.strip().rpartition("\n")[2].partition(" ")
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if done.status or len(numbers) != 2:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.status}"])[-1]
+        hint = "Set `python:` of the cluster to a Python of the nodes that has torch."
+        return [Finding("error", f"the Python {python} cannot be started: {said}", where, f"{hint} {told}")]
+    if numbers < _OLDEST:
+        hint = f"Set `python:` of the cluster to a Python of the nodes, 3.9 or newer. {told}"
+        return [Finding("error", f"the Python {python} is {version}, agents need 3.9 or newer", where, hint)]
+    if torch != "torch":
+        hint = f"Set `python:` of the cluster to one that has it, or give jobs an `environment:`. {told}"
+        return [Finding("warning", f"the Python {python} has no torch", where, hint)]
+    return []
