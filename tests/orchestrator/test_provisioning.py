@@ -387,8 +387,8 @@ def test_what_no_zone_has_is_said_before_anything_is_asked_for(cloud: Cloud, opt
     from orc.launchers.manifest import Entry
 
     snapshot = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
-    (finding,) = backend.preflight(backend.render(cloud.job_file().spec, snapshot, AttemptId("digits-k3f9a2", 1)))
-    assert finding.level == "error"
+    plan = backend.render(cloud.job_file().spec, snapshot, AttemptId("digits-k3f9a2", 1))
+    (finding,) = [one for one in backend.preflight(plan) if one.level == "error"]
     assert f"{ZONE}, {OTHER_ZONE} have no" in finding.what
     assert says in finding.what
     if "runtime_version" in options:

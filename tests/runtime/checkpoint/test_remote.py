@@ -151,25 +151,25 @@ def renamed(data, old, new, prefix=None):
 
 
 @pytest.mark.parametrize("name", ["../../stolen", "{outside}/stolen", "a/../../../stolen", "..", "a\nb", "C:\\stolen"])
-def test_a_manifest_writes_no_file_outside_of_its_directory(store, make_run, tmp_path, monkeypatch, name):
+def test_a_manifest_writes_no_file_outside_of_its_directory(memory_store, make_run, tmp_path, monkeypatch, name):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp" / "tmp"))
     (tmp_path / "tmp" / "tmp").mkdir(parents=True)
     name = name.format(outside=tmp_path)
     run = make_run()
     run.run().accelerator.save_state("memory://bucket/last")
     path = "/bucket/last/manifest.json"
-    store.pipe_file(path, renamed(store.cat_file(path), "scheduler.bin", name))
-    store.pipe_file(f"/bucket/last/{name}", store.cat_file("/bucket/last/scheduler.bin"))
+    memory_store.pipe_file(path, renamed(memory_store.cat_file(path), "scheduler.bin", name))
+    memory_store.pipe_file(f"/bucket/last/{name}", memory_store.cat_file("/bucket/last/scheduler.bin"))
     with pytest.raises(CheckpointError, match=re.escape(f"{name!r} is not the relative name of a file")):
         run.accelerator.load_state("memory://bucket/last")
     assert [found.name for found in tmp_path.rglob("*") if found.is_file()] == []
 
 
-def test_a_manifest_names_no_other_objects_by_its_prefix(store, make_run):
+def test_a_manifest_names_no_other_objects_by_its_prefix(memory_store, make_run):
     run = make_run()
     run.run().accelerator.save_state("memory://bucket/last")
     path = "/bucket/last/manifest.json"
-    store.pipe_file(path, renamed(store.cat_file(path), "scheduler.bin", "scheduler.bin", "../other/"))
+    memory_store.pipe_file(path, renamed(memory_store.cat_file(path), "scheduler.bin", "scheduler.bin", "../other/"))
     with pytest.raises(CheckpointError, match=r"'\.\./other/.*' is not the relative name of a file"):
         run.accelerator.load_state("memory://bucket/last")
 
