@@ -92,7 +92,7 @@ def test_a_job_on_this_machine(launcher, script, tmp_path, orc_home, monkeypatch
         view = local.submit(load_job(project / "job.yaml"))
         (done,) = local.wait([view.id], timeout_s=240)
         log = b"".join(chunk.data for chunk in local.read_log(view.id, LogSelector(rank=0))).decode()
-    assert done.state == "SUCCEEDED", log
+    assert done.state == "SUCCEEDED", (done.reason, log)
     assert addresses(log) == ["127.0.0.1"]
     assert [path.name for path in scratch.iterdir() if path.name.startswith("torchelastic_")] == []
 
