@@ -390,6 +390,13 @@ def test_preflight_sees_a_root_that_cannot_be_written(runs, tmp_path) -> None:
     assert [f.what for f in errors] == [f"{tmp_path}/file cannot be written"]
 
 
+def test_entering_a_node_says_that_the_controller_is_silent(runs) -> None:
+    run = runs.start(OK, cluster={"query_timeout": 5})
+    run.ended()
+    with runs.slurm.silent_controller(), pytest.raises(BackendUnreachable, match="squeue did not answer within 5 s"):
+        run.backend.entries(run.handle)
+
+
 def test_preflight_says_that_the_controller_is_silent(runs) -> None:
     run = runs.prepare(OK, cluster={"query_timeout": 5})
     with runs.slurm.silent_controller():
