@@ -106,11 +106,15 @@ def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
     file = clusters_file() if path is None else path
     if path is None and not os.environ.get("ORC_CLUSTERS") and not os.path.lexists(file):
         return {LOCAL: builtin_local()}
-    refuse_untrusted(file, "clusters file", SpecError)
-    text = source.read_file(file, "clusters file")
+    text = _text(file)
     if source.compose(text, str(file)) is None:
         return {LOCAL: builtin_local()}
     return {LOCAL: builtin_local(), **_clusters(source.parse(text, str(file), _reading))}
+
+
+def _text(file: Path) -> str:
+    refuse_untrusted(file, "clusters file", SpecError)
+    return source.read_file(file, "clusters file")
 
 
 def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[str, SpecError]]:
@@ -122,7 +126,7 @@ def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[st
         return load_clusters(path), {}
     except SpecError:  # of one entry, or of the file: then reading it raises that once more
         file = clusters_file() if path is None else path
-        text = source.read_file(file, "clusters file")
+        text = _text(file)
     found: dict[str, Cluster] = {LOCAL: builtin_local()}
     wrong: dict[str, SpecError] = {}
     names = list(source.parse(text, str(file), _reading).data)

@@ -166,8 +166,11 @@ def run(open_client: Callable[[], Client], say: Callable[[str], None]) -> None:
                 if descriptor is None:
                     return
                 why = _serve(client, descriptor, say)
-            # Whoever submitted while this process made up its mind has found the lease taken.
-            if why is Why.LEDGER_GONE or (why is Why.IDLE and not ws.ledger.active()):
+            # Whoever submitted while this process made up its mind has found the lease taken; also where the ledger was
+            # replaced, by `orc adopt` for one.
+            if why is Why.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
+                return
+            if why is Why.IDLE and not ws.ledger.active():
                 return
 
 

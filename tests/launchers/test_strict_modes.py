@@ -13,7 +13,7 @@ import pytest
 from orc.launchers.backends.ssh import on_host
 from orc.launchers.backends.ssh.hostfile import read_hostfile
 from orc.launchers.bundle import scan
-from orc.launchers.clusters import load_clusters
+from orc.launchers.clusters import get_cluster, load_clusters
 from orc.launchers.directories import state_dir
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.launchers.ssh.config import read_config
@@ -156,6 +156,8 @@ def test_files_that_name_machines_and_programs_are_checked(tmp_path: Path, monke
     file.chmod(0o666)
     with pytest.raises(SpecError, match=r"the clusters file .* is not to be trusted"):
         load_clusters()
+    with pytest.raises(SpecError, match=r"the clusters file .* is not to be trusted"):
+        get_cluster("lab")
     file.write_text("node1\n")
     with pytest.raises(SpecError, match=r"the hostfile .* is not to be trusted"):
         read_hostfile(str(file), "")

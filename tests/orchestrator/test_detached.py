@@ -167,6 +167,23 @@ def test_it_ends_when_its_ledger_is_removed(serve, client, job_file, orc_home):
     assert said[-1] == "the ledger was removed or replaced"
 
 
+def test_it_goes_on_with_the_ledger_that_takes_the_place_of_its_own(serve, client, backend, clock, job_file, orc_home):
+    client.submit(job_file())
+    later: list[str] = []
+
+    def replace() -> None:
+        if not later:
+            (orc_home / "state" / "ledger.db").unlink()
+            with Client(backend_of=lambda _: backend, clock=clock) as another:
+                later.append(another.submit(job_file()).id)
+                backend.set(another.job(later[0]).attempt.marker, Phase.SUCCEEDED)
+
+    said = serve(replace)
+    assert said[-1] == "no job is live"
+    with Client(backend_of=lambda _: backend, clock=clock) as another:
+        assert another.job(later[0]).state == "SUCCEEDED"
+
+
 def test_a_cluster_that_is_away_is_said_once(serve, client, backend, job_file):
     job = client.submit(job_file())
     backend.behave(poll="unreachable")
