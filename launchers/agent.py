@@ -1260,7 +1260,9 @@ class Node:
             import resource
 
             # One byte is less than any core file; unlike 0 it also keeps the kernel from starting a program for it.
-            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+            # A limit of 0 that is set already cannot be raised.
+            limit = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+            resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
     def prepare(self) -> bool:
         """The working copy, then the setup lines; False when a stop came in between."""

@@ -7,6 +7,7 @@ import re
 import resource
 import shlex
 import subprocess
+import sys
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,25 @@ def test_ranks_with_secrets_leave_no_core_file_unless_that_is_asked_for(attempt,
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, before)
     assert job.log(0).split()[0] == str(limit)
+
+
+def test_where_core_files_are_forbidden_already_secrets_can_be_had_without_being_root() -> None:
+    source = """import os, resource, sys
+sys.path.insert(0, sys.argv[1])
+import agent
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+if not os.geteuid():
+    os.setuid(65534)
+node = agent.Node.__new__(agent.Node)
+node.config, node.private = {"secrets": ["KEY"]}, ""
+agent.read_json = lambda path: {"KEY": "geheim-4711"}
+node.load_secrets()
+print(*resource.getrlimit(resource.RLIMIT_CORE))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(Path(agent.__file__).parent)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "0 0\n", done.stderr
 
 
 def test_lines_of_a_key_do_not_reach_the_exit_record(attempt) -> None:
