@@ -119,10 +119,10 @@ def ensure(state_dir: Path, ledger_url: str, clusters_file: Path | None = None) 
         return
     with contextlib.suppress(OSError):
         if not Lease(state_dir, ledger_url).is_held():
-            _started.append(_start(state_dir, clusters_file))
+            _started.append(_start(state_dir, ledger_url, clusters_file))
 
 
-def _start(state_dir: Path, clusters_file: Path | None) -> subprocess.Popen[bytes]:
+def _start(state_dir: Path, ledger_url: str, clusters_file: Path | None) -> subprocess.Popen[bytes]:
     from orc.launchers import directories
     from orc.launchers.agent import DERIVED
 
@@ -132,6 +132,8 @@ def _start(state_dir: Path, clusters_file: Path | None) -> subprocess.Popen[byte
     env |= {"ORC_STATE_DIR": str(state_dir.absolute()), "ORC_CONFIG_DIR": str(directories.config_dir())}
     if clusters_file is not None or os.environ.get("ORC_CLUSTERS"):
         env["ORC_CLUSTERS"] = str((clusters_file or directories.clusters_file()).absolute())
+    if os.environ.get("ORC_LEDGER_URL") and _file(ledger_url):
+        env["ORC_LEDGER_URL"] = ledger_url  # its path is absolute
     path = state_dir / LOG_NAME
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     log = os.open(path, flags | (os.O_TRUNC if _size(path) > _LOG_BYTES else 0), 0o600)

@@ -68,7 +68,7 @@ def _file_of(url: str) -> Path | None:
     path = url.removeprefix(prefix)
     if not path or path == ":memory:":
         raise LedgerError("the ledger must outlive the process", where="ORC_LEDGER_URL", hint="name a file")
-    return Path(path)
+    return Path(path).absolute()  # so its name says the same in a process with another working directory
 
 
 def _make_private_dir(state_dir: Path) -> None:

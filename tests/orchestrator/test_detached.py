@@ -78,6 +78,18 @@ def test_a_submission_that_was_killed_is_finished_by_the_reconciler_it_has_left(
     eventually(lambda: states(orc_home) == ["SUCCEEDED"])
 
 
+def test_a_ledger_that_is_named_relative_to_the_working_directory_is_the_same_to_it(
+    allowed, orc_home, tmp_path, monkeypatch
+):
+    path = tmp_path / "job.yaml"
+    path.write_text("name: once\ncommand: 'true'\nlauncher: python\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORC_LEDGER_URL", "sqlite:///mine.db")
+    assert orc("submit", str(path), **{faults.VARIABLE: "staged"}).returncode == -signal.SIGKILL
+    eventually(lambda: states(orc_home) == ["SUCCEEDED"])
+    assert not (orc_home / "state" / "mine.db").exists()
+
+
 @pytest.mark.parametrize("command", [["list"], ["events", "@last"]])
 def test_every_command_that_shows_jobs_goes_on_with_what_was_begun(command, orc_home, tmp_path, request):
     path = tmp_path / "job.yaml"
