@@ -8,6 +8,7 @@ from pathlib import Path
 
 RESERVE_BYTES = 1 << 20
 _ENOUGH_BYTES = 64 << 20  # only then is something kept back
+_TRIAL_BYTES = 64 << 10
 _NEEDED_BYTES = 256 << 10  # for the changes of one command, and the files that SQLite keeps beside the ledger
 
 
@@ -23,8 +24,28 @@ def unwritable(path: Path) -> str:
         _give_up(path)
         if _free(os.statvfs(path.parent)) < _NEEDED_BYTES:
             return "its disk is full"
-    if path.exists() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
+    if not path.exists():
+        return ""
+    if not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
         return "you may not write it"
+    if _try(path):
+        _give_up(path)
+        return _try(path)
+    return ""
+
+
+def _try(path: Path) -> str:
+    """Why a small file beside *path* cannot be written; quotas and a lack of inodes show in nothing else."""
+    trial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        descriptor = os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            trial.unlink()
+            os.write(descriptor, bytes(_TRIAL_BYTES))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"nothing can be written beside it: {error.strerror or error}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -37,7 +38,7 @@ def small(orc_home):
     """A state directory on a disk of its own."""
     state = orc_home / "state"
     state.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", state], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,nr_inodes=2000,mode=0700", "tmpfs", state], check=True)
     yield state
     subprocess.run(["umount", "-l", state], check=True)
 
@@ -67,6 +68,20 @@ def test_on_a_read_only_file_system_jobs_are_still_seen(small):
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
     code, _, err = orc("list")
     assert (code, "its file system is read-only" in err) == (0, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
+def test_where_no_file_can_be_made_although_space_is_free_jobs_are_still_seen_and_cancelled(small, tmp_path):
+    (tmp_path / "job.yaml").write_text("name: once\ncommand: [/bin/sleep, '600']\nlauncher: python\n")
+    assert orc("submit", str(tmp_path / "job.yaml"))[0] == 0
+    with contextlib.suppress(OSError):
+        for number in range(4000):
+            (small / f"fill-{number}").touch()
+    for command in (["list"], ["status"]):
+        code, out, err = orc(*command)
+        assert (code, "once" in out, "No space left" in err) == (0, True, True), err
+    assert orc("cancel", "@last", "--grace", "0.1")[0] == 0
+    assert orc("wait", "@last", "--timeout", "60")[0] == 3
 
 
 # -- with a fake backend, and a disk that is said to be full
