@@ -88,7 +88,9 @@ def test_processes_that_share_a_rollback_journal_wait_for_each_other(tmp_path):
         subprocess.Popen([sys.executable, "-c", WRITERS, str(tmp_path), str(n)], stderr=subprocess.PIPE, text=True)
         for n in range(3)
     ]
-    assert [(writer.communicate(timeout=120)[1], writer.returncode) for writer in writers] == [("", 0)] * 3
+    said = [line for writer in writers for line in writer.communicate(timeout=120)[1].splitlines()]
+    assert [line for line in said if not line.startswith("waiting for the ledger ")] == []  # where the disk is slow
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
     opened = open_database(tmp_path)
     with opened.read() as connection:
         assert connection.tuples("SELECT count(*) FROM job_tags") == [(90,)]

@@ -1,0 +1,277 @@
+"""What is read from the ledger: which jobs, in which order, how many, and in one look."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from orc.launchers.backends.base import Placement
+from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.queries import conditions
+from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
+from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.lifecycle import Event, Kind
+
+
+@pytest.fixture
+def ledger(tmp_path, clock):
+    opened = Ledger(open_database(tmp_path), clock)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def put(ledger, clock):
+    """A job that waits, or one with a prepared attempt on the hosts of *placement*."""
+
+    def put(job_id, at=0, placement=None, cluster="lab", name="digits", tags=None, waits=False, origin="here:/state"):
+        job = NewJob(job_id, name, cluster, "fake", "job.yaml", {"name": job_id}, {}, tags or {}, origin)
+        began, clock.now = clock.now, clock.now + at
+        with ledger.transaction() as tx:
+            if waits:
+                made = tx.enqueue(job)
+            else:
+                made = tx.create(job, f"orc-{job_id}-a1", "plan", "me", tx.now + 60, placement)
+        clock.now = began
+        return made
+
+    return put
+
+
+def end(ledger, job_id):
+    with ledger.transaction() as tx:
+        tx.record(tx.find(job_id), Event(Kind.FAILED, 1), Event(Kind.JOB_FAILED))
+
+
+@pytest.fixture
+def looks(ledger, monkeypatch):
+    """How many queries each look made."""
+    counts = []
+    read = ledger.database.read
+
+    @contextmanager
+    def counted():
+        with read() as connection:
+            counts.append(0)
+            tuples = connection.tuples
+
+            def count(*arguments):
+                counts[-1] += 1
+                return tuples(*arguments)
+
+            connection.tuples = count
+            yield connection
+
+    monkeypatch.setattr(ledger.database, "read", counted)
+    return counts
+
+
+def ids(jobs):
+    return [job.id for job in jobs]
+
+
+@pytest.mark.parametrize(("number", "queries"), [(0, 0), (1, 1), (500, 1), (501, 2), (1001, 3)])
+def test_many_ids_are_looked_up_by_five_hundred_in_one_look(ledger, put, looks, number, queries):
+    put("job-0", 2)
+    put(f"job-{number - 1}", 1) if number > 1 else None
+    found = ledger.jobs([f"job-{i}" for i in range(number)])
+    assert ids(found) == ([] if not number else ["job-0"] if number == 1 else [f"job-{number - 1}", "job-0"])
+    assert looks == [queries]
+
+
+def test_a_statement_has_a_name_for_each_value():
+    active = "j.state IN (:s0, :s1, :s2, :s3, :s4)"
+    states = {"s0": "PENDING", "s1": "PREPARED", "s2": "QUEUED", "s3": "RUNNING", "s4": "SUBMITTING"}
+    assert list(conditions(None, active_only=True)) == [(active, states)]
+    assert list(conditions([], active_only=True)) == []
+    assert list(conditions(["a", "b"], active_only=False)) == [("j.id IN (:i0, :i1)", {"i0": "a", "i1": "b"})]
+    assert list(conditions(["a"], active_only=True)) == [(f"{active} AND j.id IN (:i0)", {**states, "i0": "a"})]
+    many = [str(i) for i in range(501)]
+    first, second = conditions(many, active_only=False)
+    assert list(first[1].values()) + list(second[1].values()) == many
+    assert second == ("j.id IN (:i0)", {"i0": "500"})
+
+
+def test_jobs_come_oldest_first_then_by_id(ledger, put):
+    put("b-late", 5)
+    put("b-early")
+    put("a-early")
+    wanted = ["b-late", "b-early", "unknown", "a-early"]
+    assert ids(ledger.jobs(wanted)) == ids(ledger.active(wanted)) == ["a-early", "b-early", "b-late"]
+    assert ids(ledger.active()) == ["a-early", "b-early", "b-late"]
+    assert ledger.job("b-early").attempt.marker == "orc-b-early-a1"
+    assert ledger.job("unknown") is None
+    end(ledger, "b-early")
+    assert ids(ledger.active(wanted)) == ids(ledger.active()) == ["a-early", "b-late"]
+    assert len(ledger.jobs(wanted)) == 3
+
+
+def test_a_job_is_active_until_it_has_ended(ledger, put):
+    assert ledger.any_active() is False
+    put("a")
+    put("b", waits=True)
+    assert ledger.any_active() is True
+    end(ledger, "a")
+    assert ledger.any_active() is True
+    with ledger.transaction() as tx:
+        tx.record(tx.find("b"), Event(Kind.JOB_CANCELLED))
+    assert ledger.any_active() is False
+
+
+def test_a_row_is_all_that_a_list_shows_in_one_look(ledger, put, clock, looks):
+    put("old", -5, Placement(("n2", "n1"), 1), cluster="far", name="first", tags={"t": "1", "u": "2"})
+    put("new", waits=True)
+    clock.now += 9
+    ledger.note_seen(["old"])
+    now = clock.now
+    end(ledger, "old")
+    looks.clear()
+    new, old = ledger.rows()
+    assert new == ("new", "digits", "lab", "fake", "QUEUED", "", 0, now - 9, now - 9, None, (), {}, None)
+    assert old == (
+        *("old", "first", "far", "fake", "FAILED", "", 1, now - 14, now, None, ("n2", "n1")),
+        *({"t": "1", "u": "2"}, now),
+    )
+    assert looks == [4]
+
+
+def test_hosts_of_a_row_are_those_of_the_newest_attempt(ledger, put):
+    put("a", placement=Placement(("n1",), 1))
+    with ledger.transaction() as tx:
+        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY))
+        tx.prepare(job, "orc-a-a2", "plan", Placement(("n2",), 1))
+    assert [(row[6], row[10]) for row in ledger.rows()] == [(2, ("n2",))]
+
+
+def test_rows_come_newest_first_then_by_id_up_to_a_limit(ledger, put, clock):
+    put("b", 1, tags={"t": "b"}, placement=Placement(("n1",), 1))
+    put("a", 1, tags={"t": "a"}, placement=Placement(("n2",), 1))
+    put("c", 2)
+    put("d", 0)
+    ledger.note_seen(["a", "b"])
+    assert [row[0] for row in ledger.rows()] == ["c", "a", "b", "d"]
+    for limit in range(6):
+        assert [row[0] for row in ledger.rows(limit=limit)] == ["c", "a", "b", "d"][:limit]
+    assert [row[10:] for row in ledger.rows(limit=2)] == [((), {}, None), (("n2",), {"t": "a"}, clock.now)]
+
+
+def test_every_filter_of_rows_has_to_hold(ledger, put):
+    put("a", 4, name="x", tags={"t": "1", "u": "1"})
+    put("b", 3, name="x", tags={"t": "1", "u": "2"})
+    put("c", 2, name="y", tags={"t": "2", "u": "1"}, waits=True)
+    put("d", 1, name="y", tags={"u": "t"})
+
+    def found(**filters):
+        return [row[0] for row in ledger.rows(**filters)]
+
+    assert found(name="x") == ["a", "b"]
+    assert found(name="x", limit=1) == ["a"]
+    assert found(name="") == []
+    assert found(states=["QUEUED"]) == ["c"]
+    assert found(states=["QUEUED", "PREPARED"]) == ["a", "b", "c", "d"]
+    assert found(states=[]) == []
+    assert found(states=["PREPARED"], name="y") == ["d"]
+    assert found(tags={"t": "1"}) == ["a", "b"]
+    assert found(tags={"u": "1"}) == ["a", "c"]
+    assert found(tags={"t": "1", "u": "1"}) == ["a"]
+    assert found(tags={"t": "u"}) == found(tags={"1": "t"}) == []
+    assert found(tags={}) == ["a", "b", "c", "d"]
+    assert found(states=["PREPARED"], name="x", tags={"u": "2"}, limit=5) == ["b"]
+
+
+def test_ids_that_start_alike_come_newest_first_then_by_id_up_to_a_limit(ledger, put):
+    put("digits-b", 1)
+    put("digits-a", 1)
+    put("digits-c", 2)
+    put("other-digits", 3)
+    assert ledger.matching_ids("digits", 5) == ["digits-c", "digits-a", "digits-b"]
+    assert ledger.matching_ids("digits-", 2) == ["digits-c", "digits-a"]
+    assert ledger.matching_ids("digits-a", 5) == ["digits-a"]
+    assert ledger.matching_ids("DIGITS", 5) == ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
+    assert ledger.matching_ids("", 1) == ["other-digits"]
+
+
+def test_what_belongs_to_a_job_is_read_by_its_id(ledger, put, clock):
+    put("a", tags={"z": "1", "b": "2"})
+    put("b", 7, tags={"x": "3"})
+    assert ledger.spec("a") == {"name": "a"}
+    assert list(ledger.tags("a").items()) == [("b", "2"), ("z", "1")]
+    assert ledger.tags("unknown") == {}
+    assert ledger.events("unknown") == ledger.attempts("unknown") == []
+    with ledger.transaction() as tx:
+        tx.record(tx.find("a"), Event(Kind.FAILED, 1, {"why": "é"}), Event(Kind.RETRY))
+        tx.prepare(tx.find("a"), "orc-a-a2", "plan")
+    assert [attempt.number for attempt in ledger.attempts("a")] == [1, 2]
+    queued, _, failed, retry, _ = ledger.events("a")
+    assert failed == EventRecord(failed.id, "a", 1, clock.now, "failed", {"why": "é"})
+    assert (retry.attempt, retry.data) == (None, {})
+    assert queued.id < failed.id < retry.id
+    assert [event.job for event in ledger.events("b")] == ["b", "b"]
+
+
+def test_a_job_came_from_where_its_first_event_says(ledger, put):
+    put("new")
+    put("bare", origin="")
+    assert (ledger.origin("new"), ledger.origin("bare"), ledger.origin("unknown")) == ("here:/state", "", "")
+    put("old", waits=True)
+    with ledger.database.write() as connection:
+        connection.execute("DROP TRIGGER events_no_delete")
+        connection.execute("DELETE FROM events WHERE job_id = 'old'")
+        values = "INSERT INTO events (job_id, at, kind, data) VALUES ('old', 1.0, :kind, :data)"
+        connection.execute(values, {"kind": "waiting", "data": '{"origin":"not this"}'})
+        connection.execute(values, {"kind": "queued", "data": "{}"})
+    assert ledger.origin("old") == "", "a job of an older version"
+
+
+def test_reservations_of_a_job_come_by_attempt_and_node(ledger, put, clock):
+    put("a", placement=Placement(("n2", "n1"), 2))
+    put("b", placement=Placement(("n1",), 1))
+    with ledger.transaction() as tx:
+        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY))
+        job = tx.prepare(job, "orc-a-a2", "plan", Placement(("n9", "n0"), 1))
+        tx._reserve(job, 1, Placement(("n2", "n1"), 2))  # as a crash may have left them
+    now = clock.now
+    assert ledger.reservations(job_id="a") == [
+        Reservation("lab", "n2", "a", 1, 0, 2, now),
+        Reservation("lab", "n1", "a", 1, 1, 2, now),
+        Reservation("lab", "n9", "a", 2, 0, 1, now),
+        Reservation("lab", "n0", "a", 2, 1, 1, now),
+    ]
+    assert ledger.reservations("far", "a") == []
+    assert ledger.reservations("lab", "b") == [Reservation("lab", "n1", "b", 1, 0, 1, now)]
+
+
+def test_reservations_of_a_cluster_come_by_host_then_by_age_job_and_node(ledger, put):
+    put("b", 1, Placement(("n1", "n2", "n1"), 1))
+    put("a", 1, Placement(("n1",), 1))
+    put("z", 0, Placement(("n1",), 1))
+    put("far", 0, Placement(("n0",), 1), cluster="far")
+    here = [("n1", "z", 0), ("n1", "a", 0), ("n1", "b", 0), ("n1", "b", 2), ("n2", "b", 1)]
+    assert [(r.host, r.job, r.node) for r in ledger.reservations("lab")] == here
+    assert [(r.host, r.job, r.node) for r in ledger.reservations()] == [("n0", "far", 0), *here]
+    assert [r.job for r in ledger.reservations("far")] == ["far"]
+
+
+def test_culprits_come_by_attempt_and_host(ledger, put):
+    put("a")
+    put("b")
+    with ledger.transaction() as tx:
+        tx.record(tx.find("b"), Event(Kind.FAILED, 1), culprits=["n7"])
+        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY), culprits=["n3", "n1"])
+        job = tx.prepare(job, "orc-a-a2", "plan")
+        tx.record(job, Event(Kind.FAILED, 2), culprits=["n1", "n0"])
+    assert list(ledger.culprits("a").items()) == [(1, ("n1", "n3")), (2, ("n0", "n1"))]
+    assert ledger.culprits("b") == {1: ("n7",)}
+    assert ledger.culprits("unknown") == {}
+
+
+def test_a_job_was_seen_when_its_cluster_last_spoke_of_it(ledger, put, clock):
+    put("a")
+    put("b")
+    ledger.note_seen([])
+    assert {row[0]: row[12] for row in ledger.rows()} == {"a": None, "b": None}
+    ledger.note_seen(["a", "b"])
+    first, clock.now = clock.now, clock.now + 5
+    ledger.note_seen(["b"])
+    assert {row[0]: row[12] for row in ledger.rows()} == {"a": first, "b": first + 5}

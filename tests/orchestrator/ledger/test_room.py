@@ -1,0 +1,163 @@
+"""Room on the ledger's disk, and who holds its file."""
+
+from __future__ import annotations
+
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+
+from orc.orchestrator.ledger import reserve
+from orc.orchestrator.ledger.holders import holders, pids
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What the disk says of itself: blocks of 1 KiB free for all and for the owner, and its flags."""
+    said = SimpleNamespace(f_bavail=1 << 20, f_bfree=1 << 20, f_frsize=KIB, f_flag=0, asked=[])
+    monkeypatch.setattr(os, "statvfs", lambda path: said.asked.append(path) or said)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    return said
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "ledger.db").write_bytes(b"x")
+    return tmp_path / "ledger.db"
+
+
+@pytest.mark.parametrize(("free", "why"), [(256, ""), (255, "its disk is full")])
+def test_a_disk_is_full_without_room_for_the_changes_of_one_command(disk, file, free, why):
+    disk.f_bavail = free
+    assert reserve.unwritable(file) == why
+    assert set(disk.asked) == {file.parent}
+
+
+def test_what_is_kept_for_the_superuser_counts_for_the_superuser(disk, file, monkeypatch):
+    disk.f_bavail = 0
+    assert reserve.unwritable(file) == "its disk is full"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert reserve.unwritable(file) == ""
+
+
+def test_a_read_only_file_system_is_told_before_anything_is_given_up(disk, file):
+    reserve.keep(file)
+    disk.f_flag, disk.f_bavail = os.ST_RDONLY | os.ST_NOSUID, 0
+    assert reserve.unwritable(file) == "its file system is read-only"
+    assert file.with_name("ledger.db.reserve").exists()
+    disk.f_flag = os.ST_NOSUID
+    assert reserve.unwritable(file) == "its disk is full"
+
+
+def test_the_reserve_is_given_up_only_where_there_is_no_room(disk, file, monkeypatch):
+    reserve.keep(file)
+    kept = file.with_name("ledger.db.reserve")
+    disk.f_bavail = 256
+    assert reserve.unwritable(file) == ""
+    assert kept.exists()
+    room = SimpleNamespace(f_bavail=256, f_bfree=256, f_frsize=KIB, f_flag=0)
+    full = SimpleNamespace(f_bavail=0, f_bfree=0, f_frsize=KIB, f_flag=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: full if kept.exists() else room)
+    assert reserve.unwritable(file) == "", "what was given up is enough"
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("refused", ["ledger.db", "directory"])
+def test_a_file_of_somebody_else_may_not_be_written(disk, file, monkeypatch, refused):
+    shut = file if refused == "ledger.db" else file.parent
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.W_OK and path != shut)
+    assert reserve.unwritable(file) == "you may not write it"
+    file.unlink()
+    assert reserve.unwritable(file) == "", "what does not exist is made first"
+
+
+def test_a_directory_that_is_not_there_shows_when_it_is_opened(tmp_path):
+    assert reserve.unwritable(tmp_path / "missing" / "ledger.db") == ""
+    reserve.keep(tmp_path / "missing" / "ledger.db")
+
+
+@pytest.mark.parametrize(("free", "kept"), [(64 * KIB, True), (64 * KIB - 1, False)])
+def test_space_is_kept_back_only_where_there_is_plenty(disk, file, free, kept):
+    disk.f_bavail = free
+    reserve.keep(file)
+    assert file.with_name("ledger.db.reserve").exists() == kept
+    assert set(disk.asked) == {file.parent}
+
+
+def test_the_reserve_is_private_cannot_be_compressed_and_is_made_once(disk, file, monkeypatch):
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments) or real(*arguments))
+    kept = file.with_name("ledger.db.reserve")
+    before = len(os.listdir("/proc/self/fd"))
+    reserve.keep(file)
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
+    content = kept.read_bytes()
+    assert (len(content), len(set(content))) == (MIB, 256)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    assert opened == [(kept, flags, 0o600)], "new, and nothing that this process starts inherits it"
+    reserve.keep(file)
+    assert kept.read_bytes() == content
+
+
+# -- holders
+
+
+TABLE = """\
+1: POSIX  ADVISORY  WRITE 41 08:01:131 120 120
+2: POSIX  ADVISORY  READ  42 08:01:131 124 124
+3: POSIX  ADVISORY  WRITE 43 08:01:1310 0 EOF
+4: POSIX  ADVISORY  WRITE -1 08:01:131 0 EOF
+5: POSIX  ADVISORY  WRITE 0 08:01:131 0 EOF
+6: -> POSIX  ADVISORY  WRITE 44 08:01:131 0 EOF
+
+7: too few WRITE 45
+8: POSIX ADVISORY WRITE 1 08:01:132
+9: OFDLCK ADVISORY  WRITE 41 08:01:132 0 EOF
+"""
+
+
+def test_holders_are_those_who_hold_a_lock_for_writing_in_the_order_of_the_table():
+    assert pids(TABLE, [131]) == [41]
+    assert pids(TABLE, [132, 131]) == [41, 1, 41]
+    assert pids(TABLE, []) == []
+
+
+def test_holders_of_the_file_and_of_its_shared_memory_are_named_once(file, tmp_path):
+    (tmp_path / "ledger.db-shm").write_bytes(b"")
+    main, shared = (path.stat().st_ino for path in (file, tmp_path / "ledger.db-shm"))
+    gone = 2**22 + 1  # no process has this number
+    table = "".join(
+        f"{number}: POSIX ADVISORY WRITE {pid} 08:01:{inode} 0 EOF\n"
+        for number, (pid, inode) in enumerate([(gone, shared), (os.getpid(), main), (os.getpid(), shared), (7, 1)])
+    )
+    locks = tmp_path / "locks"
+    locks.write_text(table)
+    with open("/proc/self/comm") as comm:
+        me = f"process {os.getpid()} ({comm.read().strip()})"
+    assert holders(file, locks) == [f"process {gone}", me]
+    file.unlink()
+    assert holders(file, locks) == [f"process {gone}", me], "the shared memory alone"
+    (tmp_path / "ledger.db-shm").unlink()
+    assert holders(file, locks) == []
+
+
+def test_nobody_is_named_where_the_locks_cannot_be_read(file, tmp_path):
+    assert holders(file, tmp_path / "nothing") == []
+
+
+def test_a_name_that_is_no_text_is_shown_all_the_same(file, tmp_path, monkeypatch):
+    real = type(file).read_text
+
+    def read_text(path, encoding=None, errors=None):
+        if str(path) == "/proc/7/comm":
+            return b"n\xff\n".decode(encoding, errors)
+        return real(path, encoding, errors)
+
+    monkeypatch.setattr(type(file), "read_text", read_text)
+    (tmp_path / "locks").write_text(f"1: POSIX ADVISORY WRITE 7 08:01:{file.stat().st_ino} 0 EOF\n")
+    assert holders(file, tmp_path / "locks") == ["process 7 (n\N{REPLACEMENT CHARACTER})"]
