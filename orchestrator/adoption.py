@@ -58,6 +58,10 @@ def adopt(ws: Workspace, kept: Kept) -> Found:
             tx.now = now
             for handle, placement in zip(handles, placements, strict=True):
                 record = _write(tx, record, handle, placement, last=handle is handles[-1])
+            if kept.cancelled:  # an attempt that has failed is not made again
+                grace = float(job.spec["grace"])
+                wish = {"cancel_requested_at": tx.now, "cancel_grace_s": grace}
+                tx.record(record, Event(Kind.CANCEL_REQUESTED, None, {"grace_s": grace}), job_set=wish)
     return Found(job.id, job.cluster, len(handles))
 
 

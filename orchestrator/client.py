@@ -233,6 +233,8 @@ class Client(FunctionCalls):
         ledger.database = database
 
     def _request_cancel(self, job_id: str, grace_s: float) -> None:
+        from orc.orchestrator import job_files
+
         while True:
             try:
                 with self.workspace.ledger.transaction(durable=False) as tx:
@@ -246,7 +248,8 @@ class Client(FunctionCalls):
                         # A second request may come with another grace: it is passed on as well.
                         attempt_set={"cancel_sent_at": None},
                     )
-                    return
+                job_files.note_cancelled(self.workspace.state_dir, job_id)
+                return
             except Conflict:
                 continue
 

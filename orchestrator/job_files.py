@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ class Kept:
 
     job: NewJob
     created_at: float  # seconds since the epoch
+    cancelled: bool  # somebody has asked for that
 
 
 def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
@@ -38,6 +40,12 @@ def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def note_cancelled(state_dir: Path, job_id: str) -> None:
+    """Remember that the job is not to run again, as `keep` remembers the job."""
+    with contextlib.suppress(OSError):
+        _mark(state_dir, job_id).touch(mode=0o600)
+
+
 def unknown(ws: Workspace) -> list[Kept]:
     """The jobs of the state directory that the ledger does not know, oldest first."""
     kept = {found.job.id: found for found in _kept(ws.state_dir)}
@@ -49,11 +57,16 @@ def _kept(state_dir: Path) -> Iterator[Kept]:
     for path in state_dir.glob("jobs/*/job.json"):
         try:
             data: dict[str, Any] = json.loads(path.read_bytes())
-            found = Kept(NewJob(**data["job"]), float(data["created_at"]))
+            cancelled = _mark(state_dir, path.parent.name).exists()
+            found = Kept(NewJob(**data["job"]), float(data["created_at"]), cancelled)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # not written by us, or by another version of orc
         if JOB_ID.fullmatch(found.job.id) and found.job.id == path.parent.name:
             yield found
+
+
+def _mark(state_dir: Path, job_id: str) -> Path:
+    return _file(state_dir, job_id).with_name("job.cancelled")
 
 
 def _file(state_dir: Path, job_id: str) -> Path:

@@ -72,4 +72,6 @@ def _reserve(path: Path) -> Path:
 
 
 def _free(status: os.statvfs_result) -> int:
+    if not status.f_blocks:  # some file systems in user space do not say how large they are
+        return _ENOUGH_BYTES
     return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize

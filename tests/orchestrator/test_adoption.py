@@ -59,6 +59,20 @@ def test_the_attempts_before_the_last_are_known_and_are_not_looked_at_again(clie
     assert [(a.number, a.state) for a in again.job(job.id).attempts] == [(1, "LOST"), (2, "PENDING")]
 
 
+def test_a_job_that_was_cancelled_before_its_retry_is_not_run_again(client, backend, clock, job_file, lose):
+    job = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
+    backend.set(job.attempt.marker, Phase.FAILED, cause="crash")
+    client.refresh()
+    assert client.cancel([job.id])[0].state == "CANCELLED"
+    again = lose()
+    assert adopt_all(again) == [Found(job.id, "local", 1)]
+    for _ in range(3):
+        again.refresh()
+        clock.now += 100
+    assert again.job(job.id).state == "CANCELLED"
+    assert backend.calls("run") == [job.attempt.marker]
+
+
 def test_hosts_of_an_adopted_job_are_kept_for_it(orc_home, tmp_path, clock, job_file, lose):
     backend = FakeBackend(tmp_path / "placing", hosts={"n1": 2, "n2": 2})
     with Client(backend_of=lambda _: backend, clock=clock, sleep=clock.sleep) as client:

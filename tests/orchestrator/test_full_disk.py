@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
@@ -33,6 +34,13 @@ def orc(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def submit_and_see_it_run(job_yaml: Path) -> None:
+    """A job whose agents have no need of the disk any more."""
+    job_yaml.write_text("name: once\ncommand: [/bin/sleep, '600']\nlauncher: python\n")
+    assert orc("submit", str(job_yaml))[0] == 0
+    eventually(lambda: "RUNNING" in orc("status", "@last")[1], timeout_s=60)
+
+
 @pytest.fixture
 def small(orc_home):
     """A state directory on a disk of its own."""
@@ -45,8 +53,7 @@ def small(orc_home):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
 def test_on_a_full_disk_jobs_are_still_seen_waited_for_and_cancelled(small, tmp_path):
-    (tmp_path / "job.yaml").write_text("name: once\ncommand: [/bin/sleep, '600']\nlauncher: python\n")
-    assert orc("submit", str(tmp_path / "job.yaml"))[0] == 0
+    submit_and_see_it_run(tmp_path / "job.yaml")
     fill(small)
     fill(small)
     for command, status in ((["list"], 0), (["status"], 0), (["wait", "@last", "--timeout", "0.1"], 6)):
@@ -72,8 +79,7 @@ def test_on_a_read_only_file_system_jobs_are_still_seen(small):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
 def test_where_no_file_can_be_made_although_space_is_free_jobs_are_still_seen_and_cancelled(small, tmp_path):
-    (tmp_path / "job.yaml").write_text("name: once\ncommand: [/bin/sleep, '600']\nlauncher: python\n")
-    assert orc("submit", str(tmp_path / "job.yaml"))[0] == 0
+    submit_and_see_it_run(tmp_path / "job.yaml")
     with contextlib.suppress(OSError):
         for number in range(4000):
             (small / f"fill-{number}").touch()
@@ -146,3 +152,10 @@ def test_some_space_is_kept_back_and_given_up_where_there_is_none(tmp_path, monk
     assert not kept.exists()
     open_database(tmp_path).close()
     assert not kept.exists()
+
+
+def test_a_file_system_that_does_not_say_how_large_it_is_is_not_full(tmp_path, monkeypatch):
+    silent = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: silent)
+    (tmp_path / "ledger.db").touch()
+    assert reserve.unwritable(tmp_path / "ledger.db") == ""
