@@ -209,11 +209,12 @@ class _Line:
         data = bytearray(size)
         view, at = memoryview(data), 0
         while at < size:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self.sock.settimeout(left)
-            count = self.sock.recv_into(view[at:])
+            # A thread that comes late because another one had the interpreter takes what has come in time.
+            self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0))
+            try:
+                count = self.sock.recv_into(view[at:])
+            except BlockingIOError:
+                raise TimeoutError from None
             if not count:
                 raise ConnectionResetError("the connection was closed")
             at += count
@@ -240,8 +241,9 @@ class BoardServer:
     def __init__(self, board: LocalBoard, key: bytes, address: str) -> None:
         self._board = board
         self._key = key
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=512)
+        both = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=512, dualstack_ipv6=both)
         self.port: int = self._listener.getsockname()[1]
         self._strangers = threading.BoundedSemaphore(STRANGERS)
         self._socks: WeakSet[socket.socket] = WeakSet()

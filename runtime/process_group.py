@@ -186,14 +186,25 @@ def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) 
         return bytes(message.cpu().numpy().tobytes()).rstrip(b"\0")
 
     token = os.environ.get("ORC_TOKEN")
-    master = launch.master_addr or ""
-    address = "127.0.0.1" if one_node(launch) else listening.own_address(master) if rank == 0 else ""
+    master, near = launch.master_addr or "", one_node(launch)
+    if launch.world_size != dist.get_world_size() and (given := _host_of_store()):
+        # The environment knows nothing of a group that the script opened by itself.
+        master, near = given, given in listening.LOOPBACK
+    address = "127.0.0.1" if near else listening.own_address(master) if rank == 0 else ""
     try:
         board = open_board(rank, bytes.fromhex(token) if token else None, address, master, hand_round)
     except (BoardError, ValueError, OSError) as error:
         raise LaunchError(f"rank {rank} of {dist.get_world_size()} has no way to its peers: {error}") from error
     _board = group, board
     return board
+
+
+def _host_of_store() -> str:
+    """The host at which the ranks have met; empty where that was no host."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else ""
 
 
 def close(context: RunContext | None = None) -> None:

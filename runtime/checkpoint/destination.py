@@ -72,6 +72,9 @@ class Destination(ABC):
     def commit(self, manifest: Manifest) -> None:
         """Make it a checkpoint, in one step; on the leading rank, after `seal`."""
 
+    def keep(self) -> None:  # noqa: B027 - what was written may lie where nobody removes it
+        """It is a checkpoint: `abandon` takes nothing of it away any more; on every rank, after `commit`."""
+
     @abstractmethod
     def abandon(self) -> None:
         """The save failed: leave nothing behind."""
@@ -232,10 +235,14 @@ class RemoteDestination(Destination):
             raise CheckpointError(f"{self.target} does not hold what was just written: {'; '.join(lines)}")
         before = remote.read_manifest(self.target) if self._prefix else None
         (self.target / NAME).replace(manifest.to_json())
-        self._created.clear()
+        self.keep()
         if before is not None:
             for name in before.files:
                 (self.target / (before.prefix + name)).remove()
+
+    def keep(self) -> None:
+        """Forget what this rank has written."""
+        self._created.clear()
 
     def abandon(self) -> None:
         """Remove what this rank has written."""

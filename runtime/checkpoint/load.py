@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from orc.runtime.checkpoint import fit, layout, pickled, remote, rng
 from orc.runtime.checkpoint.copying import Copies
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.manifest import (
     NAME,
     Manifest,
@@ -170,37 +170,38 @@ def load(
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
-    try:
-        _check_counterparts(directory, manifest, _names(prepared))
-        for name in _names(prepared):
-            states[name] = _unpickle(directory / name, map_location)
-        _check_states(directory, prepared, states)
-        if roll_over:
-            for index in range(len(prepared.dataloaders)):
-                name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
-                states[name] = next_epoch(states[name])
-        _check_positions(context, directory, prepared, states)
-        random_states = _random_states(context, directory, manifest)
-    except CheckpointError as failure:
-        error = str(failure)
+    with _not_awaited(meeting, "load_state (reading)"):
+        try:
+            _check_counterparts(directory, manifest, _names(prepared))
+            for name in _names(prepared):
+                states[name] = _unpickle(directory / name, map_location)
+            _check_states(directory, prepared, states)
+            if roll_over:
+                for index in range(len(prepared.dataloaders)):
+                    name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
+                    states[name] = next_epoch(states[name])
+            _check_positions(context, directory, prepared, states)
+            random_states = _random_states(context, directory, manifest)
+        except CheckpointError as failure:
+            error = str(failure)
+    # Hooks may load something by themselves: not before the rest is known to fit.
+    meeting.hold("load_state (reading)", error, _agree, timeout_s=_READ_PATIENCE_S)
     models = list(prepared.models)
-    if hooks:
-        # They may load something by themselves: not before the rest is known to fit.
-        meeting.hold("load_state (reading)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+    with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
             hook(models, str(directory))
-    if error is None:
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
-    meeting.hold("load_state (checking)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+    meeting.hold("load_state (checking)", error, _agree, timeout_s=_READ_PATIENCE_S)
     with ExitStack() as undo:
-        error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
-        for index, model in enumerate(models):
-            if error is None and fit.decides_itself(model):
-                load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
-                name = _model_path(directory, manifest, index).name
-                error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
-        meeting.hold("load_state (trying)", error, agree_on_no_error, timeout_s=_READ_PATIENCE_S)
+        with _not_awaited(meeting, "load_state (trying)"):
+            error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
+            for index, model in enumerate(models):
+                if error is None and fit.decides_itself(model):
+                    load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
+                    name = _model_path(directory, manifest, index).name
+                    error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
+        meeting.hold("load_state (trying)", error, _agree, timeout_s=_READ_PATIENCE_S)
         undo.pop_all()
     with Copies() as copies:
         # The largest first, in threads beside the models.
@@ -243,6 +244,25 @@ def _try(
             # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
             state = recursively_apply(lambda one: one, states[name])
             fit.load_tentatively(undo, str(checked.directory / name), target, partial(target.load_state_dict, state))
+
+
+@contextmanager
+def _not_awaited(meeting: Meeting, what: str) -> Iterator[None]:
+    """At the meeting *what*, which follows, the others do not wait for a rank whose own code fails here."""
+    try:
+        yield
+    except Exception as failure:
+        with suppress(CheckpointError):
+            meeting.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=_READ_PATIENCE_S)
+        raise
+
+
+def _agree(errors: list[Any]) -> None:
+    """A verdict: as `agree_on_no_error`, but what failed in a rank's own code says nothing about the checkpoint."""
+    failed = [f"rank {rank} failed: {error[0]}" for rank, error in enumerate(errors) if isinstance(error, list)]
+    if failed:
+        raise RankMissing("load_state: " + "; ".join(failed))
+    agree_on_no_error(errors)
 
 
 def _error_of(action: Callable[[], None]) -> str | None:

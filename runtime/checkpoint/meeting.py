@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.board import BoardError, BoardTimeout
+from orc.runtime.board import ANSWER_S, BoardError, BoardTimeout
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ class Meeting:
                 store.set(f"{prefix}{self.rank}", "")
             else:
                 store.wait([f"{prefix}{rank}" for rank in range(1, self.world_size)], timedelta(seconds=timeout_s))
+                _unread.pop((id(store), self._name), None)  # who parts has read the last verdict
                 self._forget(store, self._count - 1)
 
     def _connect(self) -> Board:
@@ -155,7 +156,7 @@ class Meeting:
         if self._store is None:
             if self._given is None:
                 raise CheckpointError("saving and loading with several processes needs the board of their run")
-            self._store = self._given.clone()
+            self._store = self._given.clone(max(ANSWER_S, self.timeout_s))
         return self._store
 
 

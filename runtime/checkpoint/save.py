@@ -221,6 +221,7 @@ def write(
     if destination.leads:
         error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
     meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+    destination.keep()
     if request.directory is None:
         error = attempt(lambda: retain(destination))[1]
         if error is not None:

@@ -38,7 +38,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from orc.runtime.board import BoardError, pace
+from orc.runtime.board import BoardError, BoardTimeout, pace
 from orc.runtime.errors import OrcRuntimeError
 
 if TYPE_CHECKING:
@@ -216,11 +216,15 @@ class Preemption:
         told = False
         try:
             while not self._closing.wait(self._poll_s):
-                if self.signal is not None and not told:
-                    told = True
-                    notice = {"rank": self.rank, "signal": signal.Signals(self.signal).name, "at": time.time()}
-                    store.set("orc/preemption/notice", json.dumps(notice))
-                if store.check(["orc/preemption/notice"]):
+                try:
+                    if self.signal is not None and not told:
+                        notice = {"rank": self.rank, "signal": signal.Signals(self.signal).name, "at": time.time()}
+                        store.set("orc/preemption/notice", json.dumps(notice))
+                        told = True
+                    noticed = store.check(["orc/preemption/notice"])
+                except BoardTimeout:  # rank 0's interpreter is busy with something else, for long
+                    continue
+                if noticed:
                     self._agree(store)
                     return
         except BoardError as error:

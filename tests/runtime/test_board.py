@@ -165,6 +165,32 @@ def test_rank_0_that_does_not_answer_is_waited_for_as_long_as_was_said():
         assert time.monotonic() - began < 10
 
 
+def test_what_came_in_time_is_read_by_a_thread_that_is_late():
+    """Another thread has had the interpreter meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_connection(there.getsockname()) as sender:
+        receiver, _ = there.accept()
+        with receiver:
+            sender.sendall(b"answer")
+            receiver.recv(6, socket.MSG_PEEK | socket.MSG_WAITALL)
+            line = board_module._Line(receiver)
+            assert line._exactly(6, time.monotonic() - 1) == b"answer"
+            with pytest.raises(TimeoutError):
+                line._exactly(1, time.monotonic() - 1)
+
+
+def test_a_board_on_all_addresses_is_reached_at_those_of_both_kinds(local):
+    hosts = ["127.0.0.1"]
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        hosts.append("::1")  # this machine has both
+    server = BoardServer(local, KEY, "")
+    try:
+        for host in hosts:
+            RemoteBoard(host, server.port, KEY).set(host, "here")
+        assert local.list_keys() == hosts
+    finally:
+        server.close()
+
+
 def test_rank_0_that_is_gone_is_an_error(server, remote):
     remote.set("a", "b")
     server.close()

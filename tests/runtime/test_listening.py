@@ -57,6 +57,24 @@ def test_ranks_on_one_machine_listen_on_loopback_alone(run_ranks, address):
 
 
 @pytest.mark.distributed
+def test_ranks_that_a_script_has_brought_together_by_itself_meet_where_it_said(run_ranks):
+    """Without the variables of a launch, the address that the script gave is all that is known of rank 0's host."""
+
+    def train():
+        import torch.distributed as dist
+
+        rank, port = int(os.environ.pop("RANK")), os.environ["MASTER_PORT"]
+        for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.2:{port}", rank=rank, world_size=2)
+        store = Accelerator().ctx.store
+        store.add("here", 1)
+        return getattr(store, "host", None)
+
+    assert run_ranks(2, train) == [None, "127.0.0.2"]
+
+
+@pytest.mark.distributed
 def test_what_is_written_into_the_store_of_torch_stops_nobody(run_ranks):
     """Anybody who reaches its port may write there."""
 

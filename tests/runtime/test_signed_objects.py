@@ -1,8 +1,10 @@
 """Nothing is unpickled that no rank of the run has signed."""
 
+import mmap
+
 import pytest
 
-from orc.runtime.dist.signed import sign, verified
+from orc.runtime.dist.signed import TAG, sign, tag_of, verified
 from orc.runtime.errors import ContextError
 
 KEYS = [{"ORC_TOKEN": "aa" * 32}, {"ORC_TOKEN": "bb" * 32}]
@@ -21,6 +23,11 @@ class Trap:
 def test_what_was_signed_comes_back():
     assert verified(memoryview(sign(b"content", b"key")), b"key") == b"content"
     assert verified(sign(b"", b""), b"") == b""
+
+
+def test_an_object_of_more_than_two_gigabytes_can_be_signed():
+    with mmap.mmap(-1, (1 << 31) + 1) as zeros:  # pages that are only read take no memory
+        assert len(tag_of(zeros, b"key")) == TAG
 
 
 @pytest.mark.parametrize("message", [b"", b"short", sign(b"content", b"other"), sign(b"content", b"key")[:-1] + b"?"])

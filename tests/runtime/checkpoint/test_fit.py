@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,7 @@ def widen(run, directory):
 
 
 POSITION = {"epoch": 0, "live": True, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "key": None}
+RANDOM_STATES = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": ("MT19937", [1], 0, 0, 0.0)}
 MISFITS = {
     "other parameter groups": (split_groups, r"optimizer\.bin does not fit.*groups of \[4\].*has \[1, 3\]"),
     "second model": (widen, r"model_1\.safetensors does not fit.*size mismatch of weight: \[2, 2\].*\[5, 2\] here"),
@@ -95,6 +97,7 @@ MISFITS = {
     "sampler epoch": (senseless("sampler.bin", POSITION | {"epoch": -1}), r"sampler\.bin.*its epoch is -1"),
     "sampler generator": (senseless("sampler.bin", POSITION | {"generator": 3}), r"sampler\.bin.*generator is a int"),
     "scheduler": (senseless("scheduler.bin", 5), r"scheduler\.bin does not fit"),
+    "random array": (senseless("random_states_0.pkl", RANDOM_STATES), "random number generators cannot be restored"),
     "random states": (senseless("random_states_0.pkl", {"python": 3}), "random number generators cannot be restored"),
 }
 
@@ -160,6 +163,38 @@ def test_what_one_rank_cannot_load_is_put_back_on_all(tmp_path, run_ranks):
         return counter.count, before == [parameter.tolist() for parameter in model.parameters()]
 
     assert run_ranks(2, scenario, str(tmp_path / "s")) == [(5, True)] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["hook", "state"])
+def test_a_rank_whose_own_code_fails_during_a_load_is_not_waited_for(tmp_path, run_ranks, where):
+    def scenario(root):
+        from orc.runtime import Accelerator
+
+        accelerator = Accelerator()
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        counter = Counter(1)
+        accelerator.register_for_checkpointing(counter)
+        accelerator.save_state(root)
+
+        def fail(*_):
+            raise ZeroDivisionError("of its own")
+
+        if where == "hook":
+            fails = fail if accelerator.process_index == 1 else lambda *_: None
+            accelerator.register_load_state_pre_hook(fails)
+        elif accelerator.process_index == 1:
+            counter.state_dict = fail
+        before = [parameter.tolist() for parameter in model.parameters()]
+        try:
+            accelerator.load_state(root)
+        except Exception as error:
+            same = before == [parameter.tolist() for parameter in model.parameters()]
+            return type(error).__name__, "of its own" in str(error), same
+        return None
+
+    ends = run_ranks(2, scenario, str(tmp_path / "s"), timeout=30)
+    assert ends == [("RankMissing", True, True), ("ZeroDivisionError", True, True)]
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "offset", "world_size", "id", "created_at", "files"])

@@ -77,6 +77,32 @@ def test_rank_0_does_not_end_before_the_others_have_read_the_verdict(both, fails
     assert ends == dict.fromkeys((0, 1), "no" if fails else 3)
 
 
+def test_an_answer_may_take_as_long_as_a_rank_may_be_late():
+    """Rank 0 answers when its interpreter does nothing else."""
+    asked = []
+    context = Context(1, SimpleNamespace(clone=lambda answer_s=0: asked.append(answer_s)))
+    context.config.timeout_s = 900.0
+    Meeting(context)._connect()
+    assert asked == [900.0]
+
+
+def test_the_end_waits_for_nobody_who_has_parted(both):
+    SlowBoard.slow.set()
+
+    def meet(context):
+        meeting = Meeting(context, name="background")
+        meeting.hold("saving", 0, max)
+        meeting.part()
+
+    threads = [threading.Thread(target=meet, args=(context,)) for context in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not meeting_module._unread
+
+
 def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
     first, second = both
 

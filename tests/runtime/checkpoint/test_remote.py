@@ -7,11 +7,11 @@ import fsspec
 import pytest
 import torch
 
-from orc.runtime import Accelerator
+from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint import s3
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.manifest import Manifest
-from orc.runtime.checkpoint.remote import Remote, place
+from orc.runtime.checkpoint.remote import Remote, RemoteRoot, place
 from orc.runtime.context import reset_default
 
 
@@ -260,6 +260,23 @@ def test_all_ranks_write_to_and_read_from_the_store(tmp_path, run_ranks):
     assert run_ranks(2, work, str(tmp_path)) == [True] * 2
     files = {entry.name for entry in (tmp_path / "bucket" / "s").iterdir()}
     assert files == {"manifest.json", "model.safetensors", "random_states_0.pkl", "random_states_1.pkl"}
+
+
+@pytest.mark.distributed
+def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(tmp_path, run_ranks):
+    def work(root):
+        def refuse(self, keep):
+            raise PermissionError("nothing may be deleted here")
+
+        RemoteRoot.retain = refuse
+        accelerator = Accelerator(project_config=ProjectConfiguration(root, automatic_checkpoint_naming=True))
+        accelerator.prepare(torch.nn.Linear(3, 3))
+        with pytest.raises(CheckpointError, match="is complete, but older checkpoints could not be removed"):
+            accelerator.save_state()
+        accelerator.load_state()
+        return True
+
+    assert run_ranks(2, work, f"simplecache::file://{tmp_path}") == [True] * 2
 
 
 def test_large_files_go_to_s3_in_parts_and_appear_at_their_end(s3_store, monkeypatch):

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator
+from orc.runtime.board import BoardTimeout, LocalBoard
 from orc.runtime.checkpoint.manifest import read_manifest
 from orc.runtime.context import current_context, reset_default
 from orc.runtime.resilience.preemption import Preempted, Preemption, PreemptionError
@@ -104,6 +106,48 @@ def test_a_rank_that_asks_gets_the_same_answer_in_the_same_step(run_ranks):
     first, second = run_ranks(2, ask)
     assert first is not None
     assert first == second
+
+
+class BusyBoard(LocalBoard):
+    """Of a rank 0 whose interpreter is busy with something else at the first questions."""
+
+    busy = 3
+
+    def check(self, keys):
+        if self.busy:
+            self.busy -= 1
+            raise BoardTimeout("rank 0 has not answered for 60 s")
+        return super().check(keys)
+
+
+def test_a_rank_0_that_was_busy_for_long_is_asked_again():
+    board, stops = BusyBoard(), {}
+
+    def tick(preemption):
+        while not preemption.tick():
+            time.sleep(0.005)
+        stops[preemption.rank] = preemption.ticks
+
+    env = SimpleNamespace(job=SimpleNamespace(attempt_dir=None))
+    contexts = [SimpleNamespace(rank=rank, world_size=2, store=board, env=env) for rank in range(2)]
+    both = [Preemption(context, poll_s=0.01, patience_s=20) for context in contexts]
+    try:
+        for preemption in both:
+            preemption.install()
+        deadline = time.monotonic() + 20
+        while board.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+        both[1].signal = signal.SIGTERM
+        threads = [threading.Thread(target=tick, args=(preemption,), daemon=True) for preemption in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        for preemption in both:
+            preemption.close()
+    assert len(stops) == 2
+    assert len(set(stops.values())) == 1
 
 
 def test_a_rank_that_is_gone_does_not_hold_the_others_for_ever(run_ranks):
