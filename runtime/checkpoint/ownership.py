@@ -3,7 +3,8 @@
 A run holds ``flock`` on a file in the folder from its first save there until it ends, and writes into it who it is.
 Where the file system passes locks on between machines (NFS, Lustre with ``flock``, GPFS, CephFS), the lock alone
 decides. Where it does not, the record does: who takes the folder last owns it, and the run before is told at its next
-save, as the record is read again before each save and each commit.
+save, as the record is read again before each save and each commit. So it is with a later attempt or restart of the same
+job: a file server may keep the lock of a machine that is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.environment.orc import job_facts
 
 FILE = ".orc-owner"
 # A killed run's worker processes have its lock until they see that it is gone; torch's look every 5 seconds.
@@ -32,13 +34,33 @@ _RUN = secrets.token_hex(8)  # this process and those that it forks
 
 @dataclass(frozen=True)
 class Owner:
-    """Who saves in a folder; ``since`` is in seconds since the epoch."""
+    """Who saves in a folder; ``since`` is in seconds since the epoch, ``job_id`` empty outside of a job."""
 
     run: str
     host: str
     pid: int
     job: str
     since: float
+    job_id: str = ""
+    attempt: int = 0
+    restart: int = 0
+
+    @classmethod
+    def of_this_process(cls) -> Owner:
+        """Return who saves here, now."""
+        facts = job_facts(os.environ)
+        name = facts.name or facts.id
+        job = f"job {name}" + (f" attempt {facts.attempt}" if facts.attempt else "") if name else ""
+        place = (facts.id or "", facts.attempt, facts.restart)
+        return cls(_RUN, socket.gethostname(), os.getpid(), job, time.time(), *place)
+
+    def succeeds(self, other: Owner) -> bool:
+        """Return whether it is a later run of the same job, of which only the newest trains (see `fence`)."""
+        return bool(self.job_id) and self.job_id == other.job_id and self._turn > other._turn
+
+    @property
+    def _turn(self) -> tuple[int, int]:
+        return self.attempt, self.restart
 
     def is_here(self) -> bool:
         """Return whether it is this very process, which did not inherit it."""
@@ -134,7 +156,9 @@ def _take(path: Path) -> Ownership:
                 _write(fd)
                 return Ownership(path, fd)
             owner = _read(path)
-            if not locked and (time.monotonic() >= deadline or _lives(owner)):
+            if not locked and owner is not None and Owner.of_this_process().succeeds(owner):
+                path.unlink(missing_ok=True)  # the next one is another file, with a lock of its own
+            elif not locked and (time.monotonic() >= deadline or _lives(owner)):
                 raise CheckpointError(
                     f"{path.parent} is in use by another run: {owner or 'it does not say which'}. Only one run may "
                     "save in a folder; give each its own, or wait until that one has ended"
@@ -178,9 +202,7 @@ def _same(fd: int, path: Path) -> bool:
 
 
 def _write(fd: int) -> None:
-    name, attempt = os.environ.get("ORC_JOB_NAME") or os.environ.get("ORC_JOB_ID"), os.environ.get("ORC_ATTEMPT")
-    job = f"job {name}" + (f" attempt {attempt}" if attempt else "") if name else ""
-    data = json.dumps(asdict(Owner(_RUN, socket.gethostname(), os.getpid(), job, time.time()))).encode()
+    data = json.dumps(asdict(Owner.of_this_process())).encode()
     os.ftruncate(fd, 0)
     os.pwrite(fd, data, 0)
 
@@ -189,8 +211,9 @@ def _read(path: Path) -> Owner | None:
     """Return who has written the record at *path*; `None` where there is none, or not yet."""
     try:
         raw = json.loads(path.read_bytes())
-        return Owner(str(raw["run"]), str(raw["host"]), int(raw["pid"]), str(raw["job"]), float(raw["since"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        place = str(raw.get("job_id", "")), int(raw.get("attempt", 0)), int(raw.get("restart", 0))
+        return Owner(str(raw["run"]), str(raw["host"]), int(raw["pid"]), str(raw["job"]), float(raw["since"]), *place)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

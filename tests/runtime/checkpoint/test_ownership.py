@@ -104,6 +104,33 @@ def test_a_lock_that_dead_processes_keep_is_waited_for(tmp_path, monkeypatch):
     assert own(tmp_path).path == tmp_path / FILE
 
 
+def test_a_later_run_of_the_same_job_waits_for_no_lock(tmp_path, monkeypatch):
+    """The file server may hold the lock of a machine that is gone for minutes, or for ever."""
+
+    def begin(run, job, restart):
+        monkeypatch.setattr(ownership, "_held", {})
+        monkeypatch.setattr(ownership, "_RUN", run)
+        monkeypatch.setenv("ORC_JOB_ID", job)
+        monkeypatch.setenv("ORC_RESTART", str(restart))
+
+    monkeypatch.setattr(ownership, "_PATIENCE_S", 0.0)
+    begin("first", "7", 0)
+    first = own(tmp_path)
+    begin("other", "8", 1)
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        own(tmp_path)
+    begin("second", "7", 1)
+    second = own(tmp_path)
+    second.check()
+    begin("first", "7", 0)
+    with pytest.raises(CheckpointError, match="taken over by another run"):
+        first.check()
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        own(tmp_path)
+    for owned in (first, second):
+        os.close(owned.fd)
+
+
 def test_a_checkpoint_that_is_a_link_goes_like_any_other(tmp_path, make_run):
     run = make_run(tmp_path, total_limit=1)
     run.accelerator.save_state()
