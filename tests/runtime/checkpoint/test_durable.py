@@ -179,6 +179,14 @@ def test_an_interrupted_file_is_closed_without_being_synced(tmp_path, calls):
     assert calls.log == ["open a", "write a", "close a"]
 
 
+def test_a_sum_is_the_same_in_pieces():
+    for algorithm in (Crc32, Grid64):
+        found = algorithm()
+        for at in range(0, len(DATA), 700):
+            found.update(memoryview(DATA)[at : at + 700])
+        assert found.value() == total(DATA, algorithm)
+
+
 @pytest.mark.parametrize("size", [0, 1, 299, 300, 301, 999, 1000, 1001, 2000, 2999])
 def test_a_file_has_the_sums_it_was_written_with(tmp_path, size):
     (tmp_path / "a").write_bytes(DATA[:size])
@@ -407,6 +415,8 @@ def foreign(source):
     folder(source, "1")
     folder(source / "logs", "2")
     (source / "logs" / "link").symlink_to("file")
+    (source / "logs" / "lost").symlink_to("nowhere")
+    (source / "logs" / "up").symlink_to("..")
     (source / "to nothing").symlink_to("nowhere")
     (source / "to logs").symlink_to("logs")
 
@@ -420,7 +430,8 @@ def test_foreign_entries_get_a_second_name(tmp_path):
     assert sorted(os.listdir(target)) == ["file", "logs", "to logs", "to nothing"]
     assert (target / "file").read_text() == "newer"
     assert same(target / "logs" / "file", source / "logs" / "file")
-    assert os.readlink(target / "logs" / "link") == "file"
+    links = {name: os.readlink(target / "logs" / name) for name in ("link", "lost", "up")}
+    assert links == {"link": "file", "lost": "nowhere", "up": ".."}
     assert os.readlink(target / "to nothing") == "nowhere"
     assert os.readlink(target / "to logs") == "logs"
     assert same(target / "to logs", source / "to logs")

@@ -300,5 +300,5 @@ def test_numpy_scalars_become_plain_numbers_wherever_they_are():
     ]
     assert type(found["b"]) is list
     assert type(found["b"][1]) is tuple
-    for same in (array, tensor, pair, shaped, "text", None):
+    for same in (array, tensor, pair, shaped, np.add, "text", None):
         assert plain(same) is same

@@ -1,0 +1,605 @@
+"""The parts of a load: what is verified by whom, which error is told where, and what goes into which place."""
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+from orc.runtime.checkpoint import load, rng
+from orc.runtime.checkpoint.copying import Copies
+from orc.runtime.checkpoint.durable import FileRecord, write_file
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.load import Verified, read_weights, verified, verify
+from orc.runtime.checkpoint.manifest import NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.remote import Remote
+from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.data.plan import PositionError
+
+PATIENCE = 3600.0
+
+
+def context(**changes):
+    facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "node_rank": 0}
+    return SimpleNamespace(**facts | {"xla": None, "device": torch.device("cpu")} | changes)
+
+
+class Table:
+    """A meeting where this rank sits with *others*, who bring what `others` says of each question."""
+
+    timeout_s = 600.0
+
+    def __init__(self, **others):
+        self.others, self.log, self.brought = others, [], []
+
+    def hold(self, what, value, verdict, *, timeout_s=None):
+        self.log.append((what, timeout_s))
+        self.brought.append(value)
+        return verdict([value, *self.others.get(what, [])])
+
+
+def nothing(**changes):
+    parts = {"models": [], "optimizers": [], "schedulers": [], "dataloaders": [], "scaler": None, "custom": []}
+    return SimpleNamespace(**parts | changes)
+
+
+def said(act):
+    with pytest.raises(CheckpointError) as told:
+        act()
+    return str(told.value)
+
+
+def checkpoint(directory, **contents):
+    """A whole checkpoint of files with these contents: bytes, or what torch.save takes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    records = {}
+    for name, content in contents.items():
+        if isinstance(content, bytes):
+            records[name] = write_file(directory / name, content)
+        else:
+            torch.save(content, directory / name)
+            records[name] = FileRecord((directory / name).stat().st_size, ())
+    manifest = Manifest("0af3", 7, 1, 20, 1, 5.5, records)
+    (directory / NAME).write_bytes(manifest.to_json())
+    return manifest
+
+
+class Holder:
+    """A registered object."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+# Verifying
+
+
+def test_the_ranks_share_out_the_files(tmp_path, monkeypatch):
+    manifest, asked = checkpoint(tmp_path / "c", e=b"1", d=b"2", c=b"3", b=b"4", a=b"5"), []
+
+    def contents(directory, given, names):
+        asked.append((directory, given, list(names)))
+        return []
+
+    monkeypatch.setattr(load, "content_problems", contents)
+    for rank in range(3):
+        table = Table()
+        assert verify(context(rank=rank, world_size=3), table, tmp_path / "c") == manifest
+        assert table.log == [("load_state (verifying)", PATIENCE)]
+        assert table.brought == [None]
+    assert asked == [(tmp_path / "c", manifest, names) for names in (["a", "d"], ["b", "e"], ["c"])]
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_was_asked(tmp_path):
+    checkpoint(tmp_path / "c")
+    table = Table()
+    table.timeout_s = 9000.0
+    verify(context(), table, tmp_path / "c")
+    assert table.log == [("load_state (verifying)", 9000.0)]
+
+
+def test_all_that_any_rank_finds_is_told_once(tmp_path):
+    checkpoint(tmp_path / "c", a=b"1", b=b"2")
+    assert said(lambda: verify(context(), Table(), tmp_path / "d")) == f"{tmp_path}/d: there is no such checkpoint"
+    (tmp_path / "c" / "a").write_bytes(b"x")
+    damage = f"{tmp_path}/c is damaged: a does not hold what was saved (checksum differs)"
+    advice = ". Nothing was loaded; use another checkpoint"
+    assert said(lambda: verify(context(), Table(), tmp_path / "c")) == damage + advice
+    others = Table(**{"load_state (verifying)": ["z is damaged", None, "b is damaged", "z is damaged", ""]})
+    assert said(lambda: verify(context(rank=1, world_size=2), others, tmp_path / "c")) == "b is damaged\nz is damaged"
+    (tmp_path / "c" / "b").unlink()
+    assert said(lambda: verify(context(), Table(), tmp_path / "c")) == (
+        f"{tmp_path}/c is damaged: b is missing{advice}"
+    ), "sizes before contents"
+
+
+def test_a_local_checkpoint_is_read_where_it_is(tmp_path):
+    manifest = checkpoint(tmp_path / "c.replaced", a=b"1")
+    table = Table()
+    with verified(context(), table, tmp_path / "c") as found:
+        assert found == Verified(tmp_path / "c.replaced", manifest)
+    assert table.log == [("load_state (verifying)", PATIENCE)]
+
+
+def test_sites_that_lack_a_checkpoint_get_it_from_another(tmp_path, monkeypatch):
+    manifest, asked = checkpoint(tmp_path / "c"), []
+
+    def provide(*arguments):
+        asked.append(arguments)
+        return tmp_path / "there", manifest
+
+    monkeypatch.setattr(load, "provide", provide)
+    several, one, table = Sites(0, (0, 1)), Sites(0, (0, 0)), Table()
+    with verified(context(), table, tmp_path / "c", sites=several, identity="0af3") as found:
+        assert found == Verified(tmp_path / "there", manifest)
+    assert asked == [(table, several, tmp_path / "c", "0af3", load._tell)]
+    for sites, identity in ((one, "0af3"), (several, None), (None, "0af3")):
+        with verified(context(), table, tmp_path / "c", sites=sites, identity=identity) as found:
+            assert found == Verified(tmp_path / "c", manifest)
+    assert len(asked) == 1
+
+
+def test_what_is_told_stands_in_the_log_of_the_run(capsys):
+    load._tell("hello")
+    assert capsys.readouterr() == ("", "orc: hello\n")
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    """A checkpoint in an empty bucket of the memory file system."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    manifest = checkpoint(tmp_path / "c", a=b"1", b=b"22")
+    where = Remote("memory://bucket/c")
+    for name in (*manifest.files, NAME):
+        (where / name).replace((tmp_path / "c" / name).read_bytes())
+    yield where
+    system.store.clear()
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """The folder in which local copies are made."""
+    made = tmp_path / "tmp"
+    made.mkdir()
+    monkeypatch.setattr(load.tempfile, "tempdir", str(made))
+    return made
+
+
+def test_one_rank_of_a_machine_copies_what_is_remote_and_all_read_it(bucket, places, tmp_path):
+    table = Table()
+    with verified(context(node_rank=2), table, bucket) as found:
+        assert list(places.iterdir()) == [found.directory]
+        assert found.directory.name.startswith("orc-checkpoint-")
+        assert found.manifest == read_manifest(tmp_path / "c") == read_manifest(found.directory)
+        assert (found.directory / "b").read_bytes() == b"22"
+        assert table.log == [("load_state (fetching)", PATIENCE)]
+    assert table.brought == [[2, str(found.directory), None], None]
+    assert table.log[1:] == [("load_state (done)", PATIENCE)]
+    assert list(places.iterdir()) == []
+
+    table = Table(**{"load_state (fetching)": [[0, "/elsewhere", None], [1, str(tmp_path / "c"), None]]})
+    table.timeout_s = 9000.0
+    with verified(context(node_rank=1, is_local_main=False), table, bucket) as found:
+        assert found.directory == tmp_path / "c"
+    assert table.brought == [[1, None, None], None]
+    assert table.log == [("load_state (fetching)", 9000.0), ("load_state (done)", 9000.0)]
+    assert list(places.iterdir()) == []
+
+
+def test_a_copy_goes_when_the_load_fails_even_if_somebody_removed_it(bucket, places):
+    def fail(gone):
+        with verified(context(), Table(), bucket) as found:
+            if gone:
+                load.shutil.rmtree(found.directory)
+            raise OverflowError
+
+    for gone in (False, True):
+        with pytest.raises(OverflowError):
+            fail(gone)
+        assert list(places.iterdir()) == []
+
+
+def test_what_is_wrong_with_a_remote_checkpoint_is_told_before_any_rank_reads(bucket, places, monkeypatch):
+    def told():
+        with ExitStack() as stack:
+            return said(lambda: stack.enter_context(verified(context(), Table(), bucket)))
+
+    advice = ". Nothing was loaded; use another checkpoint"
+    (bucket / "a").replace(b"x")
+    assert told() == f"{bucket} is damaged: a does not hold what was saved (checksum differs){advice}"
+    (bucket / "b").remove()
+    assert told() == f"{bucket} is damaged: b is missing{advice}"
+    (bucket / NAME).remove()
+    assert told().startswith("memory://bucket/c has no manifest.json: there is no complete checkpoint.")
+
+    def broken(*_):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(load.remote, "read_manifest", broken)
+    assert told() == "memory://bucket/c: no route to host"
+    assert list(places.iterdir()) == []
+
+
+# Parts and their files
+
+
+def test_every_part_has_its_file(tmp_path):
+    optimizers, schedulers, loaders, custom = ([object(), object()] for _ in range(4))
+    scaler = object()
+    prepared = nothing(
+        optimizers=optimizers, schedulers=schedulers, dataloaders=loaders, scaler=scaler, custom=custom
+    )  # fmt: skip
+    expected = {
+        "optimizer.bin": optimizers[0],
+        "optimizer_1.bin": optimizers[1],
+        "scheduler.bin": schedulers[0],
+        "scheduler_1.bin": schedulers[1],
+        "sampler.bin": loaders[0],
+        "sampler_1.bin": loaders[1],
+        "scaler.pt": scaler,
+        "custom_checkpoint_0.pkl": custom[0],
+        "custom_checkpoint_1.pkl": custom[1],
+    }
+    assert list(load._names(prepared).items()) == list(expected.items())
+    assert load._names(nothing()) == {}
+
+
+def test_what_has_no_counterpart_is_named(tmp_path):
+    manifest = checkpoint(tmp_path / "c", a=b"1")
+    assert load._check_counterparts(tmp_path, manifest, ["a"]) is None
+    assert said(lambda: load._check_counterparts(tmp_path, manifest, ["a", "c", "b"])) == (
+        f"{tmp_path} holds no c, b: more is prepared or registered here than when it was saved; load into the same "
+        "script's objects"
+    )
+
+
+def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
+    safe, other = FileRecord(0, ()), FileRecord(0, ())
+    both = Manifest("a", 0, 0, 0, 1, 0.0, {"model_1.safetensors": safe, "pytorch_model_1.bin": other})
+    assert load._model_path(tmp_path, both, 1) == tmp_path / "model_1.safetensors"
+    assert load._model_path(tmp_path, both, 0) == tmp_path / "model.safetensors"
+    pickles = replace(both, files={"pytorch_model_1.bin": other})
+    assert load._model_path(tmp_path, pickles, 1) == tmp_path / "pytorch_model_1.bin"
+    assert load._model_path(tmp_path, pickles, 0) == tmp_path / "model.safetensors"
+
+
+def test_models_that_do_not_fit_are_told_by_their_file(tmp_path):
+    state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "more": torch.zeros(1)}
+    manifest = checkpoint(tmp_path / "c", **{"pytorch_model.bin": state, "pytorch_model_1.bin": state})
+    assert load._check_models(tmp_path / "c", manifest, [nn.Linear(2, 2)], {"strict": False}) is None
+    for options in ({}, {"strict": True}):
+        assert said(lambda: load._check_models(tmp_path / "c", manifest, [nn.Linear(2, 2)], options)) == (  # noqa: B023
+            f"{tmp_path}/c/pytorch_model.bin does not fit the prepared model: unexpected: more. Nothing was loaded"
+        )
+    models = [nn.Linear(2, 2)] * 3
+    assert said(lambda: load._check_models(tmp_path / "c", manifest, models, {})).startswith(
+        f"{tmp_path}/c holds no model_2.safetensors: more is prepared"
+    )
+
+
+def test_states_that_do_not_fit_are_told_by_their_file(tmp_path):
+    model = nn.Linear(2, 2)
+    prepared = nothing(optimizers=[torch.optim.SGD(model.parameters(), 0.1)], dataloaders=[object()])
+    position = {"epoch": 0, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
+    fine = {"optimizer.bin": prepared.optimizers[0].state_dict(), "sampler.bin": position}
+    assert load._check_states(tmp_path, prepared, fine) is None
+    assert said(lambda: load._check_states(tmp_path, prepared, fine | {"optimizer.bin": {}})) == (
+        f"{tmp_path}/optimizer.bin does not fit what is prepared: it is not the state of an optimizer. "
+        "Nothing was loaded"
+    )
+    assert said(lambda: load._check_states(tmp_path, prepared, fine | {"sampler.bin": [1]})) == (
+        f"{tmp_path}/sampler.bin is no position of a loader: it holds a list. Nothing was loaded"
+    )
+
+
+def test_positions_are_checked_and_an_epoch_that_is_cut_otherwise_is_told(tmp_path, capsys):
+    class Loader:
+        total_batch_size = 6
+
+        def __init__(self, rounds):
+            self.rounds = rounds
+
+        def check_position(self, state):
+            if "refused" in state:
+                raise PositionError("another length")
+            return SimpleNamespace(rounds=self.rounds, samples=12)
+
+    prepared = nothing(dataloaders=[Loader(0), Loader(2)])
+    state = {"epoch": 3, "global_batch": 4}
+    check = lambda states, **facts: load._check_positions(context(**facts), tmp_path, prepared, states)  # noqa: E731
+    check({"sampler.bin": state, "sampler_1.bin": state}, is_main=False)
+    check({"sampler.bin": state, "sampler_1.bin": state | {"finished": True}})
+    assert capsys.readouterr().err == ""
+    check({"sampler.bin": state, "sampler_1.bin": state})
+    assert capsys.readouterr().err == (
+        "orc: epoch 3 goes on after 12 samples, with 6 samples per step; it was 4\n"
+    )  # fmt: skip
+    refused = state | {"refused": True}
+    text = said(lambda: check({"sampler.bin": state, "sampler_1.bin": refused}))
+    assert text == f"{tmp_path}/sampler_1.bin: another length"
+
+
+def test_the_generators_are_those_of_the_rank_or_none_for_a_new_one(tmp_path):
+    manifest = checkpoint(tmp_path / "c", **{"random_states_1.pkl": {"x": 3}})
+    manifest = replace(manifest, world_size=3)
+    assert load._random_states(context(rank=1), tmp_path / "c", manifest) == {"x": 3}
+    assert load._random_states(context(rank=3), tmp_path / "c", manifest) is None
+    assert said(lambda: load._random_states(context(rank=2), tmp_path / "c", manifest)) == (
+        f"{tmp_path}/c holds no random_states_2.pkl: the random numbers of this rank cannot be continued"
+    )
+
+
+# Reading
+
+
+def test_a_pickle_is_mapped_unless_it_is_to_go_elsewhere(tmp_path, monkeypatch):
+    asked, real = [], load.pickled.read
+
+    def read(file, map_location=None, *, mmap=False):
+        asked.append((file, map_location, mmap))
+        return real(file, map_location, mmap=mmap)
+
+    monkeypatch.setattr(load.pickled, "read", read)
+    path = tmp_path / "a"
+    torch.save({"x": torch.ones(2)}, path)
+    for where in (None, "cpu", "meta"):
+        assert load._unpickle(path, where)["x"].device.type == (where or "cpu")
+    assert asked == [(path, "cpu", True), (path, "cpu", False), (path, "meta", False)]
+    path.write_bytes(b"no pickle")
+    text = said(lambda: load._unpickle(path))
+    assert text.startswith(f"{path} cannot be loaded: ")
+    assert said(lambda: load._unpickle(tmp_path / "none")) == (
+        f"{tmp_path}/none cannot be loaded: FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/none'"
+    )
+
+
+def test_weights_are_read_with_the_names_that_share_a_tensor(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "w.safetensors"
+    for metadata in (None, {"format": "pt"}):
+        save_file({"a": torch.arange(2.0)}, path, metadata)
+        assert {name: value.tolist() for name, value in read_weights(path).items()} == {"a": [0.0, 1.0]}
+    save_file({"a": torch.arange(2.0)}, path, {"orc.aliases": json.dumps({"b": "a"})})
+    state = read_weights(path)
+    assert list(state) == ["a", "b"]
+    assert state["a"] is state["b"]
+    path.write_bytes(b"no safetensors")
+    assert said(lambda: read_weights(path)).startswith(f"{path} cannot be loaded: ")
+
+
+# Copying
+
+
+def copied(state, current=None):
+    with Copies() as copies:
+        return load._unmapped(state, copies, current)
+
+
+def test_what_was_mapped_is_copied(tmp_path):
+    state = {
+        "a": torch.ones(3),
+        "b": [torch.zeros(2), 3],
+        "s": torch.eye(2).to_sparse(),
+        "p": nn.Parameter(torch.ones(1)),
+    }
+    found = copied(state)
+    assert torch.equal(found["a"], state["a"])
+    assert torch.equal(found["b"][0], state["b"][0])
+    assert found["b"][1] == 3
+    assert torch.equal(found["s"].to_dense(), torch.eye(2))
+    assert isinstance(found["p"], torch.Tensor)
+    for mine, given in ((found["a"], state["a"]), (found["b"][0], state["b"][0]), (found["p"], state["p"])):
+        assert mine.data_ptr() != given.data_ptr()
+
+
+def optimizer_state(value, groups=1, **more):
+    return {
+        "state": {0: {"exp_avg": value, "step": torch.tensor(3.0), **more}},
+        "param_groups": [{"params": [0]}] * groups,
+    }
+
+
+def test_tensors_of_an_optimizer_go_into_those_they_replace():
+    current, given = optimizer_state(torch.zeros(3)), optimizer_state(torch.ones(3), name="x")
+    place = current["state"][0]["exp_avg"]
+    found = copied(given, current)
+    assert found["state"][0]["exp_avg"] is place
+    assert place.tolist() == [1.0] * 3
+    assert found["state"][0]["name"] == "x"
+    assert found["param_groups"] == [{"params": [0]}]
+    assert found["param_groups"] is not given["param_groups"]
+
+
+@pytest.mark.parametrize(
+    "current",
+    [
+        None,
+        {},
+        3,
+        {"param_groups": 3},
+        optimizer_state(torch.zeros(3), groups=2),
+        optimizer_state(torch.zeros(2)),
+        optimizer_state(torch.zeros(3, dtype=torch.float64)),
+        optimizer_state(nn.Parameter(torch.zeros(3))),
+        optimizer_state(None),
+        {"state": None, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [0]}]},
+    ],
+)
+def test_tensors_without_a_place_to_go_get_one(current):
+    given = optimizer_state(torch.ones(3))
+    kept = current["state"][0]["exp_avg"] if isinstance(current, dict) and current.get("state") else None
+    found = copied(given, current)["state"][0]["exp_avg"]
+    assert type(found) is torch.Tensor
+    assert found.tolist() == [1.0] * 3
+    assert found is not kept
+    assert found.data_ptr() != given["state"][0]["exp_avg"].data_ptr()
+
+
+def test_lists_and_tuples_of_tensors_are_copied_as_what_they_are():
+    given = optimizer_state(torch.ones(1), pair=(torch.ones(1), [torch.zeros(1)]))
+    current = optimizer_state(torch.zeros(1), pair=(torch.zeros(1), [torch.ones(1)]))
+    pair = copied(given, current)["state"][0]["pair"]
+    assert (type(pair), type(pair[1])) == (tuple, list)
+    assert (pair[0].item(), pair[1][0].item()) == (1.0, 0.0)
+    assert pair[0].data_ptr() != given["state"][0]["pair"][0].data_ptr()
+
+
+# Loading
+
+
+def whole(directory, prepared, **more):
+    """A checkpoint of *prepared* and the present generators."""
+    contents = {name: target.state_dict() for name, target in load._names(prepared).items()}
+    for index, model in enumerate(prepared.models):
+        contents[load.layout.model_file(index, False)] = model.state_dict()
+    return Verified(directory, checkpoint(directory, **contents | {"random_states_0.pkl": rng.capture()} | more))
+
+
+def test_a_load_is_agreed_on_step_by_step(tmp_path):
+    prepared = nothing(models=[nn.Linear(2, 2)], custom=[Holder({"count": 1})])
+    checked, table, seen = whole(tmp_path / "c", prepared), Table(), []
+    prepared.custom[0].state = {"count": 2}
+    load.load(context(), table, prepared, checked)
+    assert prepared.custom[0].state == {"count": 1}
+    assert table.log == [("load_state (checking)", PATIENCE), ("load_state (trying)", PATIENCE)]
+    table = Table()
+    hook = lambda models, directory: seen.append((models, directory, list(table.log)))  # noqa: E731
+    load.load(context(), table, prepared, checked, hooks=[hook])
+    assert seen == [([prepared.models[0]], str(tmp_path / "c"), [("load_state (reading)", PATIENCE)])]
+    assert seen[0][0] is not prepared.models
+
+
+@pytest.mark.parametrize("step", ["reading", "checking", "trying"])
+def test_what_another_rank_finds_in_any_step_puts_everything_back(tmp_path, step):
+    class Own(nn.Linear):
+        def load_state_dict(self, *arguments, **options):
+            return super().load_state_dict(*arguments, **options)
+
+    prepared = nothing(models=[nn.Linear(2, 2), Own(2, 2)], custom=[Holder({"count": 1})])
+    checked = whole(tmp_path / "c", prepared)
+    prepared.custom[0].state = {"count": 2}
+    with torch.no_grad():
+        for model in prepared.models:
+            model.weight.add_(1)
+    torch.rand(1)
+    before = [model.weight.tolist() for model in prepared.models], torch.get_rng_state().tolist()
+    table = Table(**{f"load_state ({step})": ["it is full"]})
+    hooks = [lambda models, directory: None] if step == "reading" else []
+    assert said(lambda: load.load(context(), table, prepared, checked, hooks=hooks)) == "rank 1: it is full"
+    assert table.log[-1] == (f"load_state ({step})", PATIENCE)
+    assert before == ([model.weight.tolist() for model in prepared.models], torch.get_rng_state().tolist())
+    assert prepared.custom[0].state == {"count": 2}
+    load.load(context(), Table(), prepared, checked)
+    assert [model.weight.tolist() for model in prepared.models] != before[0]
+
+
+def test_models_get_their_options_and_their_place(tmp_path, monkeypatch):
+    asked, read, real = [], [], load.pickled.read
+
+    class Own(nn.Linear):
+        def load_state_dict(self, state, **options):
+            asked.append(options)
+            return super().load_state_dict(state, **options)
+
+    def reads(file, map_location=None, **options):
+        read.append((file.name, map_location))
+        return real(file, map_location, **options)
+
+    prepared = nothing(models=[nn.Linear(2, 2), Own(2, 2)], custom=[Holder({})])
+    checked = whole(tmp_path / "c", prepared)
+    prepared.models[0].more = nn.Parameter(torch.ones(1))
+    options = {"strict": False, "assign": False}
+    monkeypatch.setattr(load.pickled, "read", reads)
+    here = torch.device("cpu")
+    load.load(context(), Table(), prepared, checked, map_location=here, model_options=options)
+    assert asked == [options]
+    assert [name for name, where in read if where is here] == [
+        "custom_checkpoint_0.pkl",
+        "pytorch_model_1.bin",
+        "pytorch_model.bin",
+    ]
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin does not fit the prepared model: missing: more"):
+        load.load(context(), Table(), prepared, checked)
+
+
+def test_a_new_rank_gets_seeds_of_its_own(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(rng, "reseed", lambda *arguments: asked.append(arguments))
+    checked = whole(tmp_path / "c", nothing())
+    load.load(context(rank=4), Table(), nothing(), checked)
+    assert asked == [("0af3", 4)]
+    load.load(context(), Table(), nothing(), checked)
+    assert len(asked) == 1
+
+
+def test_generators_are_restored_on_the_device_of_the_rank(tmp_path, monkeypatch):
+    asked, real = [], rng.restore
+
+    def restore(state, device, xla):
+        asked.append((device, xla))
+        real(state, device)
+
+    monkeypatch.setattr(rng, "restore", restore)
+    xla = SimpleNamespace(rng_state=lambda: 3)
+    checked = whole(tmp_path / "c", nothing())
+    load.load(context(xla=xla, device="here"), Table(), nothing(), checked)
+    assert asked == [("here", xla)] * 2
+    with pytest.raises(CheckpointError):
+        load.load(context(xla=xla, device="here"), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
+    assert asked == [("here", xla)] * 4
+
+
+def test_the_end_of_an_epoch_is_the_start_of_the_next_where_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "next_epoch", lambda state: state | {"epoch": state["epoch"] + 1})
+
+    class Loader(Holder):
+        def check_position(self, state):
+            self.checked = state["epoch"]
+            return SimpleNamespace(rounds=0)
+
+    position = {"epoch": 3, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
+    prepared = nothing(dataloaders=[Loader(position), Loader(position | {"epoch": 8})])
+    checked = whole(tmp_path / "c", prepared)
+    for roll_over, epochs in ((False, [3, 8]), (True, [4, 9])):
+        load.load(context(), Table(), prepared, checked, roll_over=roll_over)
+        assert [loader.state["epoch"] for loader in prepared.dataloaders] == epochs
+        assert [loader.checked for loader in prepared.dataloaders] == epochs
+
+
+def test_what_was_tried_and_what_is_loaded_are_not_the_file(tmp_path):
+    holder = Holder({"x": torch.ones(3)})
+    prepared = nothing(custom=[holder])
+    checked = whole(tmp_path / "c", prepared)
+    load.load(context(), Table(), prepared, checked)
+    os.truncate(tmp_path / "c" / "custom_checkpoint_0.pkl", 0)
+    assert holder.state["x"].tolist() == [1.0] * 3
+
+
+def test_a_state_that_fits_but_is_refused_at_last_is_told_by_its_file(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = nothing(optimizers=[optimizer])
+    checked = whole(tmp_path / "c", prepared)
+    for error in (ValueError("no"), RuntimeError("no"), KeyError("no")):
+
+        def refuse(state, error=error):
+            raise error
+
+        optimizer.load_state_dict = refuse
+        assert said(lambda: load.load(context(), Table(), prepared, checked)) == (
+            f"{tmp_path}/c/optimizer.bin does not fit what is prepared: {error}"
+        )
