@@ -59,7 +59,7 @@ def test_every_key_is_in_the_reference_with_what_becomes_of_it(heading, known, s
 )
 def test_every_argument_is_in_the_reference_with_its_place_or_reason(heading, known, sections) -> None:
     rows = {row[0].strip("`"): row[1] for row in sections[heading]}
-    special = {"compute_environment", "additional_args"}
+    special = {"compute_environment", "additional_args", "debug"}
     assert {name: text for name, text in rows.items() if name not in special} == known
 
 

@@ -221,7 +221,9 @@ def test_an_array_runs_so_many_at_once_and_each_element_is_an_attempt_of_its_own
     assert f"job {handles[3].native_id}, restart 0" in (some.runs[3].directory / "logs" / "slurm.log").read_text()
     assert not (some.runs[3].directory / "secrets.json").exists()
     assert not (some.runs[2].directory / "node-0").exists()
-    assert [str(selector.rank) for selector in some.backend.log_selectors(handles[1]) if selector.node is None] == ["0"]
+    selectors = some.backend.log_selectors(handles[1])
+    assert [selector.rank for selector in selectors if selector.rank is not None] == [0]
+    assert selectors[-1].launcher
 
     # What a later look will be told, when the controller has forgotten them.
     def accounted() -> list[str]:
