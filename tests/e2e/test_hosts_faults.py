@@ -369,4 +369,6 @@ def test_hosts_that_cannot_be_used_are_named_and_left_out(laptop: Orc, hosts: Ho
     assert process.returncode not in (0, 70)
     assert "node3" in err
     assert "torch" in err
-    assert len(json.loads(laptop("list", "--json"))["jobs"]) == 1  # of the refused one nothing is left
+    states = {one["id"]: one["state"] for one in json.loads(laptop("list", "--json"))["jobs"]}
+    assert states.pop(job) == "SUCCEEDED"
+    assert list(states.values()) == ["FAILED"], "the refused one is known, and has ended"
