@@ -293,9 +293,7 @@ def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) 
     due = [
         job.id
         for job, seen in answers
-        if seen.phase is not Phase.UNKNOWN
-        and not seen.phase.ended
-        and now - max(ws.noted.get(job.id, 0.0), job.updated_at) >= SEEN_EVERY_S
+        if seen.phase is not Phase.UNKNOWN and not seen.phase.ended and now - ws.noted.get(job.id, 0.0) >= SEEN_EVERY_S
     ]
     if due:
         ws.ledger.note_seen(due)

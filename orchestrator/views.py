@@ -181,7 +181,8 @@ class JobRow(NamedTuple):
     @property
     def age_from(self) -> float | None:
         """The time of which its state is; `None` where that is now: it has ended, or its cluster has not got it yet."""
-        return max(self.seen_at or 0.0, self.updated_at) if self.state in ("PENDING", "RUNNING") else None
+        # Not `updated_at`: that its cluster cannot be reached is news of the job, too.
+        return (self.seen_at or self.created_at) if self.state in ("PENDING", "RUNNING") else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
