@@ -54,7 +54,7 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 class Fence:
-    """What one agent holds of its job: the right to run ranks, for one term at a time."""
+    """The hold of one agent on its job: the right to run ranks, for one term at a time."""
 
     def __init__(self, node: agent.Node) -> None:
         self.node = node
@@ -98,7 +98,7 @@ class Fence:
 
     @property
     def slept(self) -> bool:
-        """Whether this process has been stopped for so long that it has to look before it does anything else."""
+        """Return whether this process has been stopped for so long that it has to look before it does anything else."""
         return self.guard is not None and _clock() - self.renewed > max(1.0, 3 * self.node.heartbeat_s)
 
     # its guard
@@ -136,7 +136,7 @@ class Fence:
         return found
 
     def alone(self) -> bool:
-        """Whether no earlier run has ranks any more. What it has left on this machine is ended."""
+        """Return whether no earlier run has ranks any more. What it has left on this machine is ended."""
         # No short cut: what is on this machine is not waited for.
         open_ = [one for one in self.predecessors() if not self._end_here(*one)]
         return not open_ or _clock() - self.claimed > self.wait_s

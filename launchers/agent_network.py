@@ -165,7 +165,7 @@ LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the ranks' lib
 
 
 def on_loopback(given: Mapping[str, str]) -> dict[str, str]:
-    """What keeps ranks that are all on this machine on its loopback interface, but for what is *given*."""
+    """Return the variables that keep ranks of one machine on its loopback interface, but for what is *given*."""
     interface = interface_of("127.0.0.1")
     return {name: interface for name in LISTENING if name not in given} if interface else {}
 

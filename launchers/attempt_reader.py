@@ -46,7 +46,7 @@ class AttemptRecords:
 
     @property
     def has_secrets(self) -> bool:
-        """Whether values of secrets were brought for it."""
+        """Return whether values of secrets were brought for it."""
         return bool((self.config or {}).get("secrets"))
 
     @cached_property

@@ -62,7 +62,7 @@ def _fault(status: os.stat_result, *, is_above: bool) -> str:
 
 
 def _is_private_group(status: os.stat_result) -> bool:
-    """Whether the group is the owner's own, which many systems give to each user, with a umask of 002."""
+    """Return whether the group is the owner's own, which many systems give to each user, with a umask of 002."""
     import grp
     import pwd
 

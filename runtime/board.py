@@ -37,7 +37,7 @@ _ATTENTIVE = 128  # ranks that may look as often as they like
 
 
 def pace(world_size: int) -> float:
-    """How many times longer the ranks of a large run wait between looks: rank 0 answers about as many in any run."""
+    """Return how many times longer the ranks of a large run wait between looks, so that rank 0 keeps up."""
     return max(1.0, world_size / _ATTENTIVE)
 
 
@@ -69,7 +69,7 @@ class Board(Protocol):
         ...
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all are there."""
         ...
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:

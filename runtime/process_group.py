@@ -165,7 +165,7 @@ def _context(
 
 
 def one_node(launch: LaunchEnvironment) -> bool:
-    """Whether all ranks are on this machine."""
+    """Return whether all ranks are on this machine."""
     return launch.master_addr in listening.LOOPBACK or launch.local_world_size == launch.world_size
 
 

@@ -34,7 +34,7 @@ def _optional_text(read: Any) -> cs.CoreSchema:
 
 @model
 class Network(Model):
-    """What the ranks of several nodes may listen on. Ranks that are all on one node stay on its loopback interface."""
+    """The network that ranks of several nodes listen on. Ranks of one node stay on its loopback interface."""
 
     interface: str | None = setting(
         _optional_text(_interface), default=None, doc="The interface that the nodes use among each other, as eth0."

@@ -20,12 +20,12 @@ _SHELL = frozenset("'`\"$;&<>|(){}")
 
 
 def is_host(text: str) -> bool:
-    """Whether *text* may be the name or address of a host."""
+    """Return whether *text* may be the name or address of a host."""
     return _is_harmless(text) and "\\" not in text
 
 
 def is_user(text: str) -> bool:
-    r"""Whether *text* may be the name of a user (``me``, ``me@REALM``, ``DOMAIN\me``)."""
+    r"""Return whether *text* may be the name of a user (``me``, ``me@REALM``, ``DOMAIN\me``)."""
     return _is_harmless(text) and not text.endswith("\\")
 
 

@@ -67,7 +67,7 @@ class TerminalWriter:
 
 
 def writer(stream: BinaryIO, *, raw: bool = False) -> Writer:
-    """What writes logs to *stream*: escaped where it is a terminal, unless *raw*; byte for byte elsewhere."""
+    """Return the writer of logs to *stream*: escaped where it is a terminal, unless *raw*; byte for byte elsewhere."""
     return TerminalWriter(stream) if stream.isatty() and not raw else stream
 
 

@@ -17,7 +17,7 @@ def holders(path: Path, locks: Path = Path("/proc/locks")) -> list[str]:
 
 
 def pids(table: str, inodes: Iterable[int]) -> list[int]:
-    """Who has locks for writing on files of these *inodes*, in *table* (text of ``/proc/locks``)."""
+    """Return the holders of write locks on files of these *inodes*, in *table* (text of ``/proc/locks``)."""
     wanted = {str(inode) for inode in inodes}
     found = []
     for line in table.splitlines():

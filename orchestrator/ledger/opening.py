@@ -115,7 +115,7 @@ def _make_file(path: Path) -> None:
 
 
 def _beside(path: Path) -> str:
-    """What lies beside the file, for people."""
+    """Return the names of what lies beside the file, for people."""
     jobs = path.parent / "jobs"
     count = sum(entry.is_dir() for entry in jobs.iterdir()) if jobs.is_dir() else 0
     return f", and the directories of {count} jobs lie beside it" if count else ""

@@ -50,7 +50,7 @@ class S3:
             return {"size": int(self._client.head_object(**_object(path))["ContentLength"])}
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object, or one below that name."""
+        """Return whether there is such an object, or one below that name."""
         with suppress(FileNotFoundError):
             self.info(path)
             return True

@@ -189,7 +189,7 @@ class CustomBatches(PassSampler):
 
     @property
     def _chunks(self) -> bool:
-        """Whether the batches are no more than consecutive samples of a sampler, so that any others will do."""
+        """Return whether the batches are no more than consecutive samples of a sampler, so that any others will do."""
         return type(self.shard.batch_sampler) is BatchSampler
 
     def _left(self, cut: Cut) -> Iterator[Any]:

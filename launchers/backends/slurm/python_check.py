@@ -20,7 +20,7 @@ _OLDEST = (3, 9)
 
 
 def check_python(transport: Transport, python: str, modules: Sequence[str], cluster: str) -> list[Finding]:
-    """What is wrong with *python*, which may begin with ``~``. Raises `LaunchError`."""
+    """Return what is wrong with *python*, which may begin with ``~``. Raises `LaunchError`."""
     where, told = f"cluster {cluster}", "It was looked for where the cluster is entered; jobs use the one of the nodes."
     load = f"module load {shlex.join(modules)} && " if modules else ""
     shell = ("/bin/bash", "-lc") if modules else ("/bin/sh", "-c")

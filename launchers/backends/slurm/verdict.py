@@ -128,7 +128,7 @@ def judge(
 
 
 def _is_final(witness: Witness, now: float) -> bool:
-    """Whether every node has recorded success: Slurm may not have noticed yet, and a restart changes nothing."""
+    """Return whether every node has recorded success: Slurm may not have noticed yet, and a restart changes nothing."""
     record = witness.exit
     return record is not None and record.succeeded and record.complete and now - (record.ended_at or now) > SETTLED_S
 

@@ -327,7 +327,7 @@ class SshBackend:
 
 
 def _left(sight: Sight) -> bool:
-    """Whether secrets or the token lie there, and no agent that would remove them runs."""
+    """Return whether secrets or the token lie there, and no agent that would remove them runs."""
     return not sight.alive and bool((sight.answer or {}).get("confidential"))
 
 

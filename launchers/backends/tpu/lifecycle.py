@@ -106,7 +106,7 @@ class Sight:
 
     @property
     def alive(self) -> bool:
-        """Whether the attempt has its TPU here, or will get it here: other zones do not matter then."""
+        """Return whether the attempt has its TPU here, or will get it here: other zones do not matter then."""
         return self.state in (State.WAITING, State.READY, State.AWAY)
 
     @property

@@ -27,7 +27,7 @@ class _Seen:
 
 
 class Polling:
-    """What polls have seen. Only a TPU that is there or comes may be remembered; any other answer is asked for anew."""
+    """The memory of polls. Only a TPU that is there or comes may be remembered; any other answer is asked for anew."""
 
     def __init__(self, look: Callable[[Sequence[Place]], Board], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look

@@ -18,7 +18,7 @@ def open_local_service(mode: Mode, state_dir: Path) -> Service:
 
 
 def place_of(uri: str, state_dir: Path) -> Path:
-    """Where an object of S3 lies while this machine stands in for AWS."""
+    """Return the place of an object of S3 while this machine stands in for AWS."""
     from orc.launchers.backends.sagemaker.local.service import LocalService
 
     return LocalService(_directory(state_dir)).storage.path(uri)
