@@ -216,6 +216,7 @@ def test_objects_become_a_checkpoint_with_their_manifest(bucket):
     where.prepare()
     assert bucket.entries() == ["s"]
     where.check_visible()
+    assert "nothing://x cannot be opened" in told(RemoteDestination(Remote("nothing://x"), "", True).check_visible)
     record = put(where, "model", b"weights")
     assert (bucket / "s").entries() == ["model"]
     manifest = replace(MANIFEST, files={"model": record})

@@ -60,26 +60,56 @@ class Lock:
         os.close(self.fd)
 
 
-def test_the_record_says_who_has_the_folder(tmp_path, monkeypatch):
+NO_JOB = {"job": "", "job_id": "", "attempt": 0, "restart": 0}
+JOB = ("ORC_JOB_ID", "ORC_JOB_NAME", "ORC_ATTEMPT", "ORC_RESTART")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, {}),
+        ({"ORC_JOB_ID": "j1"}, {"job": "job j1", "job_id": "j1"}),
+        ({"ORC_JOB_ID": "j1", "ORC_JOB_NAME": "vowels"}, {"job": "job vowels", "job_id": "j1"}),
+        ({"ORC_JOB_NAME": "vowels", "ORC_ATTEMPT": "2"}, {"job": "job vowels attempt 2", "attempt": 2}),
+    ],
+)
+def test_the_record_says_who_has_the_folder(tmp_path, monkeypatch, environment, said):
     monkeypatch.setattr(time, "time", lambda: 86400.5)
-    for environment, job in [
-        ({}, ""),
-        ({"ORC_ATTEMPT": "2"}, ""),
-        ({"ORC_JOB_ID": "j1"}, "job j1"),
-        ({"ORC_JOB_ID": "j1", "ORC_JOB_NAME": "vowels"}, "job vowels"),
-        ({"ORC_JOB_NAME": "vowels", "ORC_ATTEMPT": "2"}, "job vowels attempt 2"),
-    ]:
-        for name in ("ORC_JOB_ID", "ORC_JOB_NAME", "ORC_ATTEMPT"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        owned = own(tmp_path, "-part")
-        assert owned.path == tmp_path / f"{FILE}-part"
-        record = json.loads(owned.path.read_text())
-        assert record == {"run": ownership._RUN, "host": HERE, "pid": os.getpid(), "job": job, "since": 86400.5}
-        disown(owned)
-        assert os.listdir(tmp_path) == []
-        assert not is_open(owned.fd)
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    owned = own(tmp_path, "-part")
+    assert owned.path == tmp_path / f"{FILE}-part"
+    record = json.loads(owned.path.read_text())
+    me = {"run": ownership._RUN, "host": HERE, "pid": os.getpid(), "since": 86400.5}
+    assert record == me | NO_JOB | said
+    disown(owned)
+    assert os.listdir(tmp_path) == []
+    assert not is_open(owned.fd)
+
+
+def test_only_a_later_run_of_the_same_job_succeeds_another():
+    def turn(job_id, attempt, restart):
+        return Owner(**OTHER, job_id=job_id, attempt=attempt, restart=restart)
+
+    first = turn("j1", 2, 1)
+    assert turn("j1", 3, 0).succeeds(first)
+    assert turn("j1", 2, 2).succeeds(first)
+    for other in (first, turn("j1", 2, 0), turn("j1", 1, 5), turn("j2", 3, 0), turn("", 3, 0)):
+        assert not other.succeeds(first)
+    assert not turn("", 3, 0).succeeds(turn("", 2, 0)), "outside of a job"
+
+
+def test_a_later_attempt_takes_the_folder_whoever_has_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORC_JOB_ID", "j1")
+    monkeypatch.setenv("ORC_ATTEMPT", "2")
+    path = taken(tmp_path, job_id="j1", attempt=1)
+    with Lock(path) as lock:
+        owned = own(tmp_path)
+        assert not ownership._same(lock.fd, path)
+    assert json.loads(path.read_text())["run"] == ownership._RUN
+    assert ownership._same(owned.fd, path)
 
 
 def test_an_owner_is_described_and_known():
@@ -286,6 +316,8 @@ def test_a_record_is_read_as_it_was_written_or_is_none(tmp_path):
     assert ownership._read(path) == Owner("other", "node7", 12, "job tides", 0.0)
     path.write_text(json.dumps({"run": 1, "host": 2, "pid": "3", "job": 4, "since": "5"}))
     assert ownership._read(path) == Owner("1", "2", 3, "4", 5.0)
+    path.write_text(json.dumps(OTHER | {"job_id": 6, "attempt": "7", "restart": "8"}))
+    assert ownership._read(path) == Owner("other", "node7", 12, "job tides", 0.0, "6", 7, 8)
     for content in ("", "[]", "3", json.dumps(OTHER | {"pid": "x"}), json.dumps({"run": "a"}), "\xff"):
         path.write_text(content, encoding="latin-1")
         assert ownership._read(path) is None

@@ -139,6 +139,9 @@ def test_what_has_no_shape_is_not_judged_by_one():
     assert problem(lazy, {}) is None
     extra = Extra(2, 2)
     assert problem(extra, extra.state_dict() | {"_extra_state": 3}) is None
+    extra = nn.ModuleList([Extra(2, 2) for _ in range(5)])
+    wrong = {name: torch.zeros(9) for name in extra.state_dict()}
+    assert problem(extra, wrong).count("size mismatch of") == 10
 
 
 def test_all_that_does_not_fit_an_optimizer_is_named():
@@ -251,7 +254,7 @@ def test_what_was_tried_is_put_back_even_when_the_state_was_changed_in_place():
 
 def test_a_model_is_put_back_with_what_is_no_tensor():
     class Extra(OwnLoad):
-        extra: tuple = ([1],)
+        extra: tuple = ([[1]],)
 
         def get_extra_state(self):
             return self.extra[0]
@@ -263,7 +266,7 @@ def test_a_model_is_put_back_with_what_is_no_tensor():
     before = model.weight.clone()
 
     def spoil():
-        model.extra[0].append(2)
+        model.extra[0][0].append(2)
         with torch.no_grad():
             model.weight.add_(1)
 
@@ -271,7 +274,32 @@ def test_a_model_is_put_back_with_what_is_no_tensor():
         load_tentatively(undo, "model", torch.compile(model), spoil)
         assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)
-    assert model.extra == ([1],)
+    assert model.extra == ([[1]],)
+
+
+def test_the_weights_of_a_model_are_kept_in_host_memory():
+    class Noted(torch.Tensor):
+        asked = None
+
+        def detach(self):
+            return self
+
+        def to(self, *arguments, **options):
+            Noted.asked = arguments, options
+            return torch.ones(2)
+
+    class Kept(nn.Module):
+        def state_dict(self):
+            return {"weight": torch.zeros(2).as_subclass(Noted)}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    model = Kept()
+    with ExitStack() as undo:
+        load_tentatively(undo, "model", model, lambda: None)
+    assert Noted.asked == (("cpu",), {"copy": True})
+    assert model.state["weight"].tolist() == [1.0, 1.0]
 
 
 def test_errors_of_a_try_name_the_state():

@@ -475,7 +475,7 @@ def test_a_load_is_agreed_on_step_by_step(tmp_path):
     prepared.custom[0].state = {"count": 2}
     load.load(context(), table, prepared, checked)
     assert prepared.custom[0].state == {"count": 1}
-    assert table.log == [("load_state (checking)", PATIENCE), ("load_state (trying)", PATIENCE)]
+    assert table.log == [(f"load_state ({step})", PATIENCE) for step in ("reading", "checking", "trying")]
     table = Table()
     hook = lambda models, directory: seen.append((models, directory, list(table.log)))  # noqa: E731
     load.load(context(), table, prepared, checked, hooks=[hook])
