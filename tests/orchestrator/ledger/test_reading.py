@@ -102,6 +102,8 @@ def test_jobs_come_oldest_first_then_by_id(ledger, put):
     assert ids(ledger.active()) == ["a-early", "b-early", "b-late"]
     assert ledger.job("b-early").attempt.marker == "orc-b-early-a1"
     assert ledger.job("unknown") is None
+    assert ids(ledger.active(["b-late", "unknown"])) == ["b-late"]
+    assert ledger.active([]) == ledger.jobs([]) == []
     end(ledger, "b-early")
     assert ids(ledger.active(wanted)) == ids(ledger.active()) == ["a-early", "b-late"]
     assert len(ledger.jobs(wanted)) == 3
@@ -178,6 +180,15 @@ def test_every_filter_of_rows_has_to_hold(ledger, put):
     assert found(tags={"t": "u"}) == found(tags={"1": "t"}) == []
     assert found(tags={}) == ["a", "b", "c", "d"]
     assert found(states=["PREPARED"], name="x", tags={"u": "2"}, limit=5) == ["b"]
+
+
+def test_no_states_are_a_condition_that_every_database_understands(ledger, put):
+    put("a")
+    asked = []
+    ledger.database._raw.set_trace_callback(asked.append)
+    assert ledger.rows(states=[]) == []
+    assert any(statement.startswith("SELECT id") for statement in asked)
+    assert not any("()" in statement for statement in asked), "PostgreSQL takes no empty list"
 
 
 def test_ids_that_start_alike_come_newest_first_then_by_id_up_to_a_limit(ledger, put):
