@@ -163,4 +163,5 @@ def test_logs_are_listed_by_number(tmp_path):
         LogSelector(rank=2),
         LogSelector(rank=10),
         LogSelector(node=0),
+        LogSelector(launcher=True),
     ]

@@ -72,14 +72,19 @@ def test_slurm_nodes_are_entered_with_one_more_step(terminal: bool, tmp_path: Pa
     from orc.launchers.backends.slurm.backend import SlurmBackend
     from orc.launchers.ids import AttemptId
 
-    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root=str(tmp_path), python="/opt/python"))
+    squeue = tmp_path / "bin/squeue"  # a controller that answers, and has forgotten the job
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\n")
+    squeue.chmod(0o755)
+    options = {"bin": str(squeue.parent)}
+    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root=str(tmp_path), python="/opt/python", options=options))
     directory = Path(str(backend.layout.attempt(AttemptId("x-abc123", 1))))
     directory.mkdir(parents=True)
     (directory / "agent.json").write_text('{"nnodes": 2}')
     entry = backend.entries(Handle("hpc", "slurm", "orc-x-abc123-a1", "77"))[1]
     assert isinstance(entry, NodeEntry)
     last = "--pty" if terminal else "--unbuffered"
-    step = f"srun --jobid=77 --overlap --quiet --nodes=1 --ntasks=1 --relative=1 {last} hostname"
+    step = f"{squeue.parent}/srun --jobid=77 --overlap --quiet --nodes=1 --ntasks=1 --relative=1 {last} hostname"
     assert entry.argv(["hostname"], terminal=terminal) == step.split()
 
 
