@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_ctrl_c_ends_the_wait_at_once() -> None:
     stop.set()
 
 
-def test_61_of_64_hosts_answer_while_3_dead_ones_are_waited_for(hosts: Any) -> None:
+def test_61_of_64_hosts_answer_while_3_dead_ones_are_waited_for(hosts: Any, tmp_path: Path) -> None:
     """16 addresses per sshd; of the dead ones one is not there, one does not listen, one swallows everything.
 
     The last does so until most of the others have answered, however long that takes.
@@ -103,7 +104,7 @@ def test_61_of_64_hosts_answer_while_3_dead_ones_are_waited_for(hosts: Any) -> N
     for words in ("add table ip swallow", "add chain ip swallow in { type filter hook input priority 0; }"):
         hosts.run_on("node3", "nft", words)
     hosts.run_on("node3", "nft", f"add rule ip swallow in ip daddr {blackhole} drop")
-    file = hosts.home("node1") / "config"
+    file = tmp_path / "config"
     file.write_text("\n".join(config))
     transports = open_transports(hosts.cluster(hosts=simulated, ssh_config=str(file), connect_timeout=120))
 
