@@ -83,6 +83,23 @@ def test_a_norm_is_of_the_kind_that_was_asked_for(norm_type, norm, scaled):
         assert parameter.grad.tolist() == [3.0, -4.0]
 
 
+@pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (float("inf"), 4.0)])
+def test_the_norm_of_several_gradients_is_of_one_kind_throughout(norm_type, norm):
+    engine = NativeEngine(current_context(), Scaler())
+    engine._gradient.sync_gradients = False
+    assert engine.clip_grad_norm_(with_gradients([3.0], [-4.0]), 0.1, norm_type, []).item() == norm / 2
+
+
+def test_gradients_without_a_loss_scale_are_clipped_while_they_accumulate():
+    engine = NativeEngine(current_context())
+    engine._gradient.sync_gradients = False
+    (parameter,) = with_gradients([3.0, -4.0])
+    assert engine.clip_grad_norm_([parameter], 2.5, 2.0, []).item() == 5.0
+    assert parameter.grad.tolist() == pytest.approx([1.5, -2.0], rel=1e-5)
+    engine.clip_grad_value_([parameter], 1.0, [])
+    assert parameter.grad.tolist() == [1.0, -1.0]
+
+
 def test_the_values_of_one_tensor_are_clipped():
     (parameter,) = with_gradients([3.0, -4.0])
     NativeEngine(current_context()).clip_grad_value_(parameter, 3.5, [])
