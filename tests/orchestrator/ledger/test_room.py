@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.fixture
 def disk(monkeypatch):
     """What the disk says of itself: blocks of 1 KiB free for all and for the owner, and its flags."""
-    said = SimpleNamespace(f_bavail=1 << 20, f_bfree=1 << 20, f_frsize=KIB, f_flag=0, asked=[])
+    said = SimpleNamespace(f_bavail=1 << 20, f_bfree=1 << 20, f_frsize=KIB, f_flag=0, f_blocks=1 << 21, asked=[])
     monkeypatch.setattr(os, "statvfs", lambda path: said.asked.append(path) or said)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     return said
@@ -43,6 +45,13 @@ def test_what_is_kept_for_the_superuser_counts_for_the_superuser(disk, file, mon
     assert reserve.unwritable(file) == ""
 
 
+def test_a_file_system_of_unknown_size_has_room(disk, file):
+    disk.f_bavail = disk.f_blocks = 0
+    assert reserve.unwritable(file) == ""
+    reserve.keep(file)
+    assert file.with_name("ledger.db.reserve").exists()
+
+
 def test_a_read_only_file_system_is_told_before_anything_is_given_up(disk, file):
     reserve.keep(file)
     disk.f_flag, disk.f_bavail = os.ST_RDONLY | os.ST_NOSUID, 0
@@ -58,8 +67,8 @@ def test_the_reserve_is_given_up_only_where_there_is_no_room(disk, file, monkeyp
     disk.f_bavail = 256
     assert reserve.unwritable(file) == ""
     assert kept.exists()
-    room = SimpleNamespace(f_bavail=256, f_bfree=256, f_frsize=KIB, f_flag=0)
-    full = SimpleNamespace(f_bavail=0, f_bfree=0, f_frsize=KIB, f_flag=0)
+    room = SimpleNamespace(f_bavail=256, f_bfree=256, f_frsize=KIB, f_flag=0, f_blocks=1 << 21)
+    full = SimpleNamespace(f_bavail=0, f_bfree=0, f_frsize=KIB, f_flag=0, f_blocks=1 << 21)
     monkeypatch.setattr(os, "statvfs", lambda path: full if kept.exists() else room)
     assert reserve.unwritable(file) == "", "what was given up is enough"
     assert not kept.exists()
@@ -102,6 +111,48 @@ def test_the_reserve_is_private_cannot_be_compressed_and_is_made_once(disk, file
     assert opened == [(kept, flags, 0o600)], "new, and nothing that this process starts inherits it"
     reserve.keep(file)
     assert kept.read_bytes() == content
+
+
+@pytest.fixture
+def quota(file, monkeypatch):
+    """What is opened and written; writing fails with the next of *errors*."""
+    found = SimpleNamespace(opened=[], written=[], errors=[])
+    real_open, real_write = os.open, os.write
+
+    def write(descriptor, content):
+        found.written.append(content)
+        if found.errors:
+            raise found.errors.pop(0)
+        return real_write(descriptor, content)
+
+    monkeypatch.setattr(os, "open", lambda *arguments: found.opened.append(arguments) or real_open(*arguments))
+    monkeypatch.setattr(os, "write", write)
+    return found
+
+
+def test_a_small_private_file_is_tried_that_leaves_nothing_behind(disk, file, quota):
+    before = len(os.listdir("/proc/self/fd"))
+    assert reserve.unwritable(file) == ""
+    assert len(os.listdir("/proc/self/fd")) == before
+    ((trial, flags, mode),) = quota.opened
+    assert (flags, mode) == (os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    assert trial.parent == file.parent
+    assert re.fullmatch(rf"\.ledger\.db\.{os.getpid()}\.[0-9a-f]{{8}}", trial.name)
+    assert quota.written == [bytes(64 * KIB)]
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_where_a_quota_is_used_up_the_reserve_is_given_up_before_that_is_told(disk, file, quota):
+    reserve.keep(file)
+    kept = file.with_name("ledger.db.reserve")
+    quota.errors = [OSError(errno.EDQUOT, "Disk quota exceeded")]
+    assert reserve.unwritable(file) == "", "what was given up is enough"
+    assert not kept.exists()
+    quota.errors = [OSError(errno.EDQUOT, "Disk quota exceeded")] * 2
+    assert reserve.unwritable(file) == "nothing can be written beside it: Disk quota exceeded"
+    quota.errors = [OSError("odd")] * 2
+    assert reserve.unwritable(file) == "nothing can be written beside it: odd"
+    assert list(file.parent.iterdir()) == [file]
 
 
 # -- holders
