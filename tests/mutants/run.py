@@ -36,6 +36,7 @@ def prepare(work: Path, modules: list[str], tests: list[str]) -> None:
         "source_paths": ["src/"],
         "also_copy": ["src"],
         "timeout_multiplier": ["5"],
+        "timeout_constant": ["6"],  # seconds; a limit that a busy machine reaches would count as a kill
         "only_mutate": [f"src/orc/{module}" for module in modules],
         "pytest_add_cli_args_test_selection": tests,
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:cov", "-m", "not slow and not hosts and not slurm"],
