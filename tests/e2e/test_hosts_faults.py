@@ -6,6 +6,7 @@ Each test measures how long it took until the fault was noticed and until the tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,11 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from command_line import Orc
 from exact_training import Course, Training, undisturbed
 from hosts_testbed import USER, HostsTestbed, eventually
+from sample_traces import TracedJob
 
 from orc.orchestrator import faults
 
@@ -192,24 +193,6 @@ def test_a_training_goes_on_exactly_when_an_agent_is_killed(
     assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node1"])
 
 
-def agent_on(hosts: HostsTestbed, job: str, host: str) -> psutil.Process:
-    """The agent of the job's first attempt on *host*, by this machine's process number."""
-    leases = (json.loads(path.read_text()) for path in hosts.root(host).glob(f"jobs/{job}/a1/node-*/lease.json"))
-    (lease,) = [lease for lease in leases if lease["host"] == host]
-
-    def is_it(process: psutil.Process) -> bool:
-        directory = Path(f"/proc/{process.pid}")
-        try:
-            space, status = os.readlink(directory / "ns" / "pid"), (directory / "status").read_text()
-        except OSError:  # it has just ended, or is nobody's to look at
-            return False
-        number = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)
-        return number is not None and space == lease["pid_ns"] and int(number[1]) == lease["pid"]
-
-    (found,) = filter(is_it, psutil.process_iter())
-    return found
-
-
 @pytest.mark.slow
 def test_a_training_goes_on_exactly_when_an_agent_is_frozen(
     laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
@@ -218,12 +201,48 @@ def test_a_training_goes_on_exactly_when_an_agent_is_frozen(
     training = Training(laptop, retry=RETRY)
     training.until_it_holds()
     watch.broken()
-    agent_on(hosts, training.job, "node1").suspend()
+    hosts.agent(training.job, "node1").suspend()
     laptop("wait", training.job)
     training.check(expected, attempts=2)
     watch.resumed(training)
     first, _ = training.attempts
     assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node1"])
+
+
+def link_cut(hosts: HostsTestbed, job: str, host: str) -> None:
+    hosts.fault("cut", host)
+
+
+def file_system_hung(hosts: HostsTestbed, job: str, host: str) -> None:
+    """The next write of the heartbeat does not return, as where a server of files is away."""
+    directory, lease = hosts.lease(job, host)
+    pipe = directory / "read-by-nobody"
+    os.mkfifo(pipe)
+    os.chown(pipe, directory.stat().st_uid, -1)
+
+    def in_its_way() -> bool:
+        with contextlib.suppress(FileExistsError):
+            (directory / f"heartbeat.json.{lease['pid']}.tmp").hardlink_to(pipe)
+            return True
+        return False
+
+    eventually(in_its_way, every_s=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [link_cut, file_system_hung])
+def test_a_host_that_is_cut_off_or_whose_files_hang_trains_nothing_beside_the_next_attempt(
+    laptop: Orc, hosts: HostsTestbed, watch: Watch, fault: Callable[[HostsTestbed, str, str], None]
+) -> None:
+    """Its agent lives, and its rank needs nobody: it trains on until the fence ends it."""
+    job = TracedJob(Orc(laptop.directory, hosts.cluster(connect_timeout=4, peer_timeout=4)), hosts)
+    fault(hosts, job.id, "node2")
+    watch.broken()
+    laptop("wait", job.id)
+    assert "node2" not in job.trained(2)
+    last, begin = job.check_one_after_the_other("node2", watch.began)
+    watch.note("fenced_s", last)
+    watch.note("goes_on_s", begin)
 
 
 @pytest.mark.slow

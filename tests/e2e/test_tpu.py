@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from command_line import EPOCH, Orc
 from hosts_testbed import eventually
+from sample_traces import TracedJob
 from tpu_testbed import PROJECT, ZONE, Pods
 
 from orc.orchestrator import faults
@@ -166,10 +168,9 @@ def test_a_pod_that_is_kept_for_a_while_is_entered_shown_and_pruned(tpu_pods: Po
     assert "up" in orc.log(job, 0)
 
 
-@pytest.mark.slow
-def test_a_tpu_that_exists_is_used_by_one_job_after_the_other_and_stays(
-    tpu_pods: Pods, laptop: Callable[..., Orc]
-) -> None:
+@pytest.fixture
+def mine(tpu_pods: Pods) -> str:
+    """The name of a TPU with two workers that somebody has made by hand."""
     from google.cloud.tpu_v2.types import cloud_tpu
 
     public = tpu_pods.hosts.identity.with_suffix(".pub").read_text().strip()
@@ -178,18 +179,41 @@ def test_a_tpu_that_exists_is_used_by_one_job_after_the_other_and_stays(
     )
     api = tpu_pods.api.client()
     api.create_node(parent=f"projects/{PROJECT}/locations/{ZONE}", node_id="mine", node=made)
-    orc = laptop(name="mine")
+    api.transport.close()
+    return "mine"
+
+
+@pytest.mark.slow
+def test_a_tpu_that_exists_is_used_by_one_job_after_the_other_and_stays(
+    tpu_pods: Pods, laptop: Callable[..., Orc], mine: str
+) -> None:
+    orc = laptop(name=mine)
     orc.write_job(WAITS)
     first = orc.submit(*TWO)
     orc.until_log(first, 1, "up")
     orc.write_job(HELLO)
     second = orc.submit(*TWO)
     assert f"orc-{first}-a1" in orc.job(second)["reason"]
-    for home in tpu_pods.homes("mine"):
+    for home in tpu_pods.homes(mine):
         (home / "orc" / "jobs" / first / "go").touch()
     orc("wait", first, second)
     assert "rank 1 of 2" in orc.log(second, 1)
-    assert tpu_pods.nodes == {f"projects/{PROJECT}/locations/{ZONE}/nodes/mine": "READY"}
+    assert tpu_pods.nodes == {f"projects/{PROJECT}/locations/{ZONE}/nodes/{mine}": "READY"}
     assert tpu_pods.queued == {}
     assert orc("prune", "--cluster", "pod").strip() == "nothing is left"
-    api.transport.close()
+
+
+@pytest.mark.slow
+def test_a_worker_whose_agent_is_frozen_trains_nothing_beside_the_next_attempt(
+    tpu_pods: Pods, laptop: Callable[..., Orc], mine: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Both attempts are on one TPU, which stays: with another one, the first attempt's would be deleted before."""
+    orc = laptop(name=mine, peer_timeout=4)
+    job = TracedJob(orc, tpu_pods.hosts)
+    broken_at = time.time()
+    tpu_pods.hosts.agent(job.id, "node2").suspend()
+    orc("wait", job.id)
+    assert job.trained(1).keys() == job.trained(2).keys() == {"node1", "node2"}
+    last, begin = job.check_one_after_the_other("node2", broken_at)
+    record_property("fenced_s", round(last - broken_at, 1))
+    record_property("goes_on_s", round(begin - broken_at, 1))

@@ -6,7 +6,9 @@ Tests that ask for them run in the testbed's laptop, where ``pytest.sh`` puts th
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -158,6 +161,31 @@ class HostsTestbed:
                 continue
             if command and not command.startswith("sshd: "):
                 found[int(entry.name)] = command
+        return found
+
+    def lease(self, job: str, host: str) -> tuple[Path, dict[str, Any]]:
+        """Where the agent of the job's first attempt on *host* keeps its records, seen from outside, and who it is."""
+        found = [
+            (path.parent, json.loads(path.read_text()))
+            for path in self.root(host).glob(f"jobs/{job}/a1/node-*/lease.json")
+        ]
+        (own,) = [(directory, lease) for directory, lease in found if lease["host"] == host]
+        return own
+
+    def agent(self, job: str, host: str) -> psutil.Process:
+        """The agent of the job's first attempt on *host*, by this machine's process number."""
+        _, lease = self.lease(job, host)
+
+        def is_it(process: psutil.Process) -> bool:
+            directory = Path(f"/proc/{process.pid}")
+            try:
+                space, status = os.readlink(directory / "ns" / "pid"), (directory / "status").read_text()
+            except OSError:  # it has just ended, or is nobody's to look at
+                return False
+            number = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)
+            return number is not None and space == lease["pid_ns"] and int(number[1]) == lease["pid"]
+
+        (found,) = filter(is_it, psutil.process_iter())
         return found
 
     def leftovers(self) -> list[str]:
