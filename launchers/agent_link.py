@@ -130,7 +130,7 @@ class Link:
         return {str(node): str(why) for node, why in found.items()}
 
     def token_of_ranks(self, rendezvous_id: str) -> str:
-        """What the ranks of one incarnation know each other by, from the attempt's token: so it need not travel."""
+        """Return the key of the ranks of one incarnation, made from the attempt's token, so that it need not travel."""
         import hashlib
         import hmac
 

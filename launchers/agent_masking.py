@@ -63,7 +63,7 @@ def masked(text: str, values: Iterable[str], start: int = 0, stop: int | None = 
 
 
 def _spans(text: str, wanted: Iterable[str]) -> list[tuple[int, int]]:
-    """Where *wanted* occur: joined where they touch, so that no part of one shows beside another."""
+    """Return the places of *wanted*: joined where they touch, so that no part of one shows beside another."""
     found = []
     for form in wanted:
         at = text.find(form)

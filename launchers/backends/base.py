@@ -310,7 +310,7 @@ class Surveying(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """What a backend can find wrong with its cluster before there is a job for it, on top of `Backend.preflight`."""
+    """Findings of a backend about its cluster before there is a job for it, on top of `Backend.preflight`."""
 
     def check(self) -> list[Finding]:
         """Errors and warnings. Changes nothing."""

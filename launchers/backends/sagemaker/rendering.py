@@ -163,7 +163,7 @@ def _config(
 
 
 def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path) -> str:
-    """Where a job's checkpoints are kept, for people: in S3, or below *state_dir* where nothing is sent to AWS."""
+    """Return the place of a job's checkpoints, for people: in S3, or below *state_dir* where nothing is sent to AWS."""
     from orc.launchers.ids import AttemptId
 
     settings = read_settings(cluster, job)

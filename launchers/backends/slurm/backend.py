@@ -317,7 +317,7 @@ class SlurmBackend:
         return read_job_file(self._transport, self._finder.directory(handle.marker), name, offset)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
-        """One more step of the job on each node, beside the agents; through the login node where that is elsewhere.
+        """Return an entry to each node: one more step of the job, beside the agents.
 
         The controller is asked for the job first: a step would wait for one that is silent without a word, and end
         with a status that looks like the program's.

@@ -83,7 +83,7 @@ def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str)
 
 
 def _short(plan: Plan, cluster: str) -> Iterator[Finding]:
-    """What the ranks do not get of a short time limit: Slurm's covers their grace, too."""
+    """Return findings on a short time limit, of which ranks get a part: Slurm's covers their grace, too."""
     config = json.loads(next(file.content for file in plan.files if file.path.endswith("/agent.json")))
     script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
     limit, deadline = duration(_directive(script, "time") or ""), config.get("deadline_s")
