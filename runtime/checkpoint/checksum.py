@@ -75,7 +75,6 @@ class Grid64:
         if self._filled:
             self._partial[self._filled :] = bytes(CELL - self._filled)
             self._cells(self._partial)
-            self._filled = 0
         return self._sum
 
     def _hold(self, data: memoryview) -> None:

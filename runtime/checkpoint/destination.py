@@ -158,7 +158,6 @@ class LocalDestination(Destination):
                 "ORC_CHECKPOINT_SHARED at auto"
             )
         (temporary / self._mark).unlink()
-        present.discard(self._mark)
         # What hooks wrote is part of the checkpoint too.
         hooked = {
             name: checksum(temporary / name) for name in present - set(manifest.files) if (temporary / name).is_file()

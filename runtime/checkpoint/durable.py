@@ -216,7 +216,7 @@ def keep_entries(source: Path, target: Path, names: set[str]) -> None:
             _link(origin, copy)
 
 
-def _link(source: Any, target: Any, *, follow_symlinks: bool = True) -> None:
+def _link(source: Any, target: Any) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:

@@ -89,7 +89,7 @@ def _bare(target: Any) -> Any:
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    if any(getattr(module, name, None) for name in _HOOKS):
+    if any(getattr(module, name) for name in _HOOKS):
         return True
     return not _is_torchs(module, _LOADING)
 
@@ -124,12 +124,14 @@ def _model_problem(model: nn.Module, state: Mapping[str, Any], strict: bool) -> 
     if strict:
         # torch makes up for the one that old files of normalisation layers lack.
         missing = sorted(name for name in here.keys() - state.keys() if not name.endswith("num_batches_tracked"))
-        lines += [f"missing: {', '.join(missing)}"] if missing else []
+        if missing:
+            lines.append(f"missing: {', '.join(missing)}")
         unexpected = sorted(state.keys() - here.keys())
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        if unexpected:
+            lines.append(f"unexpected: {', '.join(unexpected)}")
     for name in here.keys() & state.keys():
         mine, given = here[name], state[name]
-        if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
+        if not isinstance(mine, torch.Tensor):
             continue
         if not isinstance(given, torch.Tensor):
             lines.append(f"{name} is a {type(given).__name__}, not a tensor")

@@ -195,8 +195,9 @@ def write(
     """
     destination, sites = opened.destination, opened.sites
     records: dict[str, FileRecord] = {}
-    error = content if isinstance(content, str) else None
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        error: str | None = content
+    else:
         tasks = content
         error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
     crew = meeting.hold(

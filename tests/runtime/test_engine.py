@@ -107,6 +107,20 @@ def test_the_values_of_one_tensor_are_clipped():
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
+def test_gradients_are_unscaled_before_they_are_clipped(clip):
+    scaler = Scaler()
+    engine = NativeEngine(current_context(), scaler)
+    optimizer = optimizer_of([3.0], [4.0])
+    (parameter, other) = optimizer.param_groups[0]["params"]
+    scaler.unscale_ = lambda one: [p.grad.div_(2) for group in one.param_groups for p in group["params"]]
+    if clip == "norm":
+        assert engine.clip_grad_norm_([parameter, other], 5.0, 2.0, [optimizer]).item() == 2.5
+    else:
+        engine.clip_grad_value_([parameter, other], 1.75, [optimizer])
+    assert (parameter.grad.item(), other.grad.item()) == (1.5, 2.0 if clip == "norm" else 1.75)
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
 def test_over_xla_the_gradients_of_the_clipped_parameters_are_averaged_first(clip):
     averaged = []
     ctx = SimpleNamespace(

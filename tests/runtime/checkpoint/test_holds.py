@@ -112,6 +112,22 @@ def test_a_later_attempt_takes_the_folder_whoever_has_the_lock(tmp_path, monkeyp
     assert ownership._same(owned.fd, path)
 
 
+def test_what_an_earlier_attempt_removes_meanwhile_need_not_be_removed(tmp_path, monkeypatch):
+    real = Owner.succeeds
+
+    def succeeds(self, other):
+        path.unlink()
+        return real(self, other)
+
+    monkeypatch.setenv("ORC_JOB_ID", "j1")
+    monkeypatch.setenv("ORC_ATTEMPT", "2")
+    monkeypatch.setattr(Owner, "succeeds", succeeds)
+    path = taken(tmp_path, job_id="j1", attempt=1)
+    with Lock(path):
+        owned = own(tmp_path)
+    assert ownership._same(owned.fd, path)
+
+
 def test_an_owner_is_described_and_known():
     assert str(Owner(**OTHER)) == TEXT
     assert str(Owner(**OTHER | {"job": "", "since": 1700000000.9})) == (
@@ -225,6 +241,15 @@ def test_an_owner_that_may_be_dead_is_waited_for_and_a_lock_without_a_record_too
             own(tmp_path)
         assert str(told.value).startswith(f"{tmp_path} is in use by another run: {owner}. Only one run may save")
         assert time.monotonic() - start == pytest.approx(15.0, abs=0.21)
+
+
+def test_patience_is_over_when_its_time_has_passed(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 15.0))
+    with Lock(taken(tmp_path)), pytest.raises(CheckpointError):
+        own(tmp_path)
+    assert clock == [115.0]
 
 
 def test_a_lock_is_taken_as_soon_as_it_is_free(tmp_path, monkeypatch):

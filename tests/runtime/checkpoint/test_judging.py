@@ -94,6 +94,20 @@ def test_wrappers_are_looked_through(make_run):
     assert problem(run.optimizer, {}) == "it is not the state of an optimizer"
     own = run.accelerator.prepare(sgd(kind=OptimizerLoads))
     assert decides_itself(own)
+    model = nn.Linear(2, 2)
+    assert problem(torch.compile(model), model.state_dict()) is None
+    assert problem(torch.compile(model), {}) == "missing: bias, weight"
+
+
+def test_a_schedule_is_no_wrapper_of_its_optimizer():
+    optimizer = sgd()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert not decides_itself(optimizer)
+    assert decides_itself(schedule)
+    with ExitStack() as undo:
+        load_tentatively(undo, "scheduler.bin", schedule, lambda: schedule.load_state_dict({"last_epoch": 7}))
+        assert schedule.last_epoch == 7
+    assert schedule.last_epoch == 0
 
 
 def test_what_is_no_mapping_is_no_state():

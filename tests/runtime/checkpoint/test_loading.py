@@ -1,7 +1,9 @@
 """The parts of a load: what is verified by whom, which error is told where, and what goes into which place."""
 
+import io
 import json
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,12 +11,13 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 from torch import nn
 
 from orc.runtime.checkpoint import load, rng
 from orc.runtime.checkpoint.copying import Copies
 from orc.runtime.checkpoint.durable import FileRecord, write_file
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.load import Verified, read_weights, verified, verify
 from orc.runtime.checkpoint.manifest import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.remote import Remote
@@ -155,6 +158,13 @@ def test_what_is_told_stands_in_the_log_of_the_run(capsys):
     assert capsys.readouterr() == ("", "orc: hello\n")
 
 
+def test_what_is_told_is_in_the_log_at_once(monkeypatch):
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file))
+    load._tell("hello")
+    assert file.getvalue() == b"orc: hello\n"
+
+
 @pytest.fixture
 def bucket(tmp_path):
     """A checkpoint in an empty bucket of the memory file system."""
@@ -289,6 +299,35 @@ def test_models_that_do_not_fit_are_told_by_their_file(tmp_path):
     )
 
 
+def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_shared(tmp_path):
+    def tied(layer):
+        return nn.ModuleDict({"a": layer, "b": layer})
+
+    given, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    content = save_tensors({"a.weight": given.weight}, {"orc.aliases": json.dumps({"b.weight": "a.weight"})})
+    manifest = checkpoint(tmp_path, **{"model.safetensors": content})
+    assert load._check_models(tmp_path, manifest, [tied(model)], {}) is None
+    load._load_model(tmp_path, manifest, 0, tied(model), None, {})
+    assert torch.equal(model.weight, given.weight)
+    assert said(lambda: load._check_models(tmp_path, manifest, [nn.ModuleDict({"a": model})], {})) == (
+        f"{tmp_path}/model.safetensors does not fit the prepared model: unexpected: b.weight. Nothing was loaded"
+    )
+
+
+def test_weights_go_into_the_model_that_was_compiled(tmp_path):
+    given, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors(given.state_dict())})
+    load._load_model(tmp_path, manifest, 0, torch.compile(model), None, {})
+    assert torch.equal(model.weight, given.weight)
+
+
+def test_weights_that_a_model_refuses_at_last_are_told_by_their_file(tmp_path):
+    manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors({"weight": torch.zeros(2, 2)})})
+    text = said(lambda: load._load_model(tmp_path, manifest, 0, nn.Linear(2, 2), None, {}))
+    assert text.startswith(f"{tmp_path}/model.safetensors does not fit the prepared model: Error(s) in loading")
+    assert 'Missing key(s) in state_dict: "bias"' in text
+
+
 def test_states_that_do_not_fit_are_told_by_their_file(tmp_path):
     model = nn.Linear(2, 2)
     prepared = nothing(optimizers=[torch.optim.SGD(model.parameters(), 0.1)], dataloaders=[object()])
@@ -405,6 +444,19 @@ def test_what_was_mapped_is_copied(tmp_path):
         assert mine.data_ptr() != given.data_ptr()
 
 
+def test_plain_tensors_are_copied_beside_the_caller_and_others_at_once():
+    started = []
+    copies = SimpleNamespace(start=lambda target, source: started.append((target, source)))
+    state = {"a": torch.ones(3), "s": torch.eye(2).to_sparse(), "p": nn.Parameter(torch.ones(1))}
+    found = load._unmapped(state, copies)
+    ((target, source),) = started
+    assert source is state["a"]
+    assert target is found["a"]
+    assert target is not source
+    assert torch.equal(found["s"].to_dense(), torch.eye(2))
+    assert found["p"].tolist() == [1.0]
+
+
 def optimizer_state(value, groups=1, **more):
     return {
         "state": {0: {"exp_avg": value, "step": torch.tensor(3.0), **more}},
@@ -460,6 +512,9 @@ def test_lists_and_tuples_of_tensors_are_copied_as_what_they_are():
 
 # Loading
 
+STEPS = ("reading", "checking", "trying")
+POSITION = {"epoch": 3, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
+
 
 def whole(directory, prepared, **more):
     """A checkpoint of *prepared* and the present generators."""
@@ -475,7 +530,8 @@ def test_a_load_is_agreed_on_step_by_step(tmp_path):
     prepared.custom[0].state = {"count": 2}
     load.load(context(), table, prepared, checked)
     assert prepared.custom[0].state == {"count": 1}
-    assert table.log == [(f"load_state ({step})", PATIENCE) for step in ("reading", "checking", "trying")]
+    assert table.log == [(f"load_state ({step})", PATIENCE) for step in STEPS]
+    assert table.brought == [None, None, None]
     table = Table()
     hook = lambda models, directory: seen.append((models, directory, list(table.log)))  # noqa: E731
     load.load(context(), table, prepared, checked, hooks=[hook])
@@ -483,7 +539,7 @@ def test_a_load_is_agreed_on_step_by_step(tmp_path):
     assert seen[0][0] is not prepared.models
 
 
-@pytest.mark.parametrize("step", ["reading", "checking", "trying"])
+@pytest.mark.parametrize("step", STEPS)
 def test_what_another_rank_finds_in_any_step_puts_everything_back(tmp_path, step):
     class Own(nn.Linear):
         def load_state_dict(self, *arguments, **options):
@@ -571,11 +627,10 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next_where_that_is_asked_for(tm
             self.checked = state["epoch"]
             return SimpleNamespace(rounds=0)
 
-    position = {"epoch": 3, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
-    prepared = nothing(dataloaders=[Loader(position), Loader(position | {"epoch": 8})])
+    prepared = nothing(dataloaders=[Loader(POSITION), Loader(POSITION | {"epoch": 8})])
     checked = whole(tmp_path / "c", prepared)
-    for roll_over, epochs in ((False, [3, 8]), (True, [4, 9])):
-        load.load(context(), Table(), prepared, checked, roll_over=roll_over)
+    for options, epochs in (({}, [3, 8]), ({"roll_over": False}, [3, 8]), ({"roll_over": True}, [4, 9])):
+        load.load(context(), Table(), prepared, checked, **options)
         assert [loader.state["epoch"] for loader in prepared.dataloaders] == epochs
         assert [loader.checked for loader in prepared.dataloaders] == epochs
 
@@ -603,3 +658,211 @@ def test_a_state_that_fits_but_is_refused_at_last_is_told_by_its_file(tmp_path):
         assert said(lambda: load.load(context(), Table(), prepared, checked)) == (
             f"{tmp_path}/c/optimizer.bin does not fit what is prepared: {error}"
         )
+
+
+def test_an_optimizer_gets_its_state_in_the_memory_that_it_has(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    prepared = nothing(models=[model], optimizers=[optimizer])
+    checked = whole(tmp_path / "c", prepared)
+    expected = [{name: value.tolist() for name, value in state.items()} for state in optimizer.state.values()]
+    step()
+    place = optimizer.state[model.weight]["exp_avg"]
+    load.load(context(), Table(), prepared, checked)
+    assert [{name: value.tolist() for name, value in state.items()} for state in optimizer.state.values()] == expected
+    assert optimizer.state[model.weight]["exp_avg"] is place
+    os.truncate(tmp_path / "c" / "optimizer.bin", 0)
+    assert place.tolist() == expected[0]["exp_avg"]
+
+
+class Refusing(Holder):
+    """A registered object that refuses one state, but not before it has taken it."""
+
+    refused = None
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if state == self.refused:
+            raise OverflowError(f"{state['count']} is too many")
+
+
+class Moody(nn.Linear):
+    """A model that refuses all states but the one that it has."""
+
+    refuses = False
+
+    def load_state_dict(self, state, **options):
+        if self.refuses and not torch.equal(state["weight"], self.weight):
+            raise OverflowError("no change, please")
+        return super().load_state_dict(state, **options)
+
+
+class Loader(Holder):
+    length = 24
+
+    def check_position(self, state):
+        if state["length"] != self.length:
+            raise PositionError("another length")
+        return SimpleNamespace(rounds=0)
+
+
+def more_is_registered(prepared):
+    prepared.custom.append(Holder())
+    return "{0} holds no custom_checkpoint_1.pkl: more is prepared or registered here than when it was saved"
+
+
+def another_optimizer(prepared):
+    prepared.optimizers[0] = torch.optim.SGD([torch.zeros(1)], 0.1)
+    return "{0}/optimizer.bin does not fit what is prepared: it has parameter groups of [2] parameters"
+
+
+def another_length(prepared):
+    prepared.dataloaders[0].length = 25
+    return "{0}/sampler.bin: another length"
+
+
+def another_model(prepared):
+    prepared.models[0] = nn.Linear(3, 2)
+    return "{0}/pytorch_model.bin does not fit the prepared model: size mismatch of weight"
+
+
+def a_model_that_refuses(prepared):
+    prepared.models[1].refuses = True
+    return "pytorch_model_1.bin does not fit what is prepared: OverflowError: no change, please"
+
+
+def an_object_that_refuses(prepared):
+    prepared.custom[0].refused = {"count": 1}
+    return "{0}/custom_checkpoint_0.pkl does not fit what is prepared: OverflowError: 1 is too many"
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        (more_is_registered, "reading"),
+        (another_optimizer, "reading"),
+        (another_length, "reading"),
+        (another_model, "checking"),
+        (a_model_that_refuses, "trying"),
+        (an_object_that_refuses, "trying"),
+    ],
+)
+def test_what_does_not_fit_here_is_brought_to_the_others_and_changes_nothing(tmp_path, change, step):
+    model = nn.Linear(2, 2)
+    prepared = nothing(
+        models=[model, Moody(2, 2)],
+        optimizers=[torch.optim.SGD(model.parameters(), 0.1)],
+        dataloaders=[Loader(POSITION)],
+        custom=[Refusing({"count": 1})],
+    )
+    checked = whole(tmp_path / "c", prepared)
+    with torch.no_grad():
+        for model in prepared.models:
+            model.weight.add_(1)
+    prepared.custom[0].state, prepared.dataloaders[0].state = {"count": 2}, None
+    text = change(prepared).format(tmp_path / "c")
+    before = [model.weight.tolist() for model in prepared.models]
+    table, number = Table(), STEPS.index(step)
+    assert said(lambda: load.load(context(), table, prepared, checked)).startswith(text)
+    assert [what for what, _ in table.log] == [f"load_state ({one})" for one in STEPS[: number + 1]]
+    assert table.brought[:-1] == [None] * number
+    assert table.brought[-1].startswith(text)
+    assert [model.weight.tolist() for model in prepared.models] == before
+    assert prepared.custom[0].state == {"count": 2}
+    assert prepared.dataloaders[0].state is None
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_whose_own_code_fails_says_so_and_is_not_waited_for(tmp_path, step):
+    def fail(*_):
+        raise OverflowError("too many")
+
+    prepared = nothing(dataloaders=[Loader(POSITION)], custom=[Holder({"count": 1})])
+    checked = whole(tmp_path / "c", prepared)
+    hooks = [fail] if step == "checking" else []
+    if step == "reading":
+        prepared.dataloaders[0].check_position = fail
+    if step == "trying":
+        prepared.custom[0].state_dict = fail
+    table = Table()
+    with pytest.raises(OverflowError, match="too many"):
+        load.load(context(), table, prepared, checked, hooks=hooks)
+    assert table.log == [(f"load_state ({one})", PATIENCE) for one in STEPS[: STEPS.index(step) + 1]]
+    assert table.brought[-1] == ["OverflowError: too many"]
+
+
+def test_what_failed_in_the_code_of_a_rank_is_not_held_against_the_checkpoint():
+    with pytest.raises(RankMissing) as told:
+        load._agree([None, ["OverflowError: too many"], "it is full", ["KeyError: 'x'"]])
+    assert str(told.value) == "load_state: rank 1 failed: OverflowError: too many; rank 3 failed: KeyError: 'x'"
+    with pytest.raises(CheckpointError) as told:
+        load._agree([None, "it is full"])
+    assert type(told.value) is CheckpointError
+    assert load._agree([None, None]) is None
+
+
+def test_an_object_may_take_apart_the_state_that_it_gets(tmp_path):
+    class Taking(Holder):
+        def load_state_dict(self, state):
+            self.state = {"list": [state["list"].pop()], "x": state.pop("x")}
+
+    prepared = nothing(custom=[Taking({"list": [1], "x": torch.ones(3)})])
+    checked = whole(tmp_path / "c", prepared)
+    load.load(context(), Table(), prepared, checked)
+    assert prepared.custom[0].state["list"] == [1]
+    assert prepared.custom[0].state["x"].tolist() == [1.0] * 3
+
+
+def test_an_object_is_tried_with_what_it_gets_in_the_end_and_a_loader_is_not_tried(tmp_path):
+    class Noting(Loader):
+        def load_state_dict(self, state):
+            seen.append(state)
+
+    seen = []
+    prepared = nothing(dataloaders=[Noting(POSITION)], custom=[Noting({"x": torch.ones(2)})])
+    checked = whole(tmp_path / "c", prepared)
+    load.load(context(), Table(), prepared, checked)
+    tried, position, loaded = seen
+    assert position == POSITION
+    assert tried["x"].tolist() == loaded["x"].tolist() == [1.0, 1.0]
+
+
+def test_an_epoch_that_is_cut_otherwise_is_told_once_by_the_main_rank(tmp_path, capsys):
+    class Cut(Loader):
+        total_batch_size = 6
+
+        def check_position(self, state):
+            return SimpleNamespace(rounds=2, samples=12)
+
+    prepared = nothing(dataloaders=[Cut(POSITION)])
+    checked = whole(tmp_path / "c", prepared)
+    load.load(context(is_main=False), Table(), prepared, checked)
+    assert capsys.readouterr().err == ""
+    load.load(context(), Table(), prepared, checked)
+    assert capsys.readouterr().err == "orc: epoch 3 goes on after 12 samples, with 6 samples per step; it was 4\n"
+
+
+def test_the_generator_of_torch_xla_is_put_back_too(tmp_path):
+    class Xla:
+        state = 7
+
+        def rng_state(self):
+            return self.state
+
+        def set_rng_state(self, state):
+            self.state = state
+
+    xla = Xla()
+    checked = whole(tmp_path / "c", nothing(), **{"random_states_0.pkl": rng.capture(xla)})
+    xla.state = 8
+    refused = Table(**{"load_state (trying)": ["no"]})
+    assert said(lambda: load.load(context(xla=xla), refused, nothing(), checked)) == "rank 1: no"
+    assert xla.state == 8
+    load.load(context(xla=xla), Table(), nothing(), checked)
+    assert xla.state == 7

@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import ownership, pickled, save
 from orc.runtime.checkpoint.destination import LocalDestination, RemoteDestination
@@ -21,6 +22,7 @@ from orc.runtime.checkpoint.manifest import Manifest, read_manifest
 from orc.runtime.checkpoint.naming import CheckpointRoot
 from orc.runtime.checkpoint.ownership import FILE
 from orc.runtime.checkpoint.remote import Remote, RemoteRoot
+from orc.runtime.checkpoint.remote import read_manifest as read_remote
 from orc.runtime.checkpoint.save import Opened, Progress, SaveRequest, attempt, capture, looks, open_destination, write
 from orc.runtime.checkpoint.sites import Sites
 
@@ -251,6 +253,21 @@ def test_everything_prepared_is_collected_under_its_name(tmp_path):
         assert pickled.read(memory) == expected
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_are_written_as_they_were_asked_for_under_the_names_of_the_model(tmp_path, safe, compiled):
+    model = torch.nn.Linear(2, 2)
+    prepared = nothing(models=[torch.compile(model) if compiled else model])
+    content = capture(context(), prepared, request(safe=safe), opened(tmp_path / "s").destination)
+    with open(tmp_path / "w", "wb+") as file:
+        content["model.safetensors" if safe else "pytorch_model.bin"](file)
+        file.seek(0)
+        found = load_tensors(file.read()) if safe else pickled.read(file)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in model.state_dict().items()
+    }
+
+
 def test_a_rank_that_does_not_lead_brings_its_generators_alone(tmp_path):
     destination, seen = opened(tmp_path / "s").destination, []
     destination.leads = False
@@ -280,8 +297,11 @@ def test_what_keeps_a_rank_from_collecting_is_brought_to_the_meeting(tmp_path):
     assert capture(context(), unloadable, request(), destination).startswith("custom_checkpoint_0.pkl could not be")
     unloadable = nothing(schedulers=[State({"function": print})])
     assert capture(context(), unloadable, request(), destination).startswith("scheduler.bin could not be")
-    unlooked = nothing(optimizers=[State({"function": print})])
-    assert list(capture(context(), unlooked, request(), destination)) == ["optimizer.bin", "random_states_0.pkl"]
+    own = State({"function": print})  # of what only this program's own classes can hold no trial is made
+    unlooked = nothing(optimizers=[own], dataloaders=[own], scaler=own)
+    assert list(capture(context(), unlooked, request(), destination)) == [
+        *("optimizer.bin", "sampler.bin", "scaler.pt", "random_states_0.pkl")
+    ]
 
 
 def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_path):
@@ -412,8 +432,22 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
         assert table.log[-1] == ("save_state (committing)", 3600.0)
     destination.leads = False
     events.clear()
-    write(context(), Table(), request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {}, None)
+    table = Table()
+    write(context(), table, request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {}, None)
     assert events == []
+    assert table.brought[1:] == [None]
+
+
+def test_objects_are_committed_with_the_manifest_of_what_was_written():
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    where = Remote("memory://bucket/s")
+    save_ = Opened(RemoteDestination(where, "", True), ALONE, "0af3", 5.5)
+    write(context(), Table(), request(where), save_, {"a": partial(put, b"1")}, None)
+    manifest = read_remote(where)
+    assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
+    assert list(manifest.files) == ["a"]
+    system.store.clear()
 
 
 def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypatch):
@@ -466,7 +500,22 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-@pytest.mark.parametrize("writers", [1, 3])
+def test_a_numbered_save_is_retained_when_it_is_complete(tmp_path):
+    (tmp_path / "checkpoint_3").mkdir()
+    retained = []
+    where = save.save(
+        context(),
+        Table(),
+        survey(),
+        nothing(),
+        request(root=CheckpointRoot(tmp_path)),
+        lambda one: retained.append((one, read_manifest(one.target).step)),
+    )
+    assert where.target == tmp_path / "checkpoint_4"
+    assert retained == [(where, 7)]
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
 def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, writers):
     threads = {}
 
@@ -476,14 +525,15 @@ def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, wri
             barrier.wait(10)
         file.write(name.encode())
 
+    names = ["c", "aa", "b", "dddd", "ee", "f"]
     barrier = threading.Barrier(writers)
     destination = opened(tmp_path / "s").destination
     destination.hook_files = lambda: {"hooked": FileRecord(0, ())}
-    tasks = {name: partial(note, name) for name in ("c", "aa", "b")}
+    tasks = {name: partial(note, name) for name in names}
     records = save._write(destination, tasks, writers)
-    assert list(records) == ["c", "aa", "b", "hooked"]
-    assert [record.size for record in records.values()] == [1, 2, 1, 0]
-    assert len(set(threads.values())) == writers
+    assert list(records) == [*names, "hooked"]
+    assert [record.size for record in records.values()] == [1, 2, 1, 4, 2, 1, 0]
+    assert len(set(threads.values())) == writers, "and not more"
     assert (threading.main_thread() in threads.values()) == (writers == 1)
 
 
