@@ -1,8 +1,8 @@
 """Stacks of all ranks of an attempt that hangs: asked for by a file, answered by every agent for its own ranks.
 
 Shipped as ``orc_agent_stacks.py`` beside the agent: standard library only, Python >= 3.9. A rank's Python writes its
-stacks itself when it gets `number` (launchers/startup.py: `faulthandler`, in C, so it works whatever the rank is stuck
-in); ``py-spy`` is used where it is installed. Format: docs/explanation/attempt-directory.md.
+stacks itself when it gets `number` (launchers/rank_hooks/startup.py: `faulthandler`, in C, so it works whatever the
+rank is stuck in); ``py-spy`` is used where it is installed. Format: docs/explanation/attempt-directory.md.
 """
 
 from __future__ import annotations

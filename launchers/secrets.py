@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from orc.launchers.agent_masking import masked
-from orc.launchers.directories import config_dir
 from orc.launchers.errors import SpecError
+from orc.launchers.paths import config_dir
 
 KEYRING_SERVICE = "orc"
 _MAX_BYTES = 64 * 1024

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.function_calls import FunctionCalls
+from orc.orchestrator.engine.lifecycle import Event, JobState, Kind
+from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.lifecycle import Event, JobState, Kind
 from orc.orchestrator.views import EventView, JobRow, JobView
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, QueueReport
-    from orc.launchers.clusters import Cluster
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.clusters import Cluster
+    from orc.orchestrator.engine.reconciler import PassReport
     from orc.orchestrator.ledger.records import JobRecord, Reservation
-    from orc.orchestrator.reconciler import PassReport
 
 # How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that drives
 # itself is asked by reading its files, a cluster by running its commands.
@@ -42,7 +42,8 @@ class Client(FunctionCalls):
     *clusters_file* to ``$ORC_CLUSTERS`` or ``clusters.yaml`` in the configuration directory, the ledger to
     ``$ORC_LEDGER_URL`` or a file in *state_dir*. All methods raise `LaunchError` and its children only.
 
-    With *reconciler*, `submit` leaves a process behind that goes on with live jobs (`orc.orchestrator.detached`).
+    With *reconciler*, `submit` leaves a process behind that goes on with live jobs
+    (`orc.orchestrator.engine.detached`).
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class Client(FunctionCalls):
         from orc.orchestrator.ledger.opening import open_database
 
         if state_dir is None:
-            from orc.launchers import directories
+            from orc.launchers import paths
 
-            state_dir = directories.state_dir()
+            state_dir = paths.state_dir()
         self._clusters_file = clusters_file
         self._backend_of = backend_of
         database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=True)
@@ -84,9 +85,9 @@ class Client(FunctionCalls):
     @property
     def clusters_file(self) -> Path:
         """The file that describes the clusters; it need not exist."""
-        from orc.launchers import directories
+        from orc.launchers import paths
 
-        return self._clusters_file or directories.clusters_file()
+        return self._clusters_file or paths.clusters_file()
 
     def leave_reconciler(self) -> None:
         """Start a detached reconciler where jobs are live and none runs: what was begun is finished by it."""
@@ -96,22 +97,22 @@ class Client(FunctionCalls):
 
     def _start_reconciler(self) -> None:
         if self._detaches:
-            from orc.orchestrator import detached
+            from orc.orchestrator.engine import detached
 
             ws = self.workspace
             detached.ensure(ws.state_dir, ws.ledger.database.url, self._clusters_file)
 
     def _cluster(self, name: str) -> Cluster:
-        from orc.launchers.clusters import get_cluster
+        from orc.launchers.spec.clusters import get_cluster
 
         return get_cluster(name, path=self._clusters_file)
 
     def _open_backend(self, cluster: str) -> Backend:
-        from orc.launchers import directories
+        from orc.launchers import paths
         from orc.launchers.backends import open_backend
 
         known = self._cluster(cluster)
-        if known.root == str(directories.state_dir(create=False)):
+        if known.root == str(paths.state_dir(create=False)):
             # A client with a state directory of its own keeps its attempts there as well.
             known = known.model_copy(update={"root": str(self.workspace.state_dir)})
         return open_backend(known, self.workspace.state_dir)
@@ -126,8 +127,8 @@ class Client(FunctionCalls):
         *on_progress* gets ``("scan", {files})``, ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
         ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and ``("submit", {})``.
         """
-        from orc.orchestrator.snapshots import take
-        from orc.orchestrator.submission import start
+        from orc.orchestrator.engine.snapshots import take
+        from orc.orchestrator.engine.submission import start
 
         progress = on_progress or _silent
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
@@ -139,8 +140,8 @@ class Client(FunctionCalls):
 
     def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
         """A new job with the same specification and the same snapshots; its source is ``job:<old id>``."""
-        from orc.orchestrator.ingredients import stored_snapshot, stored_spec
-        from orc.orchestrator.submission import start
+        from orc.orchestrator.engine.ingredients import stored_snapshot, stored_spec
+        from orc.orchestrator.engine.submission import start
 
         ws = self.workspace
         old = self.job(job_id)
@@ -233,7 +234,7 @@ class Client(FunctionCalls):
         ledger.database = database
 
     def _request_cancel(self, job_id: str, grace_s: float) -> None:
-        from orc.orchestrator import job_files
+        from orc.orchestrator.engine import job_files
 
         while True:
             try:
@@ -261,7 +262,7 @@ class Client(FunctionCalls):
         While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
         """
         # Imported here because `orc list` needs no pass and has no time for one.
-        from orc.orchestrator.reconciler import reconcile
+        from orc.orchestrator.engine.reconciler import reconcile
 
         self._settle()
         try:
@@ -274,7 +275,7 @@ class Client(FunctionCalls):
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """One pass over *job_ids* that is not waited for any longer than *seconds*."""
-        from orc.orchestrator.background import BackgroundPasses
+        from orc.orchestrator.engine.background import BackgroundPasses
 
         self._settle()
         if self.workspace.ledger.volatile:
@@ -358,7 +359,7 @@ class Client(FunctionCalls):
         ids = [self._known(job_id) for job_id in job_ids]
         if timeout_s is None:
             return self._wait(ids, None, on_change, lambda _: self.refresh(ids) is not None)
-        from orc.orchestrator.background import BackgroundPasses
+        from orc.orchestrator.engine.background import BackgroundPasses
 
         with BackgroundPasses(self._another) as passes:
 

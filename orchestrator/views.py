@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from orc.orchestrator.ledger.records import EventRecord
 
 if TYPE_CHECKING:
-    from orc.launchers.records import AttemptExit
+    from orc.launchers.attempts.records import AttemptExit
     from orc.orchestrator.ledger.records import AttemptRecord, JobRecord
 
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -58,7 +58,7 @@ class AttemptView:
         """From the ledger."""
         end = None
         if record.exit is not None:
-            from orc.launchers.records import AttemptExit
+            from orc.launchers.attempts.records import AttemptExit
 
             end = AttemptExit.from_dict(record.exit)
         return cls(

@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.claims import Owner
+from orc.orchestrator.engine.claims import Owner
 from orc.orchestrator.ledger.store import Ledger
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
     from orc.launchers.errors import LaunchError
-    from orc.launchers.store import ContentStore
+    from orc.launchers.snapshot.content_store import ContentStore
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Workspace:
 
         Contacts none. One bad entry says nothing about the others.
         """
-        from orc.launchers.clusters import read_clusters
         from orc.launchers.errors import LaunchError
+        from orc.launchers.spec.clusters import read_clusters
 
         clusters, problems = read_clusters()
         wrong: dict[str, LaunchError] = dict(problems)
@@ -67,6 +67,6 @@ class Workspace:
     def store(self) -> ContentStore:
         """The local store of code snapshots."""
         from orc.launchers.layout import Layout
-        from orc.launchers.store import ContentStore
+        from orc.launchers.snapshot.content_store import ContentStore
 
         return ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))

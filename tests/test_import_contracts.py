@@ -80,5 +80,5 @@ print(json.dumps(sorted(sys.modules)))
         "platformdirs",
     }
     heavy |= {"boto3", "sagemaker", "google.cloud", "submitit", "pathspec", "importlib.metadata"}
-    assert "orc.launchers.store" in loaded
+    assert "orc.launchers.snapshot.content_store" in loaded
     assert loaded & heavy == set()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from orc.launchers.bundle import scan
+from orc.launchers.snapshot.scan import scan
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("runtime", "launchers", "orchestrator", "templates")
@@ -198,4 +198,4 @@ for room in (orc.launchers, orc.orchestrator):
             importlib.import_module(module.name)
 """
     # Subclasses of a library's classes, imported where they are used.
-    run(installed, "python", "-c", "NEED_AN_EXTRA = ['orc.orchestrator.function_executors']\n" + code, cwd=tmp_path)
+    run(installed, "python", "-c", "NEED_AN_EXTRA = ['orc.orchestrator.functions.executors']\n" + code, cwd=tmp_path)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.backends.base import Backend
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
 
 def backend_kinds() -> list[str]:

@@ -13,8 +13,8 @@ from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
 
 if TYPE_CHECKING:
-    from orc.launchers.bundle import Bundle
-    from orc.launchers.records import AttemptExit
+    from orc.launchers.attempts.records import AttemptExit
+    from orc.launchers.snapshot.scan import Bundle
     from orc.launchers.spec import JobSpec
 
 

@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Look": {
         "status": ("status", "What became of jobs: attempts, hosts, first failure."),
-        "list": ("listing", "Jobs, newest first."),
+        "list": ("list", "Jobs, newest first."),
         "logs": ("logs", "Print or follow the logs of a job, by rank."),
         "metrics": ("metrics", "What the training measures: newest values and curves."),
         "queue": ("queue", "Queues of clusters: partitions, why jobs wait, expected starts."),
@@ -69,7 +69,7 @@ class LazyGroup(click.Group):
         """Import the module of one command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"orc.orchestrator.cli.{COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[cmd_name][0]}")
         command: click.Command = module.command
         return command
 
@@ -103,8 +103,8 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from orc.orchestrator.cli.output import echo
-        from orc.orchestrator.cli.version import version
+        from orc.orchestrator.cli.commands.version import version
+        from orc.orchestrator.cli.ui.output import echo
 
         echo(f"orc {version()}")
         ctx.exit()
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 141
     except OSError as error:  # from the flush, or because `_run` has seen that nothing can be written
-        from orc.orchestrator.cli.output import echo
+        from orc.orchestrator.cli.ui.output import echo
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         echo(f"error: cannot write to standard output: {error.strerror}", err=True)
@@ -183,7 +183,7 @@ def _take_interrupts() -> None:
 
 def _is_of_output(error: BaseException) -> bool:
     """Whether *error* came up while something was printed."""
-    from orc.orchestrator.cli import output, tail
+    from orc.orchestrator.cli.ui import output, tail
 
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -213,7 +213,7 @@ def _run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:  # the boundary: everything becomes a report
         if _is_of_output(error):
             raise
-        from orc.orchestrator.cli.reporting import report
+        from orc.orchestrator.cli.ui.reporting import report
 
         return report(error, arguments)
 

@@ -40,7 +40,7 @@ def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: 
     """The clusters whose names begin with *incomplete*."""
     from click.shell_completion import CompletionItem
 
-    from orc.launchers.clusters import load_clusters
+    from orc.launchers.spec.clusters import load_clusters
 
     clusters = load_clusters()
     return [CompletionItem(name, help=c.kind) for name, c in clusters.items() if name.startswith(incomplete)]

@@ -20,8 +20,8 @@ def open_client(*, reconciler: bool = True) -> Client:
     client = Client(reconciler=reconciler)
     click.get_current_context().call_on_close(client.close)
     if why := client.workspace.ledger.volatile:
-        from orc.orchestrator.cli.output import echo
-        from orc.orchestrator.cli.reporting import block
+        from orc.orchestrator.cli.ui.output import echo
+        from orc.orchestrator.cli.ui.reporting import block
 
         where = client.workspace.ledger.database.url.removeprefix("sqlite:///")
         do = "free some space: jobs go on, what becomes of them is recorded later, retries wait"

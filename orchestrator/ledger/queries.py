@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from orc.orchestrator.engine.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.records import AttemptRecord, JobRecord, Reservation
-from orc.orchestrator.lifecycle import ACTIVE_JOB
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from orc.orchestrator.engine.lifecycle import Kind
 from orc.orchestrator.ledger.database import Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.queries import conditions, read_culprits, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
-from orc.orchestrator.lifecycle import Kind
 
 
 class Ledger:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from orc.orchestrator.engine.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.queries import read_culprits, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
-from orc.orchestrator.lifecycle import Event, IllegalTransition, Kind, Position, advance
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement

@@ -8,7 +8,7 @@ from types import TracebackType
 from orc.runtime.errors import OrcRuntimeError
 
 # Of a process that such an error ends (EX_CONFIG): to run the same job again would end the same way. The orchestrator
-# knows it (`orc.orchestrator.retry`).
+# knows it (`orc.orchestrator.engine.retry`).
 REFUSED_EXIT_STATUS = 78
 
 

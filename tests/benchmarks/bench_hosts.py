@@ -36,7 +36,7 @@ from command_line import Orc  # noqa: E402
 from harness import Row, paired, report  # noqa: E402
 from hosts_testbed import HostsTestbed, eventually  # noqa: E402
 
-from orc.launchers.ssh.fanout import LIMIT  # noqa: E402
+from orc.launchers.remote.ssh.fanout import LIMIT  # noqa: E402
 
 TURNS = 5
 SUBMIT_BUDGET, START_BUDGET_S = 1.15, 10.0

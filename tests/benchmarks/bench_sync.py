@@ -26,9 +26,9 @@ sys.path[:0] = [str(HERE), str(TESTBED)]
 from harness import Row, report  # noqa: E402
 from hosts_testbed import HostsTestbed  # noqa: E402
 
-from orc.launchers.store import ContentStore  # noqa: E402
-from orc.launchers.sync import SyncReport, raise_first, sync  # noqa: E402
-from orc.launchers.sync.targets import open_targets  # noqa: E402
+from orc.launchers.snapshot.content_store import ContentStore  # noqa: E402
+from orc.launchers.transfer import SyncReport, raise_first, sync  # noqa: E402
+from orc.launchers.transfer.targets import open_targets  # noqa: E402
 
 TURNS = 5
 COLD_BUDGET, UPLINK_BUDGET, UNCHANGED_BUDGET_S = 1.2, 0.5, 1.0

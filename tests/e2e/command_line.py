@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 EPOCH = re.compile(r"^epoch +(\d+)/", re.MULTILINE)
 

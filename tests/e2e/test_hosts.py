@@ -13,7 +13,7 @@ import pytest
 from command_line import EPOCH, Orc
 from hosts_testbed import HostsTestbed, eventually
 
-from orc.orchestrator import faults
+from orc.orchestrator.engine import fault_points
 
 SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=1")
 # Appends a line to a file beside the working copy; each host has its own.
@@ -122,7 +122,7 @@ def test_a_job_goes_on_without_the_laptop_and_is_picked_up_by_another(laptop: Or
 def test_a_laptop_killed_while_it_submits_runs_the_job_once(laptop: Orc, hosts: HostsTestbed, point: str) -> None:
     laptop.write_job(ONCE)
     args = ("submit", "job.yaml", "--cluster", "lab", *SIZE)
-    with laptop.start(*args, env={faults.VARIABLE: point}) as killed:
+    with laptop.start(*args, env={fault_points.VARIABLE: point}) as killed:
         assert killed.wait(240) == -signal.SIGKILL
     (job,) = [job["id"] for job in json.loads(laptop("list", "--json"))["jobs"]]
     laptop("wait", job)

@@ -1,7 +1,7 @@
 """Whatever breaks on the way from a laptop to bare hosts: the training ends with the weights it would have had.
 
 Each test measures how long it took until the fault was noticed and until the training went on, by the machine's clock;
-``--junitxml FILE`` keeps the numbers (docs/explanation/faults.md).
+``--junitxml FILE`` keeps the numbers (docs/explanation/fault_points.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exact_training import Course, Training, undisturbed
 from hosts_testbed import USER, HostsTestbed, eventually
 from sample_traces import TracedJob
 
-from orc.orchestrator import faults
+from orc.orchestrator.engine import fault_points
 
 PEER_TIMEOUT_S = 10
 RETRY = {"on": ["node_failure", "crash"], "backoff": 0}
@@ -255,7 +255,7 @@ def test_a_training_goes_on_exactly_when_a_rank_is_killed_and_so_is_the_laptop_t
     watch.broken()
     hosts.fault("kill-procs", "node2", "train.py")
     for point in ("prepared", "submitted"):
-        with laptop.start("wait", training.job, env={faults.VARIABLE: point}) as killed:
+        with laptop.start("wait", training.job, env={fault_points.VARIABLE: point}) as killed:
             killed.communicate(timeout=240)
             assert killed.returncode in (0, -signal.SIGKILL), point
     laptop("wait", training.job)
@@ -315,12 +315,12 @@ def is_held(process: subprocess.Popen[str]) -> bool:
 def test_a_link_that_is_cut_around_the_sync_costs_another_host_or_a_wait_and_the_job_runs_once(
     laptop: Orc, hosts: HostsTestbed, watch: Watch, point: str, healed: bool
 ) -> None:
-    """For the moments in between: tests/orchestrator/test_links_cut.py."""
+    """For the moments in between: tests/orchestrator/engine/test_links_cut.py."""
     laptop.write_job(ONCE, retry={"on": ["node_failure"], "backoff": 0})
     if not point:
         hosts.fault("rate", "node2", "5mbit")  # so that it takes half a minute
     args = ("submit", "job.yaml", "--cluster", "lab", "--json", *SIZE)
-    with laptop.start(*args, env={faults.HOLD: point}) as process:
+    with laptop.start(*args, env={fault_points.HOLD: point}) as process:
         eventually(lambda: is_held(process) if point else files_begin_to_arrive(hosts, "node2"))
         hosts.fault("cut", "node2")
         watch.broken()

@@ -9,7 +9,7 @@ import pytest
 from command_line import EPOCH, Orc
 from sagemaker_testbed import SagemakerTestbed
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 pytestmark = [pytest.mark.xdist_group("sagemaker")]
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import EPOCH, Orc
 from slurm_testbed import SlurmTestbed
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=2")
 

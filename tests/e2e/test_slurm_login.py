@@ -8,7 +8,7 @@ from pathlib import Path
 from command_line import Orc
 from slurm_testbed import SlurmTestbed, eventually
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 SCRIPT = """
 import os, time

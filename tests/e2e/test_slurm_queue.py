@@ -12,7 +12,7 @@ from command_line import Orc
 from login_node import LoginNode
 from slurm_testbed import SlurmTestbed, eventually
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 
 from orc.launchers.backends.ssh import on_host
 from orc.launchers.backends.ssh.hostfile import read_hostfile
-from orc.launchers.bundle import scan
-from orc.launchers.clusters import get_cluster, load_clusters
-from orc.launchers.directories import state_dir
 from orc.launchers.errors import BundleError, LaunchError, SpecError
-from orc.launchers.ssh.config import read_config
-from orc.launchers.store import ContentStore
+from orc.launchers.paths import state_dir
+from orc.launchers.remote.ssh.config import read_config
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import scan
+from orc.launchers.spec.clusters import get_cluster, load_clusters
 from orc.launchers.strict_modes import VARIABLE, Untrusted, check, check_root
 
 OTHERS = 0o777, 0o757, 0o722

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import (
     Capabilities,
     Cause,
@@ -33,7 +34,6 @@ from orc.launchers.errors import (
 )
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan, PlanFile
-from orc.launchers.records import AttemptExit
 
 
 class FakeBackend:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.sagemaker.service import Service
     from orc.launchers.backends.sagemaker.site import Site
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
 
 AWS = ""
 LOCAL = ("contract", "docker")
@@ -53,7 +53,7 @@ class SagemakerBackend:
                 hint="Write `bucket` and `prefix` under `options:` instead.",
             )
         if self.place.region is None:
-            from orc.launchers.clusters import options_document
+            from orc.launchers.spec.clusters import options_document
 
             raise SpecError(
                 f"the cluster {cluster.name} has no region",
@@ -67,7 +67,7 @@ class SagemakerBackend:
 
     @property
     def _state_dir(self) -> Path:
-        from orc.launchers.directories import state_dir
+        from orc.launchers.paths import state_dir
 
         return self._given_state_dir or state_dir()
 

@@ -13,8 +13,8 @@ from orc.launchers.backends.sagemaker.settings import job_fields, place_fields
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:
-    from orc.launchers.clusters import Cluster
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.clusters import Cluster
 
 WHERE = "estimator"
 _PLACE = ("profile", "region")  # must be the cluster's

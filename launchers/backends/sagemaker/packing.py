@@ -8,12 +8,12 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.launchers.listing import encode
+from orc.launchers.snapshot.listing import encode
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
-    from orc.launchers.manifest import Bundle
-    from orc.launchers.store import ContentStore
+    from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.manifest import Bundle
 
 
 def pack(snapshot: Snapshot, store: ContentStore, target: Path) -> None:

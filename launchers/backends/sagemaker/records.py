@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from orc.launchers.attempt_reader import AttemptRecords, read_attempts
+from orc.launchers.attempts.reader import AttemptRecords, read_attempts
 from orc.launchers.backends.sagemaker.rendering import AGENT, RECORDS
 
 if TYPE_CHECKING:
     from orc.launchers.backends.sagemaker.service import Service
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 
 @dataclass(frozen=True)

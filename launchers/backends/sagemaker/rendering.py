@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.agent_config import agent_config, agent_file
+from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.backends.sagemaker.adapting import adapt, instance_of
 from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
 from orc.launchers.backends.sagemaker.names import snapshot_digest
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.backends.base import Snapshot
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.environment import Environment
 
 ROOT = "/opt/ml/orc"

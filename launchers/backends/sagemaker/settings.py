@@ -17,8 +17,8 @@ from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUS
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:
-    from orc.launchers.clusters import Cluster
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import KeyPath
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -335,7 +335,7 @@ def _read_job(job: JobSpec) -> dict[str, Any]:
 
 
 def _cluster_where(cluster: Cluster) -> Where:
-    from orc.launchers.clusters import option_place
+    from orc.launchers.spec.clusters import option_place
 
     return lambda path: option_place(cluster, path, key=True)
 

@@ -19,7 +19,7 @@ from orc.launchers.ids import AttemptId
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orc.launchers.attempt_reader import AttemptRecords
+    from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.sagemaker.logs import Logs
     from orc.launchers.backends.sagemaker.records import Orders
     from orc.launchers.backends.sagemaker.service import Service
@@ -81,7 +81,7 @@ class Site:
         from orc.launchers.backends.sagemaker.names import ENTRY, SOURCE, is_default_bucket
         from orc.launchers.backends.sagemaker.packing import entry_program, pack
         from orc.launchers.backends.sagemaker.rendering import source_digest
-        from orc.launchers.store import ContentStore
+        from orc.launchers.snapshot.content_store import ContentStore
 
         place, store = self.home.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
         if is_default_bucket(self.home.bucket) and not self.service.has_bucket(self.home.bucket):

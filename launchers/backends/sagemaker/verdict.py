@@ -15,7 +15,7 @@ from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.sagemaker.failures import exit_code, split_reason
 
 if TYPE_CHECKING:
-    from orc.launchers.attempt_reader import AttemptRecords
+    from orc.launchers.attempts.reader import AttemptRecords
 
 PREEMPT_EXIT = 75
 # A training job that was just created may not be seen yet, in seconds.

@@ -40,14 +40,14 @@ from orc.launchers.plan import Plan, PlanCommand, PlanFile
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orc.launchers.attempt_reader import AttemptRecords
+    from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.rows import JobRow
     from orc.launchers.backends.slurm.submitting import Submitter
     from orc.launchers.backends.slurm.verdict import Witness
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
-    from orc.launchers.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
 
 
 class SlurmBackend:
@@ -72,7 +72,7 @@ class SlurmBackend:
         self._transport.close()
 
     def _options_where(self, name: str) -> str:
-        from orc.launchers.clusters import option_place
+        from orc.launchers.spec.clusters import option_place
 
         return option_place(self.cluster, (name,), key=True)
 
@@ -104,7 +104,7 @@ class SlurmBackend:
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
-        from orc.launchers.agent_config import agent_config, agent_file
+        from orc.launchers.attempts.agent_config import agent_config, agent_file
         from orc.launchers.backends.slurm.contradictions import refuse_nesting
         from orc.launchers.backends.slurm.script import SCRIPT_NAME, render_script, shape
         from orc.launchers.environments.rendering import environment_of
@@ -166,12 +166,12 @@ class SlurmBackend:
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Bring the trees from the state directory's store to the cluster's, where that is another one."""
-        from orc.launchers.directories import state_dir
-        from orc.launchers.store import ContentStore
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
 
         here = ContentStore((self._state_dir or state_dir()) / "store")
         if self._settings.login is not None:
-            from orc.launchers.sync import raise_first, sync
+            from orc.launchers.transfer import raise_first, sync
 
             name, root = self._settings.login.name, str(self.layout.root)
             python = {name: self._transport.expand(entry_python(self.cluster, self._settings))}
@@ -185,9 +185,9 @@ class SlurmBackend:
 
     def recall(self, digest: str, handle: Handle) -> None:
         """From the store of the cluster."""
-        from orc.launchers.directories import state_dir
-        from orc.launchers.store import ContentStore
-        from orc.launchers.sync.recall import recall
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
+        from orc.launchers.transfer.recall import recall
 
         store = ContentStore((self._state_dir or state_dir()) / "store")
         recall(digest, self._transport, str(self.layout.root), store)
@@ -227,10 +227,10 @@ class SlurmBackend:
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """One squeue for all, one sacct at most for those that the controller has forgotten, the agents' records."""
-        from orc.launchers.attempt_reader import read_attempts
+        from orc.launchers.attempts.confidential import remove_confidential
+        from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.backends.slurm.script import EARLY_S
         from orc.launchers.backends.slurm.verdict import judge
-        from orc.launchers.confidential import remove_confidential
 
         if not handles:
             return {}
@@ -269,7 +269,7 @@ class SlurmBackend:
 
     def _explained(self, reason: str, directory: str) -> str:
         """Why an attempt failed that no agent has said anything about: with the last lines of the launcher's log."""
-        from orc.launchers.attempt_reader import LAUNCHER_LOG
+        from orc.launchers.attempts.reader import LAUNCHER_LOG
 
         log = f"{directory}/logs/{LAUNCHER_LOG}"
         tail = self._transport.run(("tail", "-n", "20", "--", log), timeout_s=30).stdout.strip()
@@ -300,19 +300,19 @@ class SlurmBackend:
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """The files below ``logs/``."""
-        from orc.launchers.attempt_reader import log_selectors
+        from orc.launchers.attempts.reader import log_selectors
 
         return log_selectors(self._transport, self._finder.directory(handle.marker))
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Straight from the attempt directory."""
-        from orc.launchers.attempt_reader import read_log
+        from orc.launchers.attempts.reader import read_log
 
         return read_log(self._transport, self._finder.directory(handle.marker), selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """Straight from the job's directory."""
-        from orc.launchers.attempt_reader import read_job_file
+        from orc.launchers.attempts.reader import read_job_file
 
         return read_job_file(self._transport, self._finder.directory(handle.marker), name, offset)
 

@@ -24,7 +24,7 @@ from orc.launchers.backends.slurm.rows import (
     read_partitions,
 )
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
-from orc.launchers.transport import Completed, Transport
+from orc.launchers.remote.transport import Completed, Transport
 
 # Variables that change what the commands do or print: defaults of the user's shell, or of a job that submits a job.
 _DROP = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_")

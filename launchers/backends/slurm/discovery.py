@@ -13,7 +13,7 @@ from orc.launchers.errors import BackendError, LaunchError
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 # Who we are there, and the first Python that has torch, else the first that can run agents.
 _PROBE = """\
@@ -46,7 +46,7 @@ def discover(options: Mapping[str, Any]) -> Facts:
     """Ask the cluster that *options* (those of clusters.yaml) lead to. Raises `LaunchError`."""
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.login import open_transport
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
     settings = read_settings(options, where="options")
     transport = open_transport(Cluster(name="new", kind="slurm"), settings)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.rows import JobRow
     from orc.launchers.layout import Layout
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 KIND = "slurm"
 

@@ -10,17 +10,17 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.attempt_reader import LAUNCHER_LOG
+from orc.launchers.attempts.reader import LAUNCHER_LOG
 from orc.launchers.errors import SpecError
-from orc.launchers.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
-from orc.launchers.ssh.options import DEFAULT_ROOT
+from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
+from orc.launchers.remote.ssh.options import DEFAULT_ROOT
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.options import SlurmSettings
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.layout import Layout
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
 
 LOG_NAME = LAUNCHER_LOG  # below the attempt's logs/
 
@@ -28,11 +28,11 @@ LOG_NAME = LAUNCHER_LOG  # below the attempt's logs/
 def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
     """The way to where the cluster is entered. It connects when first used."""
     if settings.login is None:
-        from orc.launchers.transport import LocalTransport
+        from orc.launchers.remote.transport import LocalTransport
 
         return LocalTransport()
-    from orc.launchers.ssh.pool import Links
-    from orc.launchers.ssh.transport import SshTransport
+    from orc.launchers.remote.ssh.pool import Links
+    from orc.launchers.remote.ssh.transport import SshTransport
 
     return SshTransport(settings.login.spec(entry_python(cluster, settings)), Links(settings.access))
 

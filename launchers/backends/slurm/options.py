@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from orc.launchers.backends.slurm.reserved import LIKE_OURS, OURS, OURS_IN_SRUN, SHORT_IN_SRUN
 from orc.launchers.errors import SpecError
+from orc.launchers.remote.ssh.hosts import Access
+from orc.launchers.remote.ssh.options import Machine, Reaching
 from orc.launchers.spec import grammar
-from orc.launchers.ssh.hosts import Access
-from orc.launchers.ssh.options import Machine, Reaching
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.heterogeneous import Component

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.rows import Partition
     from orc.launchers.plan import Plan
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 # Prints what of the path exists already; fails when nothing can be made there.
 _WRITABLE = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.backends.base import Finding
 
 if TYPE_CHECKING:
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 _LOOK = "import sys,importlib.util as u;print('%d.%d'%sys.version_info[:2],'torch' if u.find_spec('torch') else '-')"
 _OLDEST = (3, 9)

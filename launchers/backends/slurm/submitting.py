@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.options import SlurmSettings
     from orc.launchers.layout import Layout
     from orc.launchers.plan import Plan
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 SECRETS_NAME = "secrets.json"
 # Reads one path a line; link after link leads there, by number.

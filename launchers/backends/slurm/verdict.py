@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.slurm.rows import JobRow
-from orc.launchers.records import AttemptExit
 
 # A job without any trace is called lost only this long after its submission or its agents' last sign, in seconds:
 # accounting lags.

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.ssh.hosts import Hosts
     from orc.launchers.backends.ssh.sights import Sight
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
+    from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
-    from orc.launchers.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
 
 
 class SshBackend:
@@ -63,7 +63,7 @@ class SshBackend:
         from orc.launchers.backends.ssh.hosts import Hosts
 
         def open_all() -> Mapping[str, Transport]:
-            from orc.launchers.ssh.hosts import open_transports
+            from orc.launchers.remote.ssh.hosts import open_transports
 
             return open_transports(self.cluster)
 
@@ -107,9 +107,9 @@ class SshBackend:
         One round trip to each where nothing has changed; else the hosts pass the contents on to each other. Raises
         `LaunchError` for the first host that could not be served; the others are, nevertheless.
         """
-        from orc.launchers.directories import state_dir
-        from orc.launchers.store import ContentStore
-        from orc.launchers.sync import raise_first, sync
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
+        from orc.launchers.transfer import raise_first, sync
 
         names = hosts_of(plan) if plan is not None else self.settings.names
         options = self.settings.options
@@ -125,9 +125,9 @@ class SshBackend:
 
     def recall(self, digest: str, handle: Handle) -> None:
         """From the first of the attempt's hosts that has it."""
-        from orc.launchers.directories import state_dir
-        from orc.launchers.store import ContentStore
-        from orc.launchers.sync.recall import recall
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
+        from orc.launchers.transfer.recall import recall
 
         store = ContentStore((self._state_dir or state_dir()) / "store")
         errors: list[LaunchError] = []
@@ -237,7 +237,7 @@ class SshBackend:
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """From the host that runs the rank."""
-        from orc.launchers.attempt_reader import read_log
+        from orc.launchers.attempts.reader import read_log
 
         name = self._host_of(handle, selector)
         transport = self.hosts.transport(name)
@@ -262,7 +262,7 @@ class SshBackend:
 
     def _logs(self, handle: Handle) -> tuple[dict[str, list[LogSelector]], list[LaunchError]]:
         """The logs that each host has, and why others do not tell."""
-        from orc.launchers.attempt_reader import log_selectors
+        from orc.launchers.attempts.reader import log_selectors
 
         def names(name: str) -> list[LogSelector]:
             transport = self.hosts.transport(name)
@@ -284,7 +284,7 @@ class SshBackend:
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """From the job's directory on the host of node 0."""
-        from orc.launchers.attempt_reader import read_job_file
+        from orc.launchers.attempts.reader import read_job_file
 
         transport = self.hosts.transport(handle.hosts[0])
         directory = transport.expand(self.hosts.directory(handle.hosts[0], handle.marker))

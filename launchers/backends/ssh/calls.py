@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendError
-from orc.launchers.programs import Program
+from orc.launchers.remote.programs import Program
 from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 LOOK_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 60.0

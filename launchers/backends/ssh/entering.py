@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import NodeEntry
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
-from orc.launchers.ssh.client import ssh_argv
+from orc.launchers.remote.ssh.client import ssh_argv
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings

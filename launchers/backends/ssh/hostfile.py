@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic_core import ValidationError
 
 from orc.launchers.backends.ssh.settings import Host, expand
-from orc.launchers.directories import refuse_untrusted
 from orc.launchers.errors import SpecError
+from orc.launchers.paths import refuse_untrusted
 
 # The variables of an inventory, and what the common hostfiles call the same.
 _KEYS = {

@@ -16,7 +16,7 @@ from orc.launchers.layout import Layout
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
 
 T = TypeVar("T")
 Open = Callable[[], Mapping[str, "Transport"]]
@@ -52,7 +52,7 @@ class Hosts:
 
     def each(self, names: Iterable[str], work: Callable[[str], T]) -> dict[str, T | LaunchError]:
         """What *work* returned or refused for each host, which is then blamed for it; many at a time."""
-        from orc.launchers.ssh.fanout import each
+        from orc.launchers.remote.ssh.fanout import each
 
         results = each({name: name for name in names}, work)
         return {name: r.of(name) if isinstance(r, LaunchError) else r for name, r in results.items()}

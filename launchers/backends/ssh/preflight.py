@@ -13,23 +13,23 @@ from orc.launchers.errors import BackendUnreachable, LaunchError
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import Hosts
+    from orc.launchers.hosts.checks import Look
     from orc.launchers.plan import Plan
-    from orc.launchers.preflight.looking import Look
 
 _ORDER = ("error", "warning", "info")
 
 
 def check(hosts: Hosts, plan: Plan) -> list[Finding]:
     """What can be said about the hosts of *plan*; errors first. Nothing when the cluster wants no preflight."""
-    from orc.launchers.preflight import looking
-    from orc.launchers.ssh.fanout import each
+    from orc.launchers.hosts import checks
+    from orc.launchers.remote.ssh.fanout import each
 
     names = hosts_of(plan)
     if not hosts.settings.options.preflight:
         return []
     config = config_of(plan, names[0])
     own, gpus = bool(config.get("environment")), int(config["slots"].get("gpus_per_node", 0))
-    work = {"look": lambda: looking.judge(look(hosts, names), gpus=gpus, environment=own)}
+    work = {"look": lambda: checks.judge(look(hosts, names), gpus=gpus, environment=own)}
     if len(names) > 1:
         work["talk"] = lambda: _talk(hosts, names)
     found: list[Finding] = []
@@ -37,16 +37,16 @@ def check(hosts: Hosts, plan: Plan) -> list[Finding]:
         if isinstance(result, LaunchError):
             raise result
         # A host that does not answer is named once.
-        blamed = looking.bad_hosts(found)
+        blamed = checks.bad_hosts(found)
         found += [finding for finding in result if not (finding.where in blamed and finding.level == "error")]
     return sorted(found, key=lambda finding: _ORDER.index(finding.level))
 
 
 def look(hosts: Hosts, names: Sequence[str]) -> list[Look]:
     """What the hosts say about themselves, all asked at once."""
-    from orc.launchers.preflight import looking
+    from orc.launchers.hosts import checks
 
-    return looking.look(
+    return checks.look(
         {name: hosts.transport(name) for name in names},
         {name: hosts.settings.root_of(name) for name in names},
         pythons(hosts, names),
@@ -60,7 +60,7 @@ def pythons(hosts: Hosts, names: Sequence[str]) -> dict[str, str]:
 
 def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
     """The pairs of hosts that cannot talk; each names the host that is most likely to blame."""
-    from orc.launchers.preflight import ports
+    from orc.launchers.hosts import ports
 
     blocked, failed = ports.probe({name: hosts.transport(name) for name in names}, pythons(hosts, names))
     found = ports.findings((), failed)
@@ -75,10 +75,10 @@ def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
 
 def report(hosts: Hosts) -> list[HostReport]:
     """What all hosts of the cluster are, compared with each other."""
-    from orc.launchers.preflight import looking
+    from orc.launchers.hosts import checks
 
     looks = look(hosts, hosts.settings.names)
-    found = looking.judge(looks, environment=True) + looking.without_torch(looks)
+    found = checks.judge(looks, environment=True) + checks.without_torch(looks)
     return [
         _report(host, one, tuple(finding for finding in found if finding.where == host.name))
         for host, one in zip(hosts.settings.hosts, looks, strict=True)

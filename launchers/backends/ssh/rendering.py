@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.agent_config import agent_config, agent_file
+from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.backends.ssh.placement import capacity
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings
 from orc.launchers.layout import Layout
@@ -16,9 +16,9 @@ from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement, Snapshot
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
 
 OWNER = "ssh"
 

@@ -12,11 +12,9 @@ from pydantic_core import ValidationError
 from pydantic_core import core_schema as cs
 
 from orc.launchers.errors import SpecError
-from orc.launchers.spec import grammar
-from orc.launchers.spec.model import Model, fields, model, setting
-from orc.launchers.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
-from orc.launchers.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
-from orc.launchers.ssh.options import (
+from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
+from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
+from orc.launchers.remote.ssh.options import (
     Machine,
     Reaching,
     host_name,
@@ -28,12 +26,14 @@ from orc.launchers.ssh.options import (
     user_name,
     word,
 )
+from orc.launchers.spec import grammar
+from orc.launchers.spec.model import Model, fields, model, setting
 
 if TYPE_CHECKING:
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.remote.ssh.hosts import HostSpec
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document, KeyPath
-    from orc.launchers.ssh.hosts import HostSpec
 
 
 def _names(value: Any) -> str:
@@ -126,7 +126,7 @@ class Settings:
 
 def read_settings(cluster: Cluster) -> Settings:
     """The settings of *cluster*, its hostfile included. Raises `SpecError` that lists every mistake with its place."""
-    from orc.launchers.clusters import options_document
+    from orc.launchers.spec.clusters import options_document
 
     document = options_document(cluster)
     options = cast(Options, _validate(Options, cluster.options, document))

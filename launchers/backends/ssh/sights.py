@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.launchers.attempt_reader import AttemptRecords
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.ssh.verdict import Node
 
 # Clocks that differ by less are left alone: records then keep the times that the logs show.

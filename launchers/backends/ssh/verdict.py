@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.backends.base import Cause, Observation, Phase
 
 if TYPE_CHECKING:
-    from orc.launchers.attempt_reader import AttemptRecords
-    from orc.launchers.records import AttemptExit
+    from orc.launchers.attempts.reader import AttemptRecords
+    from orc.launchers.attempts.records import AttemptExit
 
 # An agent that has lost its peers gives its ranks at most this long to end.
 FAILURE_GRACE_S = 5.0

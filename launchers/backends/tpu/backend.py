@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.kept import Kept
     from orc.launchers.backends.tpu.sights import Board
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
 
 
 _IDLE_LOOK_S = 60.0  # between two looks for TPUs that have been idle for too long
@@ -207,7 +207,7 @@ class TpuBackend:
 
         All zones are asked where an attempt's TPU is not (any more) where it was; see `Polling`.
         """
-        from orc.launchers.ssh.fanout import each
+        from orc.launchers.remote.ssh.fanout import each
 
         if not handles:
             return {}
@@ -298,8 +298,8 @@ class TpuBackend:
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """From the workers, or from the copy that was made before the TPU was deleted."""
-        from orc.launchers.attempt_reader import log_selectors
-        from orc.launchers.transport import LocalTransport
+        from orc.launchers.attempts.reader import log_selectors
+        from orc.launchers.remote.transport import LocalTransport
 
         kept = self._kept(handle)
         if kept.has_logs:
@@ -309,8 +309,8 @@ class TpuBackend:
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """From the worker that runs the rank, or from the copy."""
-        from orc.launchers.attempt_reader import read_log
-        from orc.launchers.transport import LocalTransport
+        from orc.launchers.attempts.reader import read_log
+        from orc.launchers.remote.transport import LocalTransport
 
         kept = self._kept(handle)
         if kept.has_logs:
@@ -320,8 +320,8 @@ class TpuBackend:
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """From worker 0, or from the copy."""
-        from orc.launchers.attempt_reader import read_job_file
-        from orc.launchers.transport import LocalTransport
+        from orc.launchers.attempts.reader import read_job_file
+        from orc.launchers.remote.transport import LocalTransport
 
         kept = self._kept(handle)
         if kept.has_logs:
@@ -358,7 +358,7 @@ class TpuBackend:
 
         Raises `PartlyUnreachable` for the attempts that could not be reached; the others are told.
         """
-        from orc.launchers.ssh.fanout import each
+        from orc.launchers.remote.ssh.fanout import each
 
         if not handles:
             return

@@ -344,7 +344,7 @@ def _node(item: Any) -> Node:
 def in_zones(zones: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
     """What *ask* says about each zone, side by side. Raises the first refusal."""
     from orc.launchers.errors import LaunchError
-    from orc.launchers.ssh.fanout import each
+    from orc.launchers.remote.ssh.fanout import each
 
     found: dict[str, T] = {}
     for zone, answer in each({zone: zone for zone in zones}, ask).items():

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers import files
-from orc.launchers.attempt_reader import log_selectors, read_log
+from orc.launchers.attempts.reader import log_selectors, read_log
+from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import Cause, Handle, LogChunk, Observation, Phase
 from orc.launchers.backends.tpu.workers import read_json
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
-from orc.launchers.records import AttemptExit
+from orc.launchers.remote import files
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import Hosts

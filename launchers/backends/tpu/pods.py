@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Settings
     from orc.launchers.backends.tpu.workers import Workers
-    from orc.launchers.clusters import Cluster
     from orc.launchers.plan import Plan
+    from orc.launchers.spec.clusters import Cluster
 
 
 class Pods:
@@ -65,8 +65,8 @@ class Pods:
 
     def start(self, node: Node, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Bring the snapshot to the workers of *node*, and start the agents. What runs already is left as it is."""
-        from orc.launchers.directories import state_dir
-        from orc.launchers.store import ContentStore
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
 
         workers = self.workers(node)
         wanted = hosts_of(plan)

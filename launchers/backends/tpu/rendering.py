@@ -10,7 +10,7 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orc.launchers.agent_config import agent_file
+from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.base import Placement
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.ssh.rendering import render_plan as render_on_hosts
@@ -25,9 +25,9 @@ from orc.launchers.plan import Plan, PlanFile
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.backends.tpu.settings import Options, Settings
-    from orc.launchers.clusters import Cluster
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
 
 
 def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings) -> Plan:

@@ -14,11 +14,8 @@ from pydantic_core import core_schema as cs
 
 from orc.launchers.backends.tpu import accelerators
 from orc.launchers.errors import SpecError
-from orc.launchers.spec import grammar
-from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.model import Model, fields, model, setting
-from orc.launchers.ssh.hosts import Access
-from orc.launchers.ssh.options import (
+from orc.launchers.remote.ssh.hosts import Access
+from orc.launchers.remote.ssh.options import (
     DEFAULT_ROOT,
     jump_hosts,
     maybe,
@@ -29,10 +26,13 @@ from orc.launchers.ssh.options import (
     user_name,
     word,
 )
+from orc.launchers.spec import grammar
+from orc.launchers.spec.grammar import LocatedError
+from orc.launchers.spec.model import Model, fields, model, setting
 
 if TYPE_CHECKING:
-    from orc.launchers.clusters import Cluster
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document, KeyPath
 
 _DAY = 86400.0
@@ -254,7 +254,7 @@ class Settings:
 
 def read_settings(cluster: Cluster) -> Settings:
     """The settings of *cluster*. Raises `SpecError` that lists every mistake with its place."""
-    from orc.launchers.clusters import options_document
+    from orc.launchers.spec.clusters import options_document
 
     document = options_document(cluster)
     options = _validate(cluster.options, document, [field.name for field in fields(Options)])

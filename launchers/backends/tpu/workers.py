@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers import files
 from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.remote import files
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.sights import Sight
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Options, Settings
-    from orc.launchers.clusters import Cluster
-    from orc.launchers.transport import Transport
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
 
 _KEY_TYPE, _KEY = r"[a-z0-9][a-z0-9@.-]*", r"[A-Za-z0-9+/]+={0,2}"
 
@@ -128,7 +128,7 @@ def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: 
 
 def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], config: str | None = None) -> Cluster:
     """The workers as a cluster of kind ssh: what is true of bare hosts is true of them."""
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
     options = settings.options
     return Cluster(
@@ -163,7 +163,7 @@ def worker_transports(
     """
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.settings import read_settings
-    from orc.launchers.ssh.hosts import open_transports
+    from orc.launchers.remote.ssh.hosts import open_transports
 
     settings = read_settings(cluster)
     api = TpuApi(settings.options)
@@ -199,7 +199,7 @@ def find_node(api: TpuApi, settings: Settings, name: str | None = None) -> Node:
 
 def directory_of(cluster: Cluster, name: str, state_dir: Path | None) -> Path:
     """Where this machine keeps what it knows of one TPU, or of an attempt on one."""
-    from orc.launchers.directories import state_dir as default
+    from orc.launchers.paths import state_dir as default
 
     return (state_dir or default()) / "tpu" / cluster.name / name
 

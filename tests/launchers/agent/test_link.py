@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers import agent, agent_network
-from orc.launchers.records import merge
+from orc.launchers.attempts.records import merge
 
 from .conftest import guard_of, until
 

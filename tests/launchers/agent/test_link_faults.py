@@ -13,7 +13,7 @@ import pytest
 from hosts_testbed import USER, HostsTestbed, eventually
 
 from orc.launchers import agent
-from orc.launchers.bundle import BESIDE_RUNTIME
+from orc.launchers.snapshot.scan import BESIDE_RUNTIME
 
 from .conftest import TOKEN
 

@@ -12,7 +12,7 @@ import pytest
 from orc.launchers import agent_link
 from orc.launchers.agent import LaunchFailure
 from orc.launchers.agent_network import Port
-from orc.launchers.sagemaker_entry import restart_of_hub
+from orc.launchers.backends.sagemaker.entry import restart_of_hub
 
 from .conftest import until
 

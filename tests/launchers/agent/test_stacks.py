@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent_stacks, startup
+from orc.launchers import agent_stacks
+from orc.launchers.rank_hooks import startup
 
 from .conftest import AGENT, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from orc.launchers.records import merge
+from orc.launchers.attempts.records import merge
 
 REPORT = """
     import json, os, pathlib, sys, time

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from pydantic_core import ValidationError
 
-from orc.launchers.agent_config import agent_config
+from orc.launchers.attempts.agent_config import agent_config
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.commands import build_command, command_kinds
 from orc.launchers.commands.base import PLACEHOLDERS
 from orc.launchers.commands.program import program_of
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
-from orc.launchers.manifest import Entry
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec, load_job
+from orc.launchers.spec.clusters import Cluster
 
 KINDS = ["deepspeed", "mpirun", "python", "torchrun", "xla"]
 

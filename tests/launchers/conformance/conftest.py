@@ -40,13 +40,13 @@ from orc.launchers.backends.sagemaker.names import training_job_name
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.tpu import TpuBackend
-from orc.launchers.bundle import runtime_bundle
-from orc.launchers.clusters import Cluster, builtin_local
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.store import ContentStore
+from orc.launchers.spec.clusters import Cluster, builtin_local
 
 BACKENDS = [
     "local",

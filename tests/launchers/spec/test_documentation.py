@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh import settings as ssh_settings
-from orc.launchers.clusters import Cluster, load_clusters
 from orc.launchers.commands import build_command, command_kinds
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster, load_clusters
 from orc.launchers.spec.grammar import DERIVED_ENV
 from orc.launchers.spec.model import Model, fields, section_of
 from orc.runtime.config import JOB_KEYS

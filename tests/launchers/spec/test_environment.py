@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.clusters import load_clusters
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import load_clusters
 from orc.launchers.spec.environment import Environment, chosen
 
 JOB = "name: x\nscript: train.py\n"

@@ -13,7 +13,7 @@ HEAVY |= {"importlib.metadata", "difflib", "pkgutil", "hypothesis", "orc.runtime
 PROGRAM = """
 import json, sys
 from orc.launchers.spec import load_job
-from orc.launchers.clusters import get_cluster
+from orc.launchers.spec.clusters import get_cluster
 from orc.launchers.commands import build_command
 job = load_job("job.yaml").spec
 get_cluster(job.cluster)

@@ -15,16 +15,17 @@ import click
 import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
-from orc.orchestrator.cli import exit_codes, output
+from orc.orchestrator.cli import exit_codes
 from orc.orchestrator.cli.main import COMMANDS, HIDDEN, cli
-from orc.orchestrator.cli.reporting import wants_json
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.reporting import wants_json
 
 from .conftest import Run
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_of_the_table_exists_and_takes_json(name: str, orc: Run) -> None:
-    command = importlib.import_module(f"orc.orchestrator.cli.{COMMANDS[name][0]}").command
+    command = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[name][0]}").command
     assert isinstance(command, click.Command)
     shown = orc(name, "--help")
     assert shown.code == 0
@@ -162,7 +163,8 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(orc_process: Run, plac
 def test_ctrl_c_exits_with_130(place: Path, job_file: object) -> None:
     code = (
         "import os, signal, sys\n"
-        "from orc.orchestrator.cli import init, main\n"
+        "from orc.orchestrator.cli import main\n"
+        "from orc.orchestrator.cli.commands import init\n"
         "init.starters = lambda: os.kill(os.getpid(), signal.SIGINT) or {}\n"
         "sys.exit(main.main(['init']))\n"
     )
@@ -173,7 +175,9 @@ def test_ctrl_c_exits_with_130(place: Path, job_file: object) -> None:
 
 _ENDS_SLOWLY = """
 import os, signal, sys, time
-from orc.orchestrator.cli import init, main, reporting
+from orc.orchestrator.cli import main
+from orc.orchestrator.cli.commands import init
+from orc.orchestrator.cli.ui import reporting
 def starters():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -203,7 +207,8 @@ def test_a_second_ctrl_c_is_no_traceback(pause: float, repeat: float, out: str, 
 def test_ctrl_c_while_an_error_is_printed_is_no_traceback() -> None:
     code = (
         "import os, signal, sys\n"
-        "from orc.orchestrator.cli import main, reporting\n"
+        "from orc.orchestrator.cli import main\n"
+        "from orc.orchestrator.cli.ui import reporting\n"
         "reporting.report = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.argv = ['orc', 'nonsense']\n"
         "main.main()\n"

@@ -22,7 +22,7 @@ def _section(name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN])
 def test_the_reference_names_every_option(name: str) -> None:
-    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.{COMMANDS[name][0]}").command
+    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[name][0]}").command
     options = [p for p in command.params if isinstance(p, click.Option)]
     taken = {text for option in options for text in (*option.opts, *option.secondary_opts)} - {"--json"}
     section = _section(name)

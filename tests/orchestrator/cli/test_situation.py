@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orc.orchestrator.cli.jobtext import headline, situation
+from orc.orchestrator.cli.ui.jobtext import headline, situation
 from orc.orchestrator.views import AttemptView, JobView
 
 ATTEMPT = AttemptView(1, "orc-d-a1", "PREPARED", None, "", None, (), None, None, None, 0, {}, None)

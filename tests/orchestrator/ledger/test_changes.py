@@ -8,11 +8,11 @@ import sqlite3
 import pytest
 
 from orc.launchers.backends.base import Placement
+from orc.orchestrator.engine.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, NewJob, Reservation, dump
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 
 TWO = Placement(("n2", "n1"), 4)
 A, B = "a-aaaaaa", "b-bbbbbb"

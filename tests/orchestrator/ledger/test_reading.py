@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import pytest
 
 from orc.launchers.backends.base import Placement
+from orc.orchestrator.engine.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.lifecycle import Event, Kind
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.backends.base import Placement
+from orc.orchestrator.engine.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.lifecycle import Event, Kind
 
 TWO = Placement(("n1", "n2"), 2)
 

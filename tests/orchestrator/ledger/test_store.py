@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from orc.orchestrator.engine.lifecycle import Event, Kind
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.lifecycle import Event, Kind
 
 
 def new_job(job_id: str = "digits-aaaaaa", **changes) -> NewJob:

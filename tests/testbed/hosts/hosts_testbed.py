@@ -77,7 +77,7 @@ class HostsTestbed:
 
     def cluster(self, *, root: str = f"/home/{USER}/orc", python: str = sys.executable, **options: Any) -> Any:
         """An orc `Cluster` of all hosts, or of ``hosts=[...]``; *options* go into its ``options:``."""
-        from orc.launchers.clusters import Cluster
+        from orc.launchers.spec.clusters import Cluster
 
         return Cluster(
             name="lab",

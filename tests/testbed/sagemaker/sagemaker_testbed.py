@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 
 HERE = Path(__file__).resolve().parent
 ACCOUNT, REGION, BUCKET, ROLE = "123456789012", "us-east-1", "orc-testbed", "orc-training"

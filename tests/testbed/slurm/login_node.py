@@ -109,7 +109,7 @@ def login_node(slurm_testbed: SlurmTestbed, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def login_cluster(slurm: SlurmTestbed, login_node: LoginNode, tmp_path: Path) -> Any:
     """An orc `Cluster`: the testbed behind its login node, whose root shares nothing with the state directory here."""
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
     return Cluster(
         name="far",

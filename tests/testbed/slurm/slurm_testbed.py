@@ -211,7 +211,7 @@ def slurm(slurm_testbed: SlurmTestbed) -> Iterator[SlurmTestbed]:
 @pytest.fixture
 def slurm_cluster(slurm: SlurmTestbed, tmp_path: Path) -> Any:
     """An orc `Cluster` for the testbed, with a root of its own; ``model_copy(update=...)`` makes variants."""
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
     return Cluster(
         name="testbed",

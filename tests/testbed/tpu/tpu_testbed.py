@@ -49,7 +49,7 @@ def tpu_api() -> Iterator[FakeTpuServer]:
 
 def cluster_of(server: FakeTpuServer, *, root: str | None = None, **options: Any) -> Any:
     """An orc `Cluster` called pod; *options* go into its ``options:``."""
-    from orc.launchers.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster
 
     return Cluster(
         name="pod",

@@ -16,7 +16,7 @@ from orc.launchers.backends.sagemaker.local.containers import NamespaceContainer
 from orc.launchers.backends.sagemaker.local.docker import DockerContainers
 from orc.launchers.backends.sagemaker.local.storage import LocalStorage
 from orc.launchers.backends.sagemaker.local.training import Circumstances, Training
-from orc.launchers.files import write_file
+from orc.launchers.remote.files import write_file
 
 
 def main(directory: Path) -> int:

@@ -261,7 +261,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
-    from orc.launchers.files import write_file
+    from orc.launchers.remote.files import write_file
 
     write_file(str(path), json.dumps(data).encode(), 0o600)
 

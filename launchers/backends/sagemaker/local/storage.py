@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from orc.launchers.errors import BackendError
-from orc.launchers.files import read_range, write_file
+from orc.launchers.remote.files import read_range, write_file
 from orc.runtime.names import safe_relative_name
 
 

@@ -11,12 +11,12 @@ import pytest
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.sagemaker.rendering import render_plan, request_of
 from orc.launchers.backends.sagemaker.settings import Settings, read_settings
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 OPTIONS = {
     "region": "us-east-1",

@@ -17,13 +17,13 @@ from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snaps
 from orc.launchers.backends.sagemaker import SagemakerBackend
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.rendering import request_of
-from orc.launchers.bundle import runtime_bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.store import ContentStore
+from orc.launchers.spec.clusters import Cluster
 
 pytestmark = [pytest.mark.xdist_group("sagemaker")]
 
@@ -157,7 +157,7 @@ def test_an_unchanged_snapshot_is_uploaded_once_and_holds_no_local_path(sagemake
     assert str(tmp_path).encode() not in data
     assert str(tmp_path).encode() not in content
     entry = s3.get_object(Bucket=BUCKET, Key=key.replace("source.tar.gz", "orc_sagemaker_entry.py"))["Body"].read()
-    assert entry == (Path(__file__).parents[4] / "launchers" / "sagemaker_entry.py").read_bytes()
+    assert entry == (Path(__file__).parents[4] / "launchers/backends/sagemaker/entry.py").read_bytes()
 
 
 def test_the_same_attempt_submitted_again_is_the_same_job(backend, snapshot) -> None:

@@ -13,8 +13,8 @@ import yaml
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
 from orc.launchers.backends.sagemaker.settings import job_fields, place_fields, read_settings
-from orc.launchers.clusters import Cluster
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 DOCS = Path(__file__).parents[4] / "docs"
 FIELDS = {**place_fields(), **job_fields()}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import sagemaker_entry as entry
+from orc.launchers.backends.sagemaker import entry
 
 RESOURCES = {
     "current_host": "algo-2",

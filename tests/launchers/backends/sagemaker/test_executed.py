@@ -15,11 +15,11 @@ from sagemaker_testbed import BUCKET, SagemakerTestbed
 
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Backend, Cause, Handle, LogSelector, Observation, Phase, Snapshot
-from orc.launchers.bundle import runtime_bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.store import ContentStore
+from orc.launchers.spec.clusters import Cluster
 
 # Containers start slowly beside other tests: what limits these is what they wait for.
 pytestmark = [pytest.mark.xdist_group("sagemaker"), pytest.mark.timeout(500)]

@@ -200,10 +200,10 @@ def test_rendering_imports_no_sdk_and_reads_no_clock() -> None:
 import sys
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
+from orc.launchers.snapshot.scan import Bundle
+from orc.launchers.spec.clusters import Cluster
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
+from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.spec import JobSpec
 options = {"region": "us-east-1", "role": "r", "instance_type": "ml.c5.xlarge"}
 backend = open_backend(Cluster(name="sm", kind="sagemaker", options=options))

@@ -7,9 +7,9 @@ import pytest
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.sagemaker.arguments import ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.settings import known_names, place_fields, read_settings
-from orc.launchers.clusters import get_cluster
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
+from orc.launchers.spec.clusters import get_cluster
 
 
 def test_the_documented_configuration_is_read_as_it_is(cluster, job, documented) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.attempt_reader import AttemptRecords
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.base import Cause, Phase
 from orc.launchers.backends.sagemaker.cost import cost_text
 from orc.launchers.backends.sagemaker.failures import exit_code, split_reason

@@ -14,14 +14,14 @@ from slurm_testbed import SlurmTestbed
 
 from orc.launchers.backends.base import Handle, LogSelector, Observation, Phase, Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
-from orc.launchers.bundle import Bundle, runtime_bundle
-from orc.launchers.clusters import Cluster
-from orc.launchers.directories import state_dir
 from orc.launchers.ids import AttemptId, new_job_id
-from orc.launchers.manifest import Entry
+from orc.launchers.paths import state_dir
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle, runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.store import ContentStore
+from orc.launchers.spec.clusters import Cluster
 
 
 @dataclasses.dataclass

@@ -16,10 +16,10 @@ from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Arraying, Cause, Dependency, Handle, LogSelector, Observation, Phase, Sequencing
 from orc.launchers.backends.slurm import SlurmBackend, arrays
 from orc.launchers.backends.slurm.dependencies import dependency_options
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
+from orc.launchers.spec.clusters import Cluster
 
 # -- what is sent
 

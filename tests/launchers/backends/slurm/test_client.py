@@ -13,11 +13,11 @@ import psutil
 import pytest
 from slurm_testbed import eventually
 
-from orc.launchers import transport
 from orc.launchers.backends.slurm.client import SlurmClient
 from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
-from orc.launchers.transport import LocalTransport
+from orc.launchers.remote import transport
+from orc.launchers.remote.transport import LocalTransport
 
 
 class Programs:

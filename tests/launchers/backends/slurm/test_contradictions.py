@@ -8,12 +8,12 @@ import pytest
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 

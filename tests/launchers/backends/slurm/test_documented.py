@@ -10,8 +10,8 @@ import pytest
 
 from orc.launchers.backends.slurm.heterogeneous import components
 from orc.launchers.backends.slurm.options import SlurmOptions, SlurmSettings, read_options, read_settings
+from orc.launchers.remote.ssh.hosts import HostSpec
 from orc.launchers.spec import JobSpec
-from orc.launchers.ssh.hosts import HostSpec
 
 DOCS = Path(__file__).parents[4] / "docs"
 

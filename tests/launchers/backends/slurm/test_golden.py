@@ -11,12 +11,12 @@ import pytest
 
 from orc.launchers.backends.base import Placement, Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "slurm"
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))

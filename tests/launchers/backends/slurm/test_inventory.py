@@ -12,8 +12,8 @@ from orc.launchers.backends.base import PartitionReport, QueuedJob
 from orc.launchers.backends.slurm.discovery import Facts, entry, entry_name
 from orc.launchers.backends.slurm.inventory import parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.options import read_options, read_settings
-from orc.launchers.clusters import load_clusters
 from orc.launchers.errors import LaunchError
+from orc.launchers.spec.clusters import load_clusters
 
 SINFO = """\
 cpu*|up|2|1/1|4/12/0/16|1-00:00:00|(null)

@@ -14,11 +14,11 @@ from login_node import LoginNode
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.backends.slurm import SlurmBackend
-from orc.launchers.clusters import Cluster
-from orc.launchers.directories import state_dir
 from orc.launchers.errors import BackendUnreachable, SpecError
-from orc.launchers.store import ContentStore
-from orc.launchers.watching import on_node
+from orc.launchers.hosts.sessions import on_node
+from orc.launchers.paths import state_dir
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.spec.clusters import Cluster
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 

@@ -8,7 +8,7 @@ import pytest
 
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import SpecError
-from orc.launchers.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import Access, HostSpec
 
 
 def job_options(**values: Any):

@@ -10,7 +10,7 @@ import pytest
 from orc.launchers.backends.slurm.discovery import _PROBE
 from orc.launchers.backends.slurm.preflight import _short
 from orc.launchers.backends.slurm.python_check import check_python
-from orc.launchers.transport import LocalTransport
+from orc.launchers.remote.transport import LocalTransport
 
 
 def program(path: Path, text: str) -> str:

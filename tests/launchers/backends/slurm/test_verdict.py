@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.attempts.records import AttemptExit, RankFailure
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.slurm.rows import JobRow
 from orc.launchers.backends.slurm.verdict import LOST_AFTER_S, Witness, judge
-from orc.launchers.records import AttemptExit, RankFailure
 
 T0 = 1_700_000_000.0
 

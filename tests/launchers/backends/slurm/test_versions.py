@@ -15,7 +15,7 @@ from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.backends.slurm.rows import ACTIVE, ENDED, WAITING, JobRow, parse_squeue
 from orc.launchers.backends.slurm.verdict import Witness, judge, waiting_reason
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable
-from orc.launchers.transport import LocalTransport
+from orc.launchers.remote.transport import LocalTransport
 
 VERSIONS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "versions.yaml").read_text())
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh.settings import Settings, read_settings
-from orc.launchers.clusters import Cluster
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 
 @pytest.fixture

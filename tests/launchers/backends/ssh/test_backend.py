@@ -15,14 +15,14 @@ from orc.launchers.agent import marked_processes
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Observation, Phase, Placement, Snapshot
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.ssh.rendering import hosts_of
-from orc.launchers.bundle import runtime_bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, NoRoom, PartlyUnreachable
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
+from orc.launchers.remote.transport import CommandTimeout, Completed, LocalTransport
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.store import ContentStore
-from orc.launchers.transport import CommandTimeout, Completed, LocalTransport
+from orc.launchers.spec.clusters import Cluster
 
 ONCE = """
 import os, pathlib

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from orc.launchers.backends.base import Placement
 from orc.launchers.backends.ssh.placement import candidates, place
 from orc.launchers.backends.ssh.settings import read_settings
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import NoRoom, RenderError
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 
 def test_hosts_are_filled_in_the_order_of_the_file(settings, job) -> None:

@@ -14,13 +14,13 @@ import pytest
 from orc.launchers.backends.base import Placement, Snapshot
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.ssh.rendering import config_of, hosts_of
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "ssh"
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
@@ -107,7 +107,7 @@ def test_rendering_imports_nothing_heavy() -> None:
     program = """
 import sys
 from orc.launchers.backends import open_backend
-from orc.launchers.clusters import Cluster
+from orc.launchers.spec.clusters import Cluster
 open_backend(Cluster(name="lab", kind="ssh", options={"hosts": ["a"]}))
 heavy = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "pydantic", "subprocess", "asyncio"}
 print(sorted(heavy & set(sys.modules)))

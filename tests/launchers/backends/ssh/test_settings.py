@@ -8,9 +8,9 @@ import pytest
 
 from orc.launchers.backends.ssh.hostfile import parse_hostfile
 from orc.launchers.backends.ssh.settings import Host, read_job_options, read_settings
-from orc.launchers.clusters import get_cluster
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
+from orc.launchers.spec.clusters import get_cluster
 
 LAB = """\
 lab:

@@ -7,10 +7,10 @@ from typing import Any
 
 from orc.launchers.backends.base import HostReport
 from orc.launchers.backends.ssh import SshBackend
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import BackendUnreachable
-from orc.launchers.transport import Completed, LocalTransport
-from orc.orchestrator.cli.clusters import _host_table
+from orc.launchers.remote.transport import Completed, LocalTransport
+from orc.launchers.spec.clusters import Cluster
+from orc.orchestrator.cli.commands.clusters import _host_table
 
 
 class Host(LocalTransport):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
-from orc.launchers.manifest import Entry
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 SMALLEST = {"project": "demo-project", "zones": "us-central2-b", "accelerator_type": "v4-16"}

@@ -17,13 +17,13 @@ from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.backends.tpu.rendering import hosts_of, on_workers
 from orc.launchers.backends.tpu.request import API, Place, in_plan, tpu_id
 from orc.launchers.backends.tpu.workers import Worker, Workers
-from orc.launchers.bundle import Bundle
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
-from orc.launchers.manifest import Entry
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.manifest import Entry
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "tpu"
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))

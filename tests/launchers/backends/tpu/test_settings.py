@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from orc.launchers.backends.tpu.settings import JOB_KEYS, Options, for_job, read_settings
-from orc.launchers.clusters import Cluster, load_clusters
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster, load_clusters
 from orc.launchers.spec.model import fields
 
 Make = Callable[..., Cluster]

@@ -9,9 +9,9 @@ import pytest
 from orc.launchers.backends.tpu.lifecycle import Node, Queued
 from orc.launchers.backends.tpu.sights import Board
 from orc.launchers.backends.tpu.sweeping import idle_for_too_long, leftovers
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import LaunchError
-from orc.launchers.sync.targets import open_targets
+from orc.launchers.spec.clusters import Cluster
+from orc.launchers.transfer.targets import open_targets
 
 ZONE = "us-central2-b"
 LIVE, OVER, FOREIGN = "orc-live-a1", "orc-over-a1", "orc-foreign-a1"

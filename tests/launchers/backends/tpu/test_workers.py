@@ -17,12 +17,12 @@ from orc.launchers.backends.tpu.workers import (
     worker_transports,
     workers_of,
 )
-from orc.launchers.clusters import Cluster
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.ssh import known_hosts as trusted
-from orc.launchers.ssh.client import ssh_argv
-from orc.launchers.ssh.config import read_config, resolve
-from orc.launchers.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh import known_hosts as trusted
+from orc.launchers.remote.ssh.client import ssh_argv
+from orc.launchers.remote.ssh.config import read_config, resolve
+from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.spec.clusters import Cluster
 
 Make = Callable[..., Cluster]
 KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIJ2T0tAAAA=="

@@ -1,0 +1,138 @@
+"""What the agents are told to do: ``agent.json``, made from a job. Pure; the same for every backend."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.commands import build_command
+from orc.launchers.environments.rendering import render_environment
+from orc.launchers.errors import RenderError
+from orc.launchers.plan import PlanFile
+from orc.launchers.spec.network import fence
+from orc.runtime.config import ConfigError, to_env
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.layout import Layout
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
+
+FORMAT = 1
+PREEMPT_EXIT = 75  # EX_TEMPFAIL: what the runtime exits with after it has saved
+HEARTBEAT_S = 2.0
+PEER_TIMEOUT_S = 30.0
+
+
+def checkpoint_dir(job: JobSpec, attempt: AttemptId, layout: Layout) -> str:
+    """Where the job saves: an absolute path or a URL as given, below the job's directory when relative.
+
+    ``checkpoints`` there by default.
+    """
+    given = job.checkpoint.dir
+    if given is None:
+        return str(layout.checkpoints(attempt.job))
+    if "://" in given:  # an object store
+        return given
+    if given.startswith("~"):
+        raise RenderError(
+            f"checkpoint.dir = {given}: the nodes need not share this home directory",
+            where=job.name,
+            hint="Give an absolute path, or one relative to the job's directory on the cluster.",
+        )
+    return posixpath.normpath(posixpath.join(str(layout.job(attempt.job)), given))
+
+
+def environment(job: JobSpec, attempt: AttemptId, cluster: Cluster, layout: Layout) -> dict[str, str]:
+    """What the ranks' environment gets from the job file and the cluster; the job's own ``env`` wins.
+
+    Raises `RenderError` for a runtime setting that cannot be used.
+    """
+    settings: dict[str, Any] = {
+        **job.runtime,
+        "checkpoint_dir": checkpoint_dir(job, attempt, layout),
+        "checkpoint_every": job.checkpoint.every,
+        "checkpoint_keep": job.checkpoint.keep,
+        "resume": job.checkpoint.resume,
+    }
+    try:
+        runtime = to_env(settings)
+    except ConfigError as error:
+        raise RenderError(f"runtime: {error}", where=job.name) from None
+    threads = {"OMP_NUM_THREADS": str(job.resources.cpus_per_proc)} if job.resources.cpus_per_proc else {}
+    return {**threads, **cluster.env, **runtime, **job.env}
+
+
+def agent_config(
+    job: JobSpec,
+    snapshot: Snapshot,
+    attempt: AttemptId,
+    cluster: Cluster,
+    layout: Layout,
+    *,
+    nnodes: int | None = None,
+    deadline_s: float | None = None,
+    on_exit: Mapping[str, Any] | None = None,
+    setup: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """The content of ``agent.json`` (docs/explanation/attempt-directory.md).
+
+    *nnodes* is the number of nodes, the largest that the job asks for unless given.
+    *deadline_s* is when the agents end the attempt themselves, in seconds after their start; *setup* replaces the
+    cluster's and the job's lines. Raises `RenderError` for a job that its command cannot carry.
+    """
+    command = build_command(job)
+    if command.only_on and cluster.kind not in command.only_on:
+        raise RenderError(
+            f"command {job.launcher.kind} with these options runs on clusters of kind {' or '.join(command.only_on)}, "
+            f"and {cluster.name} is of kind {cluster.kind}",
+            where=job.name,
+        )
+    network = fence(job.network, cluster.network)
+    made = render_environment(job, cluster, snapshot, layout, command)
+    return {
+        "format": FORMAT,
+        "job": attempt.job,
+        "name": job.name,
+        "attempt": attempt.number,
+        "marker": attempt.marker,
+        "root": str(layout.root),
+        "job_dir": str(layout.job(attempt.job)),
+        "attempt_dir": str(layout.attempt(attempt)),
+        "code_tree": str(layout.tree(snapshot.code.digest)),
+        "runtime_tree": str(layout.tree(snapshot.runtime.digest)),
+        "nnodes": nnodes or job.resources.max_nodes,
+        "nproc": job.resources.nproc,
+        "python": cluster.python,
+        **({"environment": made} if made else {}),
+        **({"network": network} if network else {}),
+        "command": command.to_dict(),
+        "env": environment(job, attempt, cluster, layout),
+        "secrets": list(job.secrets),
+        **({"core_dumps": True} if job.core_dumps else {}),
+        "setup": list(setup if setup is not None else (*cluster.setup, *job.setup)),
+        "grace_s": job.grace,
+        "deadline_s": deadline_s,
+        "heartbeat_s": HEARTBEAT_S,
+        "peer_timeout_s": PEER_TIMEOUT_S,
+        "preempt_exit": PREEMPT_EXIT,
+        "on_exit": dict(on_exit) if on_exit else None,
+    }
+
+
+def agent_file(config: Mapping[str, Any]) -> PlanFile:
+    """``agent.json`` as a file of a plan. Raises `RenderError` for text that is not Unicode."""
+    content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[max(0, error.start - 20) : error.end]
+        raise RenderError(
+            f"the job holds text that is not valid UTF-8, near {bad!r}",
+            where=str(config["name"]),
+            hint="A variable taken over with ${env:NAME} may hold such bytes.",
+        ) from None
+    return PlanFile(posixpath.join(str(config["attempt_dir"]), "agent.json"), content, 0o600)

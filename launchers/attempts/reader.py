@@ -1,0 +1,186 @@
+"""Reading attempt directories: the records of many attempts in few round trips, and their logs.
+
+Everything goes through a `Transport`, so it does not matter whether the directories are on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.attempts.records import AttemptExit, merge
+from orc.launchers.backends.base import LogChunk, LogSelector
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Transport
+
+CHUNK_BYTES = 1 << 20
+# What the batch script, srun and Slurm itself say; other backends have nothing between them and the agents.
+LAUNCHER_LOG = "slurm.log"
+_LOG = re.compile(r"(rank|node)-([0-9]+)\.log")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AttemptRecords:
+    """What is written about one attempt: the records of its current incarnation (the highest restart) by node."""
+
+    directory: str
+    config: Record | None = None  # agent.json
+    gang: Record | None = None
+    cancel: Record | None = None
+    leases: Mapping[int, Record] = field(default_factory=dict)
+    heartbeats: Mapping[int, Record] = field(default_factory=dict)
+    exits: Mapping[int, Record] = field(default_factory=dict)
+    stop: Record | None = None  # what the first node to stop told the others
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes; 1 when ``agent.json`` is not there."""
+        return int((self.config or {}).get("nnodes", 1))
+
+    @property
+    def has_secrets(self) -> bool:
+        """Return whether values of secrets were brought for it."""
+        return bool((self.config or {}).get("secrets"))
+
+    @cached_property
+    def restart(self) -> int:
+        """Which incarnation of the attempt the records belong to, from 0."""
+        return max((int(lease.get("restart", 0)) for lease in self.leases.values()), default=0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every node has ended and said how."""
+        without = {int(node) for record in self.exits.values() for node in record.get("lost_nodes", ())}
+        return len(self.exits.keys() | without) >= self.nnodes
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names in node order, as far as nodes have started."""
+        return tuple(str(lease.get("host", "")) for _, lease in sorted(self.leases.items()))
+
+    @property
+    def started_at(self) -> float | None:
+        """When the first node started, in seconds since the epoch."""
+        return min((float(lease["at"]) for lease in self.leases.values() if lease.get("at")), default=None)
+
+    @property
+    def last_sign(self) -> float | None:
+        """When a node last showed that it lives, by its own clock."""
+        return max((float(beat["at"]) for beat in self.heartbeats.values() if beat.get("at")), default=None)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What the nodes are doing (setup, waiting, running, stopping), in node order."""
+        return tuple(str(beat.get("state", "")) for _, beat in sorted(self.heartbeats.items()))
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """The runtime's newest ``{"step": ..., "epoch": ..., "loss": ...}``."""
+        found = [beat["progress"] for _, beat in sorted(self.heartbeats.items()) if beat.get("progress")]
+        return max(found, key=lambda progress: _number(progress.get("step")), default={})
+
+    def verdict(self) -> AttemptExit | None:
+        """The merged exit records; `None` while there is nothing to judge by.
+
+        The node that stopped first may have died before it wrote its exit record; its word to the others then counts.
+        """
+        records: list[Record] = list(self.exits.values())
+        if self.stop is not None and int(self.stop.get("node", -1)) not in self.exits:
+            records.append({**self.stop, "ended_at": self.stop.get("at")})
+        merged = merge(records, self.nnodes)
+        return None if merged is None else replace(merged, complete=self.complete)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else -1.0
+
+
+def read_attempts(transport: Transport, directories: Sequence[str]) -> dict[str, AttemptRecords]:
+    """The records of many attempts in three round trips at most. Raises what the transport raises."""
+    shared = _read(transport, (f"{d}/{name}.json" for d in directories for name in ("agent", "gang", "cancel")))
+    paths = []
+    for directory in directories:
+        nnodes = int((shared.get(f"{directory}/agent.json") or {}).get("nnodes", 1))
+        for node in range(nnodes):
+            paths += [f"{directory}/node-{node}/{name}.json" for name in ("lease", "heartbeat", "exit")]
+    own = _read(transport, paths)
+    found = {}
+    for directory in directories:
+        by_name: dict[str, dict[int, Record]] = {"lease": {}, "heartbeat": {}, "exit": {}}
+        nnodes = int((shared.get(f"{directory}/agent.json") or {}).get("nnodes", 1))
+        for node in range(nnodes):
+            for name, records in by_name.items():
+                record = own.get(f"{directory}/node-{node}/{name}.json")
+                if record is not None:
+                    records[node] = record
+        restart = max((int(lease.get("restart", 0)) for lease in by_name["lease"].values()), default=0)
+        found[directory] = AttemptRecords(
+            directory=directory,
+            config=shared.get(f"{directory}/agent.json"),
+            gang=shared.get(f"{directory}/gang.json"),
+            cancel=shared.get(f"{directory}/cancel.json"),
+            leases=by_name["lease"],
+            heartbeats=_of(restart, by_name["heartbeat"]),
+            exits=_of(restart, by_name["exit"]),
+        )
+    told = {d: f"{d}/stop-r{r.restart}.json" for d, r in found.items() if r.leases and not r.complete}
+    stops = _read(transport, told.values()) if told else {}
+    for directory, path in told.items():
+        if path in stops:
+            found[directory] = replace(found[directory], stop=stops[path])
+    return found
+
+
+def _of(restart: int, records: Mapping[int, Record]) -> dict[int, Record]:
+    return {node: record for node, record in records.items() if int(record.get("restart", 0)) == restart}
+
+
+def _read(transport: Transport, paths: Iterable[str]) -> dict[str, dict[str, Any]]:
+    records = {}
+    for path, data in transport.read_many(list(paths)).items():
+        try:
+            record = json.loads(data)
+        except ValueError:
+            continue  # renames are atomic, so this is a file that a crashed machine has lost the content of
+        if isinstance(record, dict):
+            records[path] = record
+    return records
+
+
+def log_selectors(transport: Transport, directory: str) -> list[LogSelector]:
+    """The logs that an attempt has so far: ranks in order, then nodes, then the launcher's."""
+    names = transport.names(posixpath.join(directory, "logs"))
+    found = sorted((match[1] == "node", int(match[2])) for name in names if (match := _LOG.fullmatch(name)))
+    own = [LogSelector(node=number) if is_node else LogSelector(rank=number) for is_node, number in found]
+    return [*own, LogSelector(launcher=True)] if LAUNCHER_LOG in names else own
+
+
+def read_log(transport: Transport, directory: str, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+    """What one log holds from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not there."""
+    name = f"rank-{selector.rank}.log" if selector.rank is not None else f"node-{selector.node}.log"
+    path = posixpath.join(directory, "logs", LAUNCHER_LOG if selector.launcher else name)
+    while True:
+        try:
+            data = transport.read(path, offset=offset, limit=CHUNK_BYTES)
+        except FileNotFoundError:
+            return
+        if data:
+            yield LogChunk(selector, offset, data)
+            offset += len(data)
+        if len(data) < CHUNK_BYTES:
+            return
+
+
+def read_job_file(transport: Transport, directory: str, name: str, offset: int = 0) -> bytes:
+    """What the file *name* beside the attempt at *directory* holds from byte *offset* on; nothing without a file."""
+    try:
+        return transport.read(posixpath.join(posixpath.dirname(directory), name), offset=offset)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,420 @@
+"""Backend ``local``: this machine. N simulated nodes are N agents; nothing needs to keep running but they."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from orc.launchers.backends.base import (
+    Capabilities,
+    Cause,
+    Finding,
+    Handle,
+    LogChunk,
+    LogSelector,
+    NodeEntry,
+    Observation,
+    Phase,
+    Placement,
+    Snapshot,
+)
+from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
+from orc.launchers.ids import AttemptId
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan, PlanCommand
+from orc.launchers.strict_modes import VARIABLE
+
+if TYPE_CHECKING:
+    from orc.launchers.attempts.reader import AttemptRecords
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
+
+START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a machine that swaps
+FRESH_S = 60.0  # a heartbeat of this age still shows that a job runs on another machine
+_HELD = 76
+
+
+class LocalBackend:
+    """Runs attempts as detached agents on this machine, below the cluster's root directory."""
+
+    kind = "local"
+    capabilities = Capabilities(self_driving=True, visibility_s=5.0)
+
+    def __init__(self, cluster: Cluster, state_dir: Path | None = None) -> None:
+        """*state_dir* is where the controller keeps its ledger, for the pass that an ended attempt starts."""
+        from orc.launchers import paths
+
+        self.cluster = cluster
+        self.state_dir = state_dir or paths.state_dir(create=False)
+        self.root = Path(cluster.root).expanduser() if cluster.root else self.state_dir
+        self.layout = Layout.at(self.root.as_posix())
+        self._config_env = {"ORC_STATE_DIR": str(self.state_dir), "ORC_CONFIG_DIR": str(paths.config_dir())}
+        if os.environ.get("ORC_CLUSTERS"):  # a clusters file that is named must exist; the default one need not
+            self._config_env["ORC_CLUSTERS"] = str(paths.clusters_file())
+        if trusted := os.environ.get(VARIABLE):
+            self._config_env[VARIABLE] = trusted
+        if cluster.options:
+            raise RenderError(
+                f"clusters of kind local have no options, but {', '.join(cluster.options)} is given",
+                where=f"cluster {cluster.name}",
+            )
+
+    # -- before the start
+
+    def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
+        """One file, ``agent.json``, and one command that starts all agents and returns."""
+        from orc.launchers.attempts.agent_config import agent_config, agent_file
+
+        if job.resources.min_nodes != job.resources.max_nodes:
+            raise RenderError(
+                f"resources.nodes = {job.resources.nodes}: the local cluster runs a fixed number of simulated nodes",
+                where=job.name,
+                hint=f"Write nodes: {job.resources.min_nodes}.",
+            )
+        if options := job.resources.options.get(self.kind):
+            raise RenderError(
+                f"resources.options.local: unknown key {next(iter(options))!r}; the local cluster has no options",
+                where=job.name,
+            )
+        config = agent_config(
+            job,
+            snapshot,
+            attempt,
+            self.cluster,
+            self.layout,
+            deadline_s=job.resources.time_s,
+            on_exit={
+                "argv": [sys.executable, "-m", "orc.orchestrator.cli.main", "tick", "--job", attempt.job],
+                "env": self._config_env,
+            },
+        )
+        # For preflight alone: the nodes are simulated, so this machine has to hold what all of them ask for.
+        asked = {"gpus": job.resources.gpus_per_node, "memory_bytes": job.resources.memory_bytes}
+        if any(asked.values()):
+            config["asked"] = {key: value * config["nnodes"] for key, value in asked.items() if value}
+        file = agent_file(config)
+        # The tree's __main__.py runs the agent. -I -S: nothing of the user's Python environment gets into it, and it
+        # starts in half the time.
+        argv = (
+            sys.executable,
+            "-I",
+            "-S",
+            config["runtime_tree"],
+            "gang",
+            file.path,
+            "--owner",
+            f"local:{attempt.marker}",
+        )
+        return Plan(
+            attempt=attempt,
+            cluster=self.cluster.name,
+            backend=self.kind,
+            files=(file,),
+            commands=(PlanCommand(argv, purpose="start the agents of all nodes on this machine"),),
+            env=config["env"],
+            trees=snapshot.digests,
+            secrets=tuple(job.secrets),
+        )
+
+    def preflight(self, plan: Plan) -> list[Finding]:
+        """Can the root be written, is there a Python, are there enough cores and GPUs?"""
+        import json
+        import shutil
+
+        findings = []
+        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            hint = "Set ORC_STATE_DIR, or `root:` of the cluster, to a directory that you can write."
+            what = f"{existing} cannot be written" if existing.is_dir() else f"{existing} is not a directory"
+            findings.append(Finding("error", what, self.cluster.name, hint))
+        elif (free := shutil.disk_usage(existing).free) < 64 << 20:
+            # Below 1 MiB not even the records of a job find room.
+            level: Literal["warning", "error"] = "warning" if free >= 1 << 20 else "error"
+            findings.append(Finding(level, f"only {free >> 20} MiB are free in {existing}", self.cluster.name))
+        config = json.loads(plan.files[0].content)
+        python = config["python"]
+        if python and shutil.which(python) is None:
+            findings.append(Finding("error", f"{python}: no such program", self.cluster.name, "Correct `python:`."))
+        processes = config["nnodes"] * config["nproc"]
+        cores = len(os.sched_getaffinity(0))
+        if processes > cores:
+            findings.append(Finding("info", f"{processes} processes share {cores} cores", self.cluster.name))
+        return [*findings, *self._too_much(config.get("asked", {}))]
+
+    def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
+        """What this machine does not have."""
+        gpus = _gpu_count()
+        if gpus is not None and asked.get("gpus", 0) > gpus:
+            what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
+            yield Finding("error", what, self.cluster.name, "Lower resources.gpus_per_node, or choose another cluster.")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if asked.get("memory_bytes", 0) > memory:
+            what = (
+                f"the job asks for {asked['memory_bytes'] / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
+            )
+            yield Finding("error", what, self.cluster.name, "Lower resources.memory, or choose another cluster.")
+        elif asked.get("memory_bytes"):
+            what = "resources.memory is compared with what this machine has, and limits nothing: the job may take more"
+            hint = (
+                "Limit it yourself where that matters, as with `systemd-run --user --scope -p MemoryMax=4G orc submit`."
+            )
+            yield Finding("warning", what, self.cluster.name, hint)
+
+    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
+        """Copy the trees from the state directory's store, when the cluster's root is somewhere else."""
+        from orc.launchers.snapshot.content_store import ContentStore
+
+        here = ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))
+        there = ContentStore(Path(self.layout.store))
+        for bundle in snapshot.bundles:
+            if not there.use(bundle.digest):
+                here.copy_to(there, bundle.digest)
+
+    # -- the start
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
+        """Write the files, start the gang, return when it holds the attempt."""
+        import subprocess
+
+        from orc.launchers.agent import DERIVED
+        from orc.launchers.remote.transport import LocalTransport
+
+        if found := self.find(plan.marker):
+            return found
+        missing = [name for name in plan.secrets if name not in secrets]
+        if missing:
+            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        transport = LocalTransport()
+        directory = str(self.layout.attempt(plan.attempt))
+        for file in plan.files:
+            transport.write(file.path, file.content.encode(), mode=file.mode)
+        secrets_path = f"{directory}/secrets.json"
+        if plan.secrets:
+            transport.write(secrets_path, _json({name: secrets[name] for name in plan.secrets}), mode=0o600)
+        env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+        env["ORC_GANG"] = plan.marker  # whoever submits this from within a job must not end it with itself
+        try:
+            done = subprocess.run(
+                plan.commands[0].argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                timeout=START_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise AmbiguousSubmit(f"the agent did not answer within {START_TIMEOUT_S:g} s", where=plan.marker) from None
+        except OSError as error:
+            transport.remove(secrets_path)
+            raise BackendError(f"cannot start the agent: {error.strerror}", where=plan.commands[0].argv[0]) from None
+        if done.returncode == 0:
+            return self._handle(plan.marker, time.time())
+        if done.returncode == _HELD and (found := self.find(plan.marker)):
+            return found
+        transport.remove(secrets_path)
+        said = done.stderr.decode(errors="replace").strip()
+        raise BackendError(f"the agent could not start: {said or f'exit status {done.returncode}'}", where=directory)
+
+    def find(self, marker: str) -> Handle | None:
+        """The gang's lease shows that it started; a process with the marker in its arguments that it is about to."""
+
+        from orc.launchers.agent import read_json
+
+        directory = str(self.layout.attempt(AttemptId.from_marker(marker)))
+        lease = read_json(f"{directory}/gang.json")
+        if lease is not None and lease.get("marker") == marker:
+            return self._handle(marker, float(lease.get("at") or 0.0))
+        return self._handle(marker, time.time()) if _is_starting(marker, directory) else None
+
+    def _handle(self, marker: str, at: float) -> Handle:
+        return Handle(self.cluster.name, self.kind, marker, str(self.layout.attempt(AttemptId.from_marker(marker))), at)
+
+    # -- afterwards
+
+    def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
+        """Read what the agents wrote. An attempt that is reported as lost has no process left on this machine."""
+        from orc.launchers.attempts.confidential import remove_confidential
+        from orc.launchers.attempts.reader import read_attempts
+        from orc.launchers.remote.transport import LocalTransport
+
+        transport = LocalTransport()
+        records = read_attempts(transport, [handle.native_id for handle in handles])
+        gone = [h for h in handles if not records[h.native_id].complete and _agents(records[h.native_id]) == "gone"]
+        # What `find` adopts may not have got as far as its lease.
+        starting = {h for h in gone if not records[h.native_id].leases and _is_starting(h.marker, h.native_id)}
+        if again := [h.native_id for h in gone if h not in starting]:
+            # They may have written their last record after it was looked for.
+            records.update(read_attempts(transport, again))
+        seen = {h: _STARTING if h in starting else self._observe(records[h.native_id]) for h in handles}
+        ended = [h.native_id for h in handles if seen[h].phase.ended and records[h.native_id].has_secrets]
+        remove_confidential(transport, ended)
+        return seen
+
+    def _observe(self, records: AttemptRecords) -> Observation:
+        common: dict[str, Any] = {
+            "hosts": records.hosts,
+            "started_at": records.started_at,
+            "progress": records.progress,
+            "restarts": records.restart,
+        }
+        verdict = records.verdict()
+        agents = "ended" if records.complete else _agents(records)
+        if agents == "alive":
+            if not records.leases:
+                return Observation(Phase.PENDING, reason="starting", **common)
+            waiting = next((state for state in records.states if state in ("setup", "waiting")), "")
+            return Observation(Phase.RUNNING, reason=waiting, **common)
+        if agents == "elsewhere":
+            return _seen_from_afar(records, common)
+        if agents == "gone":
+            from orc.launchers.agent import kill_attempt
+
+            kill_attempt(records.directory)
+        if verdict is None or (verdict.succeeded and not records.complete) or verdict.cause is Cause.NODE_FAILURE:
+            reason = verdict.reason if verdict and verdict.reason else _lost_reason(records)
+            return Observation(Phase.LOST, Cause.NODE_FAILURE, reason, verdict, ended_at=records.last_sign, **common)
+        ended = {"exit": verdict, "ended_at": verdict.ended_at, **common}
+        if verdict.succeeded:
+            return Observation(Phase.SUCCEEDED, **ended)
+        phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
+        return Observation(phase, verdict.cause, verdict.reason, **ended)
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """The files below ``logs/``."""
+        from orc.launchers.attempts.reader import log_selectors
+        from orc.launchers.remote.transport import LocalTransport
+
+        return log_selectors(LocalTransport(), handle.native_id)
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """Straight from the file."""
+        from orc.launchers.attempts.reader import read_log
+        from orc.launchers.remote.transport import LocalTransport
+
+        return read_log(LocalTransport(), handle.native_id, selector, offset)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+        """Straight from the job's directory."""
+        from orc.launchers.attempts.reader import read_job_file
+        from orc.launchers.remote.transport import LocalTransport
+
+        return read_job_file(LocalTransport(), handle.native_id, name, offset)
+
+    def entries(self, handle: Handle) -> list[NodeEntry]:
+        """Every node is this machine."""
+        from orc.launchers.agent import read_json
+
+        config = read_json(f"{handle.native_id}/agent.json") or {}
+        return [
+            NodeEntry(node, os.uname().nodename, handle.native_id, sys.executable)
+            for node in range(int(config.get("nnodes", 1)))
+        ]
+
+    def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
+        """Leave word for the agents; where they are gone, end what they have left behind."""
+        from orc.launchers.agent import kill_attempt
+        from orc.launchers.attempts.reader import read_attempts
+        from orc.launchers.remote.transport import LocalTransport
+
+        transport = LocalTransport()
+        for directory, records in read_attempts(transport, [handle.native_id for handle in handles]).items():
+            if records.complete:
+                continue
+            removed = not Path(directory).is_dir()
+            if not removed:
+                request = {"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"}
+                try:
+                    transport.write(f"{directory}/cancel.json", _json(request), mode=0o600)
+                except BackendError:  # a full disk: the agents take this signal for the same wish
+                    if not _signal_agents(records, signal.SIGINT):
+                        raise
+            if removed or _agents(records) == "gone":
+                kill_attempt(directory)
+
+
+_STARTING = Observation(Phase.PENDING, reason="starting")
+
+
+def _gpu_count(root: Path = Path("/")) -> int | None:
+    """GPUs whose driver is loaded, NVIDIA's or AMD's; `None` where they cannot be counted without a library (WSL)."""
+    if (root / "dev/dxg").exists():
+        return None
+    nvidia = list(root.glob("proc/driver/nvidia/gpus/*")) or list(root.glob("dev/nvidia[0-9]*"))
+    # The topology lists processors too; those have the id 0.
+    amd = [node for node in root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id") if node.read_text().strip() != "0"]
+    return len(nvidia) + len(amd)
+
+
+def _is_starting(marker: str, directory: str) -> bool:
+    """Whether there is a process that was started as this attempt's gang, with or without a lease yet."""
+    if not Path(directory).is_dir():
+        return False  # it is there before the gang: somebody has removed it since
+    wanted = {os.fsencode(f"local:{marker}"), os.fsencode(f"{directory}/agent.json")}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                arguments = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has ended, or is none of ours
+            if wanted.issubset(arguments):
+                return True
+    return False
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    import json
+
+    return json.dumps(data).encode() + b"\n"
+
+
+def _agents(records: AttemptRecords) -> str:
+    """``alive``, ``gone``, or ``elsewhere``: the root is shared and the attempt was started on another machine."""
+    from orc.launchers.agent import is_running
+
+    leases = [*records.leases.values(), *([records.gang] if records.gang else [])]
+    for lease in leases:
+        if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id"))):
+            return "alive"
+    return "elsewhere" if any(lease.get("host") != os.uname().nodename for lease in leases) else "gone"
+
+
+def _signal_agents(records: AttemptRecords, number: signal.Signals) -> bool:
+    """Send a signal to the agents that run on this machine; False when there are none."""
+    from orc.launchers.agent import is_running, signal_process
+
+    alive = [
+        int(lease["pid"])
+        for lease in records.leases.values()
+        if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
+    ]
+    for pid in alive:
+        signal_process(pid, number)
+    return bool(alive)
+
+
+def _seen_from_afar(records: AttemptRecords, common: Mapping[str, Any]) -> Observation:
+    host = next(iter(records.hosts), None) or str((records.gang or {}).get("host"))
+    if records.last_sign is not None and time.time() - records.last_sign < FRESH_S:
+        return Observation(Phase.RUNNING, reason=f"on {host}", **common)
+    return Observation(Phase.UNKNOWN, reason=f"started on {host}, look there", **common)
+
+
+def _lost_reason(records: AttemptRecords) -> str:
+    from orc.launchers.agent import boot_id
+
+    if not Path(records.directory).is_dir():
+        return f"{records.directory} was removed"
+    if any(lease.get("boot_id") != boot_id() for lease in records.leases.values()):
+        return "the machine was restarted"
+    if not records.leases:
+        return "the agents were killed before they started anything"
+    silent = [str(node) for node in range(records.nnodes) if node not in records.exits]
+    return f"the agent of node {', '.join(silent)} was killed"

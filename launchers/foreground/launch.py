@@ -1,0 +1,371 @@
+"""``orc launch``: a script on this machine, on N processes, in the foreground. No ledger, no snapshot, no agent.
+
+The ranks stay in the terminal's process group, so Ctrl-C, Ctrl-Z and a debugger on rank 0 work as they do with plain
+``python``. Nothing here imports torch: the launcher costs milliseconds and is out of the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orc.launchers import agent, agent_network
+from orc.launchers.control_characters import escape_controls
+from orc.launchers.errors import LaunchError
+from orc.launchers.rank_hooks.startup import GATE, PRELOAD, modules_in
+
+_TERMINAL = 0x80  # SI_KERNEL: sent by the terminal, to every process of the foreground group
+_TERM_GRACE_S = 30.0
+_REACTION_S = 3600.0  # nothing to watch but signals
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "the current directory, which was removed"
+
+
+@dataclass(frozen=True)
+class LocalLaunch:
+    """What to start. ``program`` is a script (or a module, or any program) and its arguments, passed on untouched."""
+
+    program: Sequence[str]
+    nprocs: int = 1
+    module: bool = False  # program[0] is a module, as in python -m
+    no_python: bool = False  # program[0] is a program of its own
+    python: str = field(default_factory=lambda: sys.executable)
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_dir: Path | None = None  # each rank's output goes to rank-<n>.log there as well
+    max_restarts: int = 0
+    grace_s: float = _TERM_GRACE_S
+
+    def argv(self) -> list[str]:
+        """The command line of every rank. Raises `LaunchError` for a script that is not there."""
+        if not self.program or not self.program[0]:
+            raise LaunchError("nothing to run", hint="orc launch -n 2 train.py --lr 0.1")
+        first = self.program[0]
+        if self.no_python:
+            return list(self.program)
+        if self.module:
+            return [self.python, "-m", *self.program]
+        if not Path(first).exists():
+            hint = "Use -m for a module, or --no-python for a program that is not Python."
+            raise LaunchError(f"no such script: {first}", where=_here(), hint=hint)
+        return [self.python, *self.program]
+
+
+@dataclass(frozen=True)
+class _End:
+    """How one round of ranks ended: status 0, or the first failing rank's."""
+
+    status: int
+    what: str = ""
+    interrupted: bool = False  # by a signal to the launcher; not a reason to try again
+
+
+def launch(request: LocalLaunch) -> int:
+    """Run the ranks to their end; returns the exit status: 0, or that of the first failing rank (128 + signal).
+
+    Output and standard input (rank 0's) are inherited. When a rank fails, the others are ended and the failing one is
+    named on standard error. Raises `LaunchError` when nothing could be started.
+    """
+    if request.nprocs < 1:
+        raise LaunchError(f"-n {request.nprocs}: at least one process is needed")
+    argv = request.argv()
+    env = _environment(request)
+    if request.log_dir is not None:
+        try:
+            request.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the log directory cannot be made: {error.strerror}", where=str(error.filename)
+            ) from None
+    agent.become_subreaper()
+    agent.take_signals()
+    try:
+        for restart in range(request.max_restarts + 1):
+            end = _Round(request, argv, env, restart).run()
+            if end.what:
+                _say(end.what)
+            if end.status == 0 or end.interrupted or restart == request.max_restarts:
+                break
+            _say(f"restart {restart + 1} of {request.max_restarts}")
+        return end.status
+    except agent.LaunchFailure as error:
+        raise LaunchError(str(error)) from None
+    finally:
+        agent.release_signals()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"orc launch: {escape_controls(text)}\n")
+    sys.stderr.flush()
+
+
+def runtime_path() -> Path:
+    """A directory for PYTHONPATH that holds ``orc.runtime``, the start-up hook, and nothing else of this installation.
+
+    Putting site-packages itself on the path would let everything in it shadow the standard library. Made of symbolic
+    links below the state directory, once per installation. Raises `LaunchError`.
+    """
+    import hashlib
+
+    from orc.launchers.paths import state_dir
+
+    room = Path(__file__).resolve().parents[1]
+    runtime, hook = room.parent / "runtime", room / "rank_hooks" / "startup.py"
+    key = hashlib.sha256(f"{runtime}\n{hook}".encode()).hexdigest()[:16]
+    directory = state_dir() / "python-path" / key
+    try:
+        for link, target in (
+            (directory / "orc" / "runtime", runtime),
+            (directory / "sitecustomize.py", hook),
+        ):
+            if not link.is_symlink():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                temporary = link.with_name(f"{link.name}.{os.getpid()}")
+                temporary.symlink_to(target)
+                temporary.rename(link)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot prepare the Python path of the ranks: {error.strerror}", where=str(directory)
+        ) from None
+    return directory
+
+
+def _environment(request: LocalLaunch) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in agent.DERIVED}
+    env.update(request.env)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.update(agent_network.on_loopback(env))
+    if request.nprocs > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["ORC_WHOLE_LINES"] = "1"  # launchers/rank_hooks/startup.py
+    agent.prepend_path(env, str(runtime_path()))
+    return env
+
+
+def _may_preload(request: LocalLaunch, env: Mapping[str, str]) -> bool:
+    """Whether one process may import torch for all ranks: see `orc.launchers.foreground.preload`."""
+    if request.nprocs < 2 or request.module or request.no_python or request.log_dir is not None:
+        return False
+    if env.get("OMP_NUM_THREADS") != "1" or env.get("ORC_FREEZE_IMPORT") == "0":
+        return False  # libraries that start threads when they are loaded cannot be forked
+    from orc.launchers.foreground.preload import begins_with_torch, shadows_a_library
+
+    script = Path(request.program[0])
+    try:
+        return begins_with_torch(script.read_bytes()) and not shadows_a_library(
+            modules_in(str(script.resolve().parent))
+        )
+    except OSError:  # a pipe, a directory with __main__.py: Python's business
+        return False
+
+
+class _Round:
+    """All ranks once, from the first start to the last end."""
+
+    def __init__(self, request: LocalLaunch, argv: list[str], env: Mapping[str, str], restart: int) -> None:
+        self.request = request
+        self.argv = argv
+        self.env = {**env, "ORC_RESTART": str(restart)}
+        self.alive: dict[int, int] = {}  # pid -> rank
+        self.preloader: tuple[int, int] | None = None  # its pid, and the pipe through which it names the ranks
+        self.tees: list[int] = []
+        self.others = set(agent.children())  # of the calling program; not ours to touch
+        self.started = False
+        self.ranks: list[dict[str, str]] = []
+        self.failed: tuple[int, int | None, str | None] | None = None
+        self.kill_at: float | None = None
+        self.interrupted: signal.Signals | None = None
+
+    def run(self) -> _End:
+        port = agent_network.Port()
+        try:
+            self.ranks = [
+                agent.rank_variables(rank, rank, 0, 1, self.request.nprocs, "127.0.0.1", port.number)
+                for rank in range(self.request.nprocs)
+            ]
+            if _may_preload(self.request, self.env):
+                self._preload()
+            else:
+                self._start()
+            while self.alive or self.preloader:
+                self._tick()
+        finally:
+            self._clean_up()
+            port.close()
+        if self.failed is None:
+            return _End(0) if self.interrupted is None or self.started else self._never_started()
+        rank, code, name = self.failed
+        status = agent.shell_status(code, name)
+        if self.interrupted is not None:
+            return _End(status, f"stopped by {self.interrupted.name}", interrupted=True)
+        return _End(status, f"rank {rank} {agent.how_it_ended(code, name)}")
+
+    def _never_started(self) -> _End:
+        number = self.interrupted or signal.SIGTERM
+        return _End(128 + number, f"stopped by {number.name}", interrupted=True)
+
+    def _preload(self) -> None:
+        """Start one process that imports torch and forks the ranks."""
+        read, write = os.pipe()
+        orders = {
+            "report": write,
+            "launcher": os.getpid(),
+            "directory": str(Path(self.request.program[0]).resolve().parent),
+            "ranks": self.ranks,
+        }
+        try:
+            pid = agent.spawn(self.argv, {**self.env, PRELOAD: json.dumps(orders)}, session=False, keep=(write,))
+        finally:
+            os.close(write)
+        self.preloader = (pid, read)
+
+    def _adopt(self) -> None:
+        """The preloading process has ended: its ranks are ours now, or there are none and we start them."""
+        if self.preloader is None or not os.waitpid(self.preloader[0], os.WNOHANG)[0]:
+            return
+        with os.fdopen(self.preloader[1], "rb") as pipe:
+            said = pipe.read()
+        self.preloader = None
+        if said:
+            self.alive = {pid: rank for rank, pid in enumerate(json.loads(said))}
+            self.started = True
+            for pid in self.alive if self.interrupted else ():
+                agent.signal_process(pid, self.interrupted or signal.SIGTERM)
+        elif self.interrupted is None:
+            agent.kill_descendants("", spare=self.others)  # a rank that was forked before it failed
+            self._start()
+
+    def _start(self) -> None:
+        self.started = True
+        null = os.open(os.devnull, os.O_RDONLY)
+        gate, opener = os.pipe()
+        try:
+            for rank, own in enumerate(self.ranks):
+                keep = (gate if rank else opener,) if self.request.nprocs > 1 else ()
+                gate_variable = {GATE: str(keep[0])} if keep else {}
+                output = self._tee(rank) if self.request.log_dir is not None else (None, None)
+                pid = agent.spawn(
+                    self.argv,
+                    {**self.env, **own, **gate_variable},
+                    stdin=null if rank else None,
+                    output=output[0],
+                    errors=output[1],
+                    session=False,
+                    keep=keep,
+                )
+                self.alive[pid] = rank
+                for fd in filter(None, output):
+                    os.close(fd)
+        finally:
+            for fd in (null, gate, opener):
+                os.close(fd)
+
+    def _tee(self, rank: int) -> tuple[int, int]:
+        """Two pipes (stdout, stderr) into a small process that copies them to ours and to the rank's log."""
+        directory = self.request.log_dir
+        if directory is None:
+            raise AssertionError("no log directory")
+        path = directory / f"rank-{rank}.log"
+        try:
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise LaunchError(f"the log cannot be opened: {error.strerror}", where=str(path)) from None
+        (out_read, out), (err_read, err) = os.pipe(), os.pipe()
+
+        def copy() -> None:
+            os.close(out)
+            os.close(err)
+            _copy({out_read: 1, err_read: 2}, log)
+
+        self.tees.append(agent.background(copy))
+        for fd in (out_read, err_read, log):
+            os.close(fd)
+        return out, err
+
+    def _tick(self) -> None:
+        left = _REACTION_S if self.kill_at is None else self.kill_at - time.monotonic()
+        received = agent.next_signal(left)
+        if received is None and self.kill_at is not None:
+            for pid in self._processes():
+                agent.signal_process(pid, signal.SIGKILL)
+            self.kill_at = None
+        elif received is not None and received.si_signo != signal.SIGCHLD:
+            self._on_signal(signal.Signals(received.si_signo), from_terminal=received.si_code == _TERMINAL)
+        self._reap(received.si_pid if received is not None and received.si_signo == signal.SIGCHLD else 0)
+
+    def _on_signal(self, number: signal.Signals, from_terminal: bool) -> None:
+        if not from_terminal:
+            for pid in self._processes():
+                agent.signal_process(pid, number)
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            return  # the script's own business
+        if self.interrupted is not None and number == signal.SIGINT:
+            self.kill_at = time.monotonic()  # a second Ctrl-C: now
+        elif self.interrupted is None:
+            self.interrupted = number
+            self.kill_at = time.monotonic() + self.request.grace_s
+
+    def _processes(self) -> list[int]:
+        return [*self.alive, *([self.preloader[0]] if self.preloader else [])]
+
+    def _reap(self, first: int) -> None:
+        """Take note of what has ended; of several ranks the one that the signal names was *first*."""
+        self._adopt()
+        for pid, rank in sorted(self.alive.items(), key=lambda one: one[0] != first):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            del self.alive[pid]
+            code, name = agent.exit_of(status)
+            if (code != 0 or name is not None) and self.failed is None:
+                self.failed = (rank, code, name)
+                if self.interrupted is None:
+                    for other in self.alive:
+                        agent.signal_process(other, signal.SIGTERM)
+                    self.kill_at = time.monotonic() + min(self.request.grace_s, agent.FAILURE_GRACE_S)
+
+    def _clean_up(self) -> None:
+        """Nothing that the ranks have put into the background survives; their last output does."""
+        agent.kill_descendants("", spare={*self.others, *self.tees})
+        deadline = time.monotonic() + 5.0
+        for pid in self.tees:
+            while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > deadline:
+                    agent.signal_process(pid, signal.SIGKILL)
+                agent.next_signal(0.05)
+
+
+def _copy(pipes: Mapping[int, int], log: int) -> None:
+    import select
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the ranks react; this copies what they say about it
+    poll = select.poll()
+    for fd in pipes:
+        poll.register(fd, select.POLLIN)
+    left = len(pipes)
+    while left:
+        for fd, _ in poll.poll():
+            data = os.read(fd, 65536)
+            if not data:
+                poll.unregister(fd)
+                left -= 1
+                continue
+            for target in (pipes[fd], log):
+                _write_all(target, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

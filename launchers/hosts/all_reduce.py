@@ -1,0 +1,110 @@
+"""A small all-reduce over all hosts: does it work at all, how fast is it, and which host holds the others up?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.errors import BackendError, LaunchError
+from orc.launchers.remote.programs import source
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Process, Transport
+
+TIMEOUT_S = 120.0
+# Of the median: a host below is named.
+SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One host's part in the probe."""
+
+    name: str
+    latency_us: float  # of an all-reduce of 4 bytes, median
+    mb_s: float  # bus bandwidth of an all-reduce of 16 MiB, in megabytes per second
+    best_mb_s: float  # with the peer it gets on best with
+    gflops: float  # matrix product, one thread (or one GPU)
+
+
+def probe(transports: Mapping[str, Transport], pythons: Mapping[str, str], backend: str = "gloo") -> list[Speed]:
+    """Run the probe over all hosts, one process each. Raises `BackendError` that names the host where it failed."""
+    from orc.launchers.remote.ssh.fanout import each
+
+    names = list(transports)
+
+    def argv(rank: int) -> list[str]:
+        python = transports[names[rank]].expand(pythons.get(names[rank]) or "python3")
+        return [python, "-c", source("hosts.all_reduce_probe"), str(rank), str(len(names)), backend]
+
+    env = {"OMP_NUM_THREADS": "1"}
+    with transports[names[0]].stream(argv(0), timeout_s=TIMEOUT_S, env=env) as first:
+        place = _line(first, names[0])
+
+        def follow(rank: int) -> dict[str, Any]:
+            if rank == 0:
+                return dict(json.loads(_line(first, names[0])))
+            where = place + b"\n"
+            done = transports[names[rank]].run(argv(rank), timeout_s=TIMEOUT_S, env=env, stdin=where)
+            if done.status:
+                raise BackendError(_last(done.stderr, done.status), where=names[rank])
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+
+        answers = each({name: rank for rank, name in enumerate(names)}, follow, limit=len(names))
+    failures = {name: answer for name, answer in answers.items() if isinstance(answer, LaunchError)}
+    if failures:
+        # A rank that waits for another one fails later and says less.
+        name, error = min(
+            failures.items(), key=lambda item: "imed out" in item[1].what or "losed by peer" in item[1].what
+        )
+        raise BackendError(f"the all-reduce probe failed: {error.what}", where=name, hint=error.hint)
+    results = {name: answer for name, answer in answers.items() if not isinstance(answer, LaunchError)}
+    return [
+        Speed(name, r["latency_us"], r["mb_s"], max(r["pairs"].values(), default=0.0), r["gflops"])
+        for name, r in results.items()
+    ]
+
+
+def slow_links(speeds: Sequence[Speed]) -> list[Speed]:
+    """The hosts whose best connection is much slower than the median host's. Pure."""
+    network = statistics.median(speed.best_mb_s for speed in speeds) if len(speeds) > 2 else 0.0
+    return [speed for speed in speeds if speed.best_mb_s < SLOW_NETWORK * network]
+
+
+def findings(speeds: Sequence[Speed]) -> list[Finding]:
+    """The hosts that are much slower than the median. Two hosts cannot be told apart. Pure."""
+    if len(speeds) < 3:
+        return []
+    found = []
+    network = statistics.median(speed.best_mb_s for speed in speeds)
+    compute = statistics.median(speed.gflops for speed in speeds)
+    for speed in speeds:
+        if speed in slow_links(speeds):
+            what = f"its network is slow: {speed.best_mb_s:.0f} MB/s at best, the median host has {network:.0f}"
+            found.append(
+                Finding("warning", what, speed.name, "An all-reduce waits for the slowest: leave this host out.")
+            )
+        if speed.gflops < SLOW_COMPUTE * compute:
+            what = f"it computes slowly: {speed.gflops:.0f} GFLOP/s, the median host does {compute:.0f}"
+            found.append(Finding("warning", what, speed.name, "Does something else run there? See `top`."))
+    return found
+
+
+def _line(process: Process, name: str) -> bytes:
+    said = b""
+    while not said.endswith(b"\n"):
+        piece = process.read(65536)
+        if not piece:
+            done = process.wait()
+            raise BackendError(f"the all-reduce probe failed: {_last(done.stderr, done.status)}", where=name)
+        said += piece
+    return said.strip().splitlines()[-1]
+
+
+def _last(stderr: str, status: int) -> str:
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit status {status}"

@@ -1,0 +1,217 @@
+"""Hosts that are looked at one by one, and compared: the one that differs from the others is named."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.remote.programs import Program
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Transport
+
+PROBE = Program("hosts.probe")
+_NO_TORCH = "no torch"
+SKEW_S = 5.0  # clocks that differ by more make log times and file times misleading
+DISK_ERROR, DISK_WARNING = 200 * 1000**2, 5 * 1000**3  # bytes
+LOOK_TIMEOUT_S = 30.0
+_HOT_C = 90
+# Bits of clocks_throttle_reasons.active that mean trouble.
+_THROTTLE = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one host said about itself, and how its clock relates to ours."""
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    skew_s: float = 0.0  # its clock minus ours
+    took_s: float = 0.0
+    error: LaunchError | None = None
+
+
+def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons: Mapping[str, str]) -> list[Look]:
+    """Look at all hosts at the same time; one round trip each. *roots* and *pythons* are by host name."""
+    from orc.launchers.remote.ssh.fanout import each
+
+    def one(name: str) -> Look:
+        python = transports[name].expand(pythons.get(name) or "python3")
+        sent = time.time()
+        done = transports[name].run_program(PROBE, ("look", roots[name]), python=python, timeout_s=LOOK_TIMEOUT_S)
+        received = time.time()
+        if done.status:
+            lines = done.stderr.strip().splitlines()
+            said = lines[-1] if lines else f"exit status {done.status}"
+            raise BackendError(f"{python} cannot be used: {said}", where=name, hint="Correct `python:` of the host.")
+        try:
+            facts = json.loads(done.stdout.splitlines()[-1])
+        except (ValueError, IndexError):
+            raise BackendError(
+                f"{python} printed something else than was asked for: {done.stdout[:200]!r}",
+                where=name,
+                hint="A start-up file (.bashrc) that prints belongs behind a check for an interactive shell.",
+            ) from None
+        # The answer was made at some time between the two.
+        early, late = facts["now"] - received, facts["now"] - sent
+        return Look(name, facts, 0.0 if early <= 0 <= late else min(early, late, key=abs), received - sent)
+
+    answers = each({name: name for name in transports}, one)
+    return [a if isinstance(a, Look) else Look(name, error=a) for name, a in answers.items()]
+
+
+def quick(
+    transports: Mapping[str, Transport],
+    roots: Mapping[str, str],
+    pythons: Mapping[str, str],
+    *,
+    gpus: int = 0,
+    environment: bool = False,
+) -> list[Finding]:
+    """What there is to say about these hosts before they run something together; one parallel round trip.
+
+    *gpus* is how many each must have; with *environment* the job brings its own Python, so that torch is not compared.
+    """
+    return judge(look(transports, roots, pythons), gpus=gpus, environment=environment)
+
+
+def judge(looks: Sequence[Look], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
+    """The findings about *looks*, errors first. ``where`` of each is the host's name. Pure."""
+    found: list[Finding] = []
+    for one in looks:
+        if one.error is not None:
+            silent = isinstance(one.error, BackendUnreachable)
+            found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
+        else:
+            found += _alone(one, gpus)
+    answered = [one for one in looks if one.error is None]
+    found += _clocks(answered)
+    found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
+    if not environment:
+        found += _differing(answered, "torch", lambda facts: facts["torch"] or _NO_TORCH, "error")
+    found += _differing(answered, "GPU driver", _driver, "warning")
+    if not gpus:
+        found += _differing(answered, "number of GPUs", lambda facts: str(len(facts["gpus"])), "warning")
+    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
+
+
+def without_torch(looks: Sequence[Look]) -> list[Finding]:
+    """A warning where not one host has torch: fine for jobs that bring their own Python, and for no others. Pure."""
+    answered = [one for one in looks if one.error is None]
+    if not answered or any(one.facts["torch"] for one in answered):
+        return []
+    hint = "Set `python:` of the cluster to one that has it, or give the jobs an `environment:`."
+    what = f"{answered[0].facts['executable']} has no torch" + (", on no host" if len(answered) > 1 else "")
+    return [Finding("warning", what, answered[0].name, hint)]
+
+
+def bad_hosts(findings: Iterable[Finding]) -> list[str]:
+    """The hosts that no job should be given now, in order: those with an error."""
+    return list(dict.fromkeys(f.where for f in findings if f.level == "error" and f.where))
+
+
+def _alone(one: Look, gpus: int) -> list[Finding]:
+    """What is wrong with one host, whatever the others are like."""
+    facts, found = one.facts, []
+    if tuple(facts["python"]) < (3, 9):
+        version = ".".join(map(str, facts["python"]))
+        what = f"{facts['executable']} is Python {version}; 3.9 or newer is needed"
+        found.append(Finding("error", what, one.name, "Set `python:` of the cluster, or of this host."))
+    if not facts["writable"]:
+        hint = "Set `root:` of the cluster, or of this host, to a directory that you can write."
+        found.append(Finding("error", f"{facts['root']} cannot be written", one.name, hint))
+    if facts["free"] < DISK_WARNING:
+        what = f"only {facts['free'] / 1000**2:.0f} MB are free in {facts['root']}"
+        level = "error" if facts["free"] < DISK_ERROR else "warning"
+        hint = "Free some space, or set `root:` to another file system."
+        found.append(Finding("error" if level == "error" else "warning", what, one.name, hint))
+    return [*found, *_gpus(one, gpus)]
+
+
+def _gpus(one: Look, wanted: int) -> list[Finding]:
+    facts, found = one.facts, []
+    hint = "See `nvidia-smi` and `dmesg | grep -i xid` there; it may need a reset."
+    if facts["gpu_error"]:
+        found.append(Finding("error", f"nvidia-smi: {facts['gpu_error']}", one.name, hint))
+    elif (facts["gpus_known"] or 0) > len(facts["gpus"]) and facts["gpus"]:
+        lost = facts["gpus_known"] - len(facts["gpus"])
+        found.append(Finding("error", f"{lost} of {facts['gpus_known']} GPUs do not answer", one.name, hint))
+    has = len(facts["gpus"]) or facts["gpus_known"]  # AMD's have no nvidia-smi
+    if has is not None and wanted > has and not facts["gpu_error"]:
+        what = f"it has {has} GPUs, the job asks for {wanted}"
+        found.append(Finding("error", what, one.name, "Lower resources.gpus_per_node, or leave this host out."))
+    for gpu in facts["gpus"]:
+        name = f"GPU {gpu['index']} ({gpu['name']})"
+        if (errors := _number(gpu["ecc"])) > 0:
+            what = f"{name} has {errors} uncorrected memory errors since the driver was loaded"
+            found.append(Finding("error", what, one.name, hint))
+        reasons = {text for bit, text in _THROTTLE.items() if _number(gpu["throttle"]) & bit}
+        if reasons:
+            what = f"{name} is slowed down: {', '.join(sorted(reasons))}"
+            found.append(Finding("warning", what, one.name, "See its cooling and power supply."))
+        elif _number(gpu["temperature"]) >= _HOT_C:
+            found.append(Finding("warning", f"{name} has {gpu['temperature']} °C", one.name, "See its cooling."))
+    return found
+
+
+def _number(text: str) -> int:
+    """A number as nvidia-smi prints it: decimal, hexadecimal, or nothing where it does not apply ([N/A])."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def _clocks(looks: Sequence[Look]) -> list[Finding]:
+    """Clocks that differ from ours, or, when it is ours that is wrong, that differ from the others'."""
+    if not looks:
+        return []
+    middle = statistics.median(one.skew_s for one in looks)
+    hint = "Start a time service there (chrony, systemd-timesyncd)."
+    if len(looks) > 2 and abs(middle) > SKEW_S:
+        what = f"this machine's clock is {_apart(-middle)} of the hosts'"
+        found = [Finding("warning", what, "this machine", "Start a time service here (chrony, systemd-timesyncd).")]
+    else:
+        middle, found = 0.0, []
+    for one in looks:
+        if abs(one.skew_s - middle) > SKEW_S:
+            found.append(
+                Finding("warning", f"its clock is {_apart(one.skew_s - middle)} of the others", one.name, hint)
+            )
+    return found
+
+
+def _apart(skew_s: float) -> str:
+    length = abs(skew_s)
+    text = f"{length:.0f} s" if length < 600 else f"{length / 60:.0f} min"
+    return f"{text} {'ahead' if skew_s > 0 else 'behind'}"
+
+
+def _driver(facts: Mapping[str, Any]) -> str:
+    return str(facts["gpus"][0]["driver"]) if facts["gpus"] else ""
+
+
+def _differing(looks: Sequence[Look], what: str, value: Any, level: Any) -> list[Finding]:
+    """The hosts that are unlike most others in one respect; hosts without a value do not count."""
+    values = {one.name: value(one.facts) for one in looks if value(one.facts)}
+    if len(set(values.values())) < 2:
+        return []
+    # Of two hosts the one that lacks it is to blame, whatever their order.
+    counted = Counter(value for value in values.values() if value != _NO_TORCH)
+    common, count = counted.most_common(1)[0]
+    hint = f"Give all hosts the same {what}, or leave this one out."
+    if count * 2 <= counted.total():  # nobody can say which is right
+        said = ", ".join(f"{name} {version}" for name, version in values.items())
+        return [Finding(level, f"{what} differs: {said}", next(iter(values)) if level == "error" else "", hint)]
+    return [
+        Finding(level, f"{what}: it has {version}, the others {common}", name, hint)
+        for name, version in values.items()
+        if version != common
+    ]

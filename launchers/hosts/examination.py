@@ -1,0 +1,90 @@
+"""Everything that can be found out about a set of hosts: alone, in pairs, and all together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.hosts import all_reduce, checks, ports
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Transport
+
+_ORDER = ("error", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What came out of it. ``bad`` are the hosts that are better left alone, with the reason."""
+
+    looks: Sequence[checks.Look]
+    speeds: Sequence[all_reduce.Speed] = ()
+    findings: Sequence[Finding] = ()
+    bad: Mapping[str, str] = field(default_factory=dict)
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """One JSON-able row per host."""
+        speeds = {speed.name: speed for speed in self.speeds}
+        rows = []
+        for one in self.looks:
+            row: dict[str, Any] = {
+                "host": one.name,
+                "reachable": not isinstance(one.error, BackendUnreachable),
+                "bad": self.bad.get(one.name),
+            }
+            if one.error is None:
+                row |= {key: one.facts[key] for key in ("torch", "cuda", "cpus", "load", "gpus", "executable")}
+                row |= {"python": ".".join(map(str, one.facts["python"])), "free_bytes": one.facts["free"]}
+                row |= {"memory_bytes": one.facts["memory"]["total"], "skew_s": round(one.skew_s, 3)}
+            if speed := speeds.get(one.name):
+                row |= {
+                    "latency_us": speed.latency_us,
+                    "all_reduce_mb_s": speed.mb_s,
+                    "best_peer_mb_s": speed.best_mb_s,
+                }
+                row |= {"gflops": speed.gflops}
+            rows.append(row)
+        return rows
+
+
+def examine(
+    transports: Mapping[str, Transport],
+    roots: Mapping[str, str],
+    pythons: Mapping[str, str],
+    *,
+    network: bool = True,
+    progress: Callable[[str], None] = lambda _step: None,
+) -> Examination:
+    """Look at all hosts; with *network*, try every pair, and run an all-reduce over those that are sound."""
+    progress(f"looking at {len(transports)} hosts")
+    looks = checks.look(transports, roots, pythons)
+    findings = checks.judge(looks) + checks.without_torch(looks)
+    bad = {f.where: f.what for f in reversed(findings) if f.level == "error" and f.where}
+    answering = {one.name: transports[one.name] for one in looks if one.error is None}
+    speeds: list[all_reduce.Speed] = []
+    if network and len(answering) > 1:
+        progress("trying every pair")
+        blocked, failed = ports.probe(answering, pythons)
+        findings += ports.findings(blocked, failed)
+        for name in (*failed, *ports.culprits(blocked)):
+            bad.setdefault(name, "other hosts cannot talk to it")
+        facts = {one.name: one.facts for one in looks}
+        sound = {n: t for n, t in answering.items() if n not in bad and facts[n]["torch"]}
+        if len(sound) > 1:
+            progress("running an all-reduce")
+            on_gpus = all(facts[name]["gpus"] and facts[name]["cuda"] for name in sound)
+            try:
+                speeds = all_reduce.probe(sound, pythons, "nccl" if on_gpus else "gloo")
+            except LaunchError as error:
+                findings.append(Finding("error", error.what, error.where, error.hint))
+                if error.where:
+                    bad.setdefault(error.where, error.what)
+            findings += all_reduce.findings(speeds)
+            # A host that computes slowly may only be busy at this moment; a link does not get faster.
+            for speed in all_reduce.slow_links(speeds):
+                bad.setdefault(speed.name, f"its network is slow: {speed.best_mb_s:.0f} MB/s at best")
+    findings.sort(key=lambda finding: _ORDER.index(finding.level))
+    return Examination(looks, speeds, findings, bad)

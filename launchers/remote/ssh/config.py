@@ -1,0 +1,191 @@
+"""What the SSH configuration says about a host: where it is, who logs in, with which keys, through which hosts."""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orc.launchers.errors import SpecError
+from orc.launchers.paths import refuse_untrusted
+from orc.launchers.remote.ssh.hosts import HostSpec, check_destination
+
+_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+_GLOBAL_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+# [user@]host[:port]; an IPv6 address with a port is in brackets.
+_HOP = re.compile(
+    r"(?:(?P<user>.*)@)?(?:\[(?P<bracketed>[^]]+)\]|(?P<host>[^][:]+|[^][]*:[^][]*:[^][]*))(?::(?P<port>\d+))?"
+)
+_DEEPEST = 16  # files that include each other
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to reach and enter one host."""
+
+    name: str
+    address: str
+    port: int
+    user: str
+    jumps: tuple[HostSpec, ...] = ()  # the first one first
+    proxy_command: str | None = None
+    identities: tuple[str, ...] = ()  # private key files, in order
+    identities_given: bool = False  # by the configuration, not the usual names
+    identities_only: bool = False
+    agent: str | None = None  # socket of the agent; `None`: $SSH_AUTH_SOCK, "none": no agent
+    known_hosts: tuple[str, ...] = ()  # the first one takes new keys
+    host_key_name: str = ""  # what to look for there
+    hash_known_hosts: bool = False
+
+    @property
+    def where(self) -> str:
+        """For messages: ``node1 (10.0.0.1:22)``."""
+        at = f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+        return self.name if at == f"{self.name}:22" else f"{self.name} ({at})"
+
+
+class Config:
+    """The text of SSH configuration files, understood."""
+
+    def __init__(self, text: str) -> None:
+        from paramiko import SSHConfig
+
+        self._text = text
+        self._parsed = SSHConfig.from_text(text)
+
+    def lookup(self, spec: HostSpec) -> dict[str, Any]:
+        """The options of a host, in which those that *spec* has itself count more."""
+        from paramiko import SSHConfig
+
+        own = {"hostname": spec.address, "port": spec.port, "user": spec.user}
+        options = {key: str(value) for key, value in own.items() if value is not None}
+        found = dict(self._parsed.lookup(spec.name))
+        if options and "proxycommand" in found:  # which has some of them in it
+            section = "\n".join([f"Host {spec.name}", *(f"{key} {value}" for key, value in options.items())])
+            found = dict(SSHConfig.from_text(f"{section}\n{self._text}").lookup(spec.name))
+        return {**found, **options}
+
+
+def read_config(files: Sequence[str]) -> Config:
+    """The SSH configuration in *files*, of which those that do not exist are skipped. Raises `SpecError`."""
+    from paramiko.ssh_exception import ConfigParseError
+
+    lines: list[str] = []
+    for name in files:
+        path = Path(name).expanduser()
+        if path.exists() or len(files) == 1:
+            # Every file begins outside of all `Host` sections.
+            lines += [*_lines(path, path.parent, 0), "Host *"]
+    try:
+        return Config("\n".join(lines))
+    except (ConfigParseError, ValueError) as error:
+        raise SpecError(f"the SSH configuration cannot be understood: {error}", where=", ".join(files)) from error
+
+
+def resolve(spec: HostSpec, config: Config) -> Route:
+    """The route to a host. Raises `SpecError`."""
+    from paramiko.ssh_exception import CouldNotCanonicalize
+
+    try:
+        found = config.lookup(spec)
+    except (CouldNotCanonicalize, ImportError) as error:
+        raise SpecError(f"the SSH configuration of {spec.name} cannot be used: {error}", where=spec.name) from error
+    address = found["hostname"]
+    port = _port(found.get("port", "22"), spec.name)
+    user = found.get("user") or getpass.getuser()
+    check_destination(address, user, port, where=spec.name)
+    jumps = _jumps(found.get("proxyjump") if spec.via is None else spec.via)
+    command = found.get("proxycommand")
+    given = tuple(found.get("identityfile", ()))
+    alias = (found.get("hostkeyalias") or address).lower()
+    return Route(
+        name=spec.name,
+        address=address,
+        port=port,
+        user=user,
+        jumps=jumps,
+        proxy_command=None if jumps or command in (None, "none") else command,
+        identities=tuple(os.path.expanduser(p) for p in given if p != "none") if given else _home(_KEYS),  # noqa: PTH111
+        identities_given=bool(given),
+        identities_only=found.get("identitiesonly", "no").lower() == "yes",
+        agent=_agent(found.get("identityagent")),
+        known_hosts=(
+            *_files(found.get("userknownhostsfile"), _KNOWN_HOSTS, user, address),
+            *_files(found.get("globalknownhostsfile"), _GLOBAL_KNOWN_HOSTS, user, address),
+        ),
+        host_key_name=alias if port == 22 or "hostkeyalias" in found else f"[{alias}]:{port}",
+        hash_known_hosts=found.get("hashknownhosts", "no").lower() == "yes",
+    )
+
+
+def _jumps(text: str | None) -> tuple[HostSpec, ...]:
+    if text is None or text.strip().lower() in ("", "none"):
+        return ()
+    hops = []
+    for hop in text.split(","):
+        match = _HOP.fullmatch(hop.strip().removeprefix("ssh://").rstrip("/"))
+        if match is None:
+            raise SpecError(
+                f"{hop!r} is not a jump host", hint="Write [user@]host[:port], several separated by commas."
+            )
+        port = int(match["port"]) if match["port"] else None
+        hops.append(HostSpec(match["bracketed"] or match["host"], user=match["user"], port=port))
+    return tuple(hops)
+
+
+def _port(text: str, name: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise SpecError(f"Port {text} of {name} in the SSH configuration is not a port number")
+    return int(text)
+
+
+def _agent(given: str | None) -> str | None:
+    if given is None or given == "SSH_AUTH_SOCK":
+        return None
+    if given.startswith("$"):
+        return os.path.expandvars(given)
+    return os.path.expanduser(given)  # noqa: PTH111 - a text, like all paths in that file
+
+
+def _home(paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(os.path.expanduser(path) for path in paths)  # noqa: PTH111
+
+
+def _files(given: str | None, usual: Sequence[str], user: str, address: str) -> tuple[str, ...]:
+    if given is None:
+        return _home(usual)
+    tokens = {"%%": "%", "%d": os.path.expanduser("~"), "%h": address, "%r": user, "%u": getpass.getuser()}  # noqa: PTH111
+    names = re.findall(r'"([^"]*)"|(\S+)', given)
+    paths = [re.sub(r"%[%dhru]", lambda m: tokens[m[0]], quoted or plain) for quoted, plain in names]
+    return tuple(path for path in _home(paths) if path != "none")
+
+
+def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
+    """The lines of a file, with those of the files that it includes, which paramiko does not read."""
+    if depth > _DEEPEST:
+        raise SpecError("SSH configuration files include each other in a circle", where=str(path))
+    refuse_untrusted(path, "SSH configuration", SpecError)  # its ProxyCommand is run
+    try:
+        text = path.read_text(errors="surrogateescape")
+    except OSError as error:
+        raise SpecError(f"the SSH configuration cannot be read: {error.strerror}", where=str(path)) from error
+    section = "Host *"
+    for line in text.splitlines():
+        words = re.match(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)", line)
+        keyword = words[1].lower() if words else ""
+        if keyword in ("host", "match"):
+            section = line
+        if keyword != "include" or words is None:
+            yield line
+            continue
+        for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', words[2]):
+            pattern = Path(quoted or plain).expanduser()
+            for included in sorted(glob.glob(str(pattern if pattern.is_absolute() else base / pattern))):
+                yield from _lines(Path(included), base, depth + 1)
+                yield section

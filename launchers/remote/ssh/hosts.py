@@ -1,0 +1,88 @@
+"""Which machine, and how it is reached; and the transports of a cluster's machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import SpecError
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
+
+
+# A ProxyCommand and a `Match exec` get these names through a shell. Refused is what OpenSSH refuses, in user names also
+# `$` and blanks, of which it lets some pass.
+_SHELL = frozenset("'`\"$;&<>|(){}")
+
+
+def is_host(text: str) -> bool:
+    """Return whether *text* may be the name or address of a host."""
+    return _is_harmless(text) and "\\" not in text
+
+
+def is_user(text: str) -> bool:
+    r"""Return whether *text* may be the name of a user (``me``, ``me@REALM``, ``DOMAIN\me``)."""
+    return _is_harmless(text) and not text.endswith("\\")
+
+
+def _is_harmless(text: str) -> bool:
+    blank = any(character.isspace() for character in text)
+    return bool(text) and text.isprintable() and not blank and not text.startswith("-") and _SHELL.isdisjoint(text)
+
+
+def check_destination(host: str | None, user: str | None, port: int | None, *, where: str = "") -> None:
+    """Raise `SpecError` for a host, user or port that must not reach a command line, wherever it has come from."""
+    if host is not None and not is_host(host):
+        raise SpecError(f"{host!r} is not the name of a host", where=where)
+    if user is not None and not is_user(user):
+        raise SpecError(f"{user!r} is not the name of a user", where=where)
+    if port is not None and not 0 < port < 65536:
+        raise SpecError(f"{port} is not a port number", where=where)
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One machine. What is `None` is looked up in the SSH configuration under `name`. Raises `SpecError`."""
+
+    name: str  # what it is called in the cluster, and the name to look up in ~/.ssh/config
+    address: str | None = None
+    user: str | None = None
+    port: int | None = None
+    via: str | None = None  # jump hosts: [user@]host[:port], several separated by commas, the first one first
+    python: str | None = None  # interpreter (3.9 or newer) for orc's own needs there; python3 if there is no such
+
+    def __post_init__(self) -> None:
+        check_destination(self.name, self.user, self.port)
+        check_destination(self.address, None, None, where=self.name)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the machines of one cluster are reached."""
+
+    host_keys: str = "strict"  # or accept-new: remember the key of a host that was never seen. Changed keys: never
+    ssh_config: str | None = None  # instead of the user's and the system's
+    connect_timeout_s: float = 10.0  # for each step of connecting; also the silence after which a connection is dead
+
+    def config_files(self) -> tuple[str, ...]:
+        """The SSH configuration files to read, in order; the first value found counts."""
+        given = self.ssh_config or os.environ.get("ORC_SSH_CONFIG")
+        return (given,) if given else ("~/.ssh/config", "/etc/ssh/ssh_config")
+
+
+def open_transports(cluster: Cluster, names: Iterable[str] | None = None) -> dict[str, Transport]:
+    """The transports of the cluster's hosts (or of those called *names*), by name. They connect when first used.
+
+    They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
+    """
+    from orc.launchers.backends.ssh.settings import read_settings
+    from orc.launchers.remote.ssh.pool import Links
+    from orc.launchers.remote.ssh.transport import SshTransport
+
+    settings = read_settings(cluster)
+    links = Links(settings.options.access)
+    return {name: SshTransport(settings.spec(name), links) for name in (settings.names if names is None else names)}

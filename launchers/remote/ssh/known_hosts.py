@@ -1,0 +1,185 @@
+"""Host keys: whether the machine that answers is the one it was before (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT)."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import fnmatch
+import hashlib
+import hmac
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orc.launchers.remote.ssh.errors import AccessRefused
+
+if TYPE_CHECKING:
+    from paramiko import PKey
+
+    from orc.launchers.remote.ssh.config import Route
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line about a host."""
+
+    file: str
+    line: int
+    marker: str  # "", "revoked" or "cert-authority"
+    kind: str  # ssh-ed25519, ...
+    key: bytes
+
+    @property
+    def where(self) -> str:
+        """``file:line``."""
+        return f"{self.file}:{self.line}"
+
+
+def entries(name: str, files: Sequence[str]) -> list[Entry]:
+    """All lines about the host called *name* (``host`` or ``[host]:port``). Raises `AccessRefused`."""
+    return [entry for file in files for entry in _read(name, file)]
+
+
+def key_types(known: Sequence[Entry]) -> list[str]:
+    """The types of key by which the host is known, to be asked for first."""
+    kinds = [entry.kind for entry in known if not entry.marker]
+    rsa = ["rsa-sha2-512", "rsa-sha2-256", "ssh-rsa"]
+    return list(dict.fromkeys(name for kind in kinds for name in (rsa if kind == "ssh-rsa" else [kind])))
+
+
+def check(route: Route, key: PKey, *, accept_new: bool) -> None:
+    """Compare the key that the host showed with the one that is known. With *accept_new* an unknown one is remembered.
+
+    A key that differs from the known one is always refused. Raises `AccessRefused`.
+    """
+    if _is_known(route, key):
+        return
+    authorities = [e for e in entries(route.host_key_name, route.known_hosts) if e.marker == "cert-authority"]
+    if authorities:
+        raise AccessRefused(
+            f"it is known by its certificate authority alone ({authorities[0].where}), which orc cannot check",
+            where=route.where,
+            hint=f"Its key is {key.get_name()} {fingerprint(key)}. When that is right, add it to {_own(route)}; "
+            f"`ssh-keyscan -p {route.port} {route.address}` prints the line.",
+        )
+    if not accept_new:
+        raise AccessRefused(
+            f"its host key is not known: {key.get_name()} {fingerprint(key)}",
+            where=route.where,
+            hint=f"Connect once with `ssh {route.name}` and compare the fingerprint, "
+            "or set `host_keys: accept-new` in the options of the cluster.",
+        )
+    _remember(route, key)
+
+
+def fingerprint(key: PKey) -> str:
+    """As ssh-keygen prints it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+
+
+def _is_known(route: Route, key: PKey) -> bool:
+    """Whether the key is the known one; false when there is none. Raises `AccessRefused` when it is another."""
+    known = entries(route.host_key_name, route.known_hosts)
+    blob = key.asbytes()
+    for entry in known:
+        if entry.marker == "revoked" and entry.key == blob:
+            raise AccessRefused(
+                f"its host key is revoked: {fingerprint(key)}, see {entry.where}",
+                where=route.where,
+                hint="Somebody who must not have it has this key. Do not connect; ask who runs the host.",
+            )
+    plain = [entry for entry in known if not entry.marker]
+    if any(entry.key == blob for entry in plain):
+        return True
+    if plain:
+        entry = next((e for e in plain if e.kind == key.get_name()), plain[0])
+        raise AccessRefused(
+            f"its host key has changed: {key.get_name()} {fingerprint(key)} is not the one in {entry.where}",
+            where=route.where,
+            hint="Either somebody is listening in, or the host was installed anew. Ask who runs it; if it was, forget "
+            f"the old key with `ssh-keygen -R '{route.host_key_name}' -f {entry.file}` and connect again.",
+        )
+    return False
+
+
+def _remember(route: Route, key: PKey) -> None:
+    """Add the key of a new host, once, however many processes do the same now."""
+    file = _own(route)
+    if file == os.devnull:
+        return
+    path = Path(file)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "rb+") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            if _is_known(route, key):
+                return  # by somebody who was faster
+            size = opened.seek(0, os.SEEK_END)
+            if size:
+                opened.seek(size - 1)
+            ends_well = not size or opened.read(1) == b"\n"
+            name = _hashed(route.host_key_name) if route.hash_known_hosts else route.host_key_name
+            line = f"{name} {key.get_name()} {key.get_base64()}\n"
+            os.write(descriptor, (line if ends_well else f"\n{line}").encode())
+            os.fsync(descriptor)
+    except OSError as error:
+        raise AccessRefused(
+            f"its host key cannot be remembered: {error.strerror}",
+            where=file,
+            hint="Make the file writable, or set UserKnownHostsFile in ~/.ssh/config.",
+        ) from error
+
+
+def _own(route: Route) -> str:
+    return route.known_hosts[0] if route.known_hosts else os.devnull
+
+
+def _read(name: str, file: str) -> Iterator[Entry]:
+    try:
+        text = Path(file).read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise AccessRefused(f"the known host keys cannot be read: {error.strerror}", where=file) from error
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        marker = words.pop(0)[1:] if words[0].startswith("@") else ""
+        if len(words) < 3 or not _matches(name, words[0]):
+            continue
+        try:
+            yield Entry(file, number, marker, words[1], base64.b64decode(words[2], validate=True))
+        except ValueError as error:
+            raise AccessRefused(
+                "a known host key is damaged", where=f"{file}:{number}", hint="Remove the line, and connect again."
+            ) from error
+
+
+def _matches(name: str, patterns: str) -> bool:
+    """Whether the first field of a line is about *name*."""
+    if patterns.startswith("|"):
+        return hmac.compare_digest(_hashed(name, patterns).encode(), patterns.encode())
+    found = False
+    for pattern in patterns.lower().split(","):
+        negated = pattern.startswith("!")
+        # Only * and ? are special there; a bracket is part of [host]:port.
+        if fnmatch.fnmatchcase(name, pattern.removeprefix("!").replace("[", "[[]")):
+            if negated:
+                return False
+            found = True
+    return found
+
+
+def _hashed(name: str, like: str = "") -> str:
+    """*name* as ``HashKnownHosts`` writes it, with the salt of *like* or a new one."""
+    parts = like.split("|")
+    try:
+        salt = base64.b64decode(parts[2], validate=True) if len(parts) == 4 and parts[1] == "1" else os.urandom(20)
+    except ValueError:
+        salt = os.urandom(20)  # damaged: equal to nothing
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"

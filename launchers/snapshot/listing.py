@@ -1,0 +1,227 @@
+"""Which files belong to a working tree: what git sees, or a plain walk by the same ignore rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.errors import BundleError
+from orc.launchers.snapshot.ignore import IgnoreRules
+
+# Repository metadata and byte code of this machine's Python are never part of a job, whatever the rules say.
+_NEVER = frozenset({".git", "__pycache__"})
+_SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+# What git runs, or fetches, because a repository's own configuration says so: a workdir may be somebody else's work.
+_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_GIT_RESTRAINT = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+# A git hook or a wrapper may have pointed git at another repository than the one around the working directory.
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+
+
+@dataclass
+class Listing:
+    """Regular files and symbolic links by path (UTF-8 with surrogate escapes), and what was left out unasked."""
+
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def encode(path: str) -> bytes:
+    """The name on disk of a listed path; independent of the locale."""
+    return path.encode("utf-8", "surrogateescape")
+
+
+def decode(name: bytes) -> str:
+    """Inverse of `encode`."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def list_tree(root: bytes, exclude: Sequence[str] = (), skip: Sequence[bytes] = ()) -> Listing:
+    """The working tree below *root*, an absolute path without symbolic links.
+
+    *exclude* are patterns in gitignore syntax on top of all ``.orcignore`` files; *skip* are absolute directories
+    that are left out silently (orc's own state) if they lie below *root*. Raises `BundleError`.
+    """
+    return _Lister(root, exclude, skip).run()
+
+
+class _Lister:
+    def __init__(self, root: bytes, exclude: Sequence[str], skip: Sequence[bytes]) -> None:
+        self.root = root
+        self.skip = tuple(path for path in skip if path.startswith(root.rstrip(b"/") + b"/"))
+        self.rules = IgnoreRules(root, ".orcignore", exclude, where="workdir.exclude")
+        self.git_rules = IgnoreRules(root, ".gitignore")
+        self.listing = Listing()
+        self.real: dict[str, bool] = {"": True}
+
+    def run(self) -> Listing:
+        names = self._git(self.root) if _inside_repository(self.root) else None
+        if names == []:
+            # All of it is ignored by a repository further up (a git-managed home directory, a build folder).
+            # The user named this directory on purpose, so that repository has no say.
+            names = None
+        if names is None:
+            self._walk("")
+        else:
+            self._take(names, "")
+        return self.listing
+
+    def _take(self, names: list[str], prefix: str) -> None:
+        """Add what git listed for the repository at *prefix*."""
+        for name in dict.fromkeys(names):  # unmerged paths are listed once per stage
+            path = prefix + name.rstrip("/")
+            if self._unwanted(path) or not self._real_directory(path.rpartition("/")[0]):
+                continue
+            try:
+                status = os.lstat(self._full(path))
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # tracked, but deleted in the working tree
+            except OSError as error:
+                raise _unreadable(self._full(path), error) from None
+            if not stat.S_ISDIR(status.st_mode):
+                if not self.rules.ignores(path):
+                    self._add(path, status)
+            elif not self.rules.ignores(path, directory=True):
+                self._nested(path)
+
+    def _nested(self, path: str) -> None:
+        """A directory in git's list: a submodule, or a repository that happens to lie in the tree."""
+        full = self._full(path)
+        if os.path.lexists(os.path.join(full, b".git")):
+            names = self._git(full)
+            if names is None:
+                self._walk(path)
+            else:
+                self._take(names, path + "/")
+        elif not os.listdir(full):
+            self.listing.findings.append(
+                Finding(
+                    "warning",
+                    "the submodule is not checked out, the snapshot holds nothing of it",
+                    where=path,
+                    hint="git submodule update --init",
+                )
+            )
+
+    def _walk(self, top: str) -> None:
+        """Add everything below *top* that no ``.gitignore`` and no ``.orcignore`` excludes."""
+        pending = [top]
+        while pending:
+            directory = pending.pop()
+            try:
+                with os.scandir(self._full(directory)) as entries:
+                    found = sorted(entries, key=lambda entry: entry.name)
+                for entry in found:
+                    name = decode(entry.name)
+                    path = f"{directory}/{name}" if directory else name
+                    if self._unwanted(path):
+                        continue
+                    if not entry.is_dir(follow_symlinks=False):
+                        if not (self.git_rules.ignores(path) or self.rules.ignores(path)):
+                            with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
+                                self._add(path, os.lstat(entry.path))
+                    elif not (self.git_rules.ignores(path, directory=True) or self.rules.ignores(path, directory=True)):
+                        if os.path.lexists(os.path.join(entry.path, b".git")):
+                            self._nested(path)
+                        else:
+                            pending.append(path)
+            except OSError as error:
+                raise _unreadable(self._full(directory), error) from None
+
+    def _add(self, path: str, status: os.stat_result) -> None:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind in (stat.S_IFREG, stat.S_IFLNK):
+            self.listing.files[path] = status
+        else:
+            what = _SPECIAL.get(kind, "special file")
+            self.listing.findings.append(Finding("warning", f"left out: it is a {what}, not a file", where=path))
+
+    def _unwanted(self, path: str) -> bool:
+        return path.endswith(".pyc") or not _NEVER.isdisjoint(path.split("/")) or self._skipped(path)
+
+    def _skipped(self, path: str) -> bool:
+        return any((self._full(path) + b"/").startswith(own + b"/") for own in self.skip)
+
+    def _real_directory(self, path: str) -> bool:
+        """False when a tracked directory was replaced by a link or a file: git still lists what used to be below."""
+        known = self.real.get(path)
+        if known is None:
+            known = self._real_directory(path.rpartition("/")[0])
+            if known:
+                try:
+                    known = stat.S_ISDIR(os.lstat(self._full(path)).st_mode)
+                except OSError:
+                    known = False
+            self.real[path] = known
+        return known
+
+    def _full(self, path: str) -> bytes:
+        return os.path.join(self.root, encode(path)) if path else self.root
+
+    def _git(self, directory: bytes) -> list[str] | None:
+        """Tracked and untracked, not ignored paths below *directory*; `None` without git or a repository."""
+        import subprocess
+
+        env = {key: value for key, value in os.environ.items() if key not in _GIT_VARIABLES}
+        try:
+            done = subprocess.run(
+                [*_GIT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                cwd=directory,
+                env={**env, **_GIT_RESTRAINT},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+            )
+        except FileNotFoundError:
+            return None  # git is not installed
+        except OSError as error:
+            raise _unreadable(directory, error) from None
+        if done.returncode == 0:
+            return [decode(name) for name in done.stdout.split(b"\0") if name]
+        said = done.stderr.decode("utf-8", "replace").strip()
+        if "not a git repository" in said:
+            return None
+        if "dubious ownership" in said:
+            # git will not obey the configuration of somebody else's repository. A plain walk obeys nothing.
+            top = os.fsdecode(next(d for d in _upwards(directory) if os.path.lexists(os.path.join(d, b".git"))))
+            self.listing.findings.append(
+                Finding(
+                    "warning",
+                    "git does not trust this repository, which belongs to another user; its ignore files were obeyed",
+                    where=top,
+                    hint=f"git config --global --add safe.directory {shlex.quote(top)}",
+                )
+            )
+            return None
+        raise BundleError(
+            f"git cannot list the working tree: {said.splitlines()[0] if said else f'exit status {done.returncode}'}",
+            where=decode(directory),
+            hint="\n  ".join(line.strip() for line in said.splitlines()[1:] if line.strip())
+            or "Run `git status` there to see what is wrong.",
+        )
+
+
+def _inside_repository(root: bytes) -> bool:
+    """Whether git has a chance: asking the file system is a thousand times cheaper than asking git."""
+    return any(os.path.lexists(os.path.join(directory, b".git")) for directory in _upwards(root))
+
+
+def _upwards(path: bytes) -> Iterator[bytes]:
+    yield path
+    while (parent := os.path.dirname(path)) != path:
+        path = parent
+        yield path
+
+
+def _unreadable(path: bytes, error: OSError) -> BundleError:
+    place = error.filename if isinstance(error.filename, bytes) else path
+    return BundleError(
+        f"cannot read: {error.strerror or error}",
+        where=os.fsdecode(place),
+        hint="Make it readable, or exclude it in .orcignore or workdir.exclude.",
+    )

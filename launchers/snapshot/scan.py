@@ -1,0 +1,231 @@
+"""Snapshots of a working tree: what a job's code is, named by one digest, before a byte of it is copied.
+
+`scan` looks at a directory and hashes it; `orc.launchers.snapshot.content_store.ContentStore` keeps what it found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orc.launchers.backends.base import Finding
+from orc.launchers.errors import BundleError
+from orc.launchers.snapshot.credentials import credential_findings
+from orc.launchers.snapshot.hashing import StatCache
+from orc.launchers.snapshot.listing import encode, list_tree
+from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
+
+__all__ = ["Bundle", "Entry", "Preview", "SourceTree", "preview", "runtime_bundle", "scan", "size_findings"]
+
+AGENT_NAME = "orc_agent.py"
+# What travels beside the runtime: the agent, what starts it from byte code, and the start-up hook of the ranks.
+_AGENT_MODULES = (
+    *("calls", "channel", "exchange", "fence", "gang", "host", "hub"),
+    *("joiner", "link", "masking", "network", "shared", "shim", "stacks"),
+)
+BESIDE_RUNTIME = {
+    AGENT_NAME: b"agent.py",
+    **{f"orc_agent_{name}.py": b"agent_%s.py" % name.encode() for name in _AGENT_MODULES},
+    "orc_environment.py": b"environments/node.py",
+    "orc_container.py": b"environments/container.py",
+    "orc_copied.py": b"environments/copied.py",
+    "orc_requirements.py": b"environments/requirements.py",
+    "orc_sagemaker_entry.py": b"backends/sagemaker/entry.py",
+    "__main__.py": b"agent_start.py",
+    "sitecustomize.py": b"rank_hooks/startup.py",
+}
+_EXCLUDE_HINT = "Exclude it in .orcignore or workdir.exclude"
+TOTAL_WARNING = 100 * 1000**2  # bytes
+FILE_WARNING = 50 * 1000**2
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """A scanned tree: its manifest, where each file can be read, and what there is to say about it."""
+
+    bundle: Bundle
+    sources: Mapping[str, bytes]  # path in the bundle -> absolute path on this machine; regular files only
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The digest of the bundle."""
+        return self.bundle.digest
+
+
+@dataclass(frozen=True)
+class Preview:
+    """How much a bundle would send."""
+
+    files: int
+    size: int  # bytes
+    largest: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return f"{self.files} file{'' if self.files == 1 else 's'}, {format_size(self.size)}"
+
+
+def scan(
+    workdir: str | Path, exclude: Sequence[str] = (), *, cache: Path | None = None, skip: Sequence[Path] = ()
+) -> SourceTree:
+    """The working tree at *workdir* as git sees it, uncommitted work included, without what ``.orcignore`` excludes.
+
+    *exclude* are further patterns in gitignore syntax. *cache* is a directory for hashes of unchanged files. *skip*
+    are directories that are left out silently. An empty tree is fine. Raises `BundleError` for a tree that cannot be
+    read completely, names that are not UTF-8, and symbolic links that lead out of the tree.
+    """
+    root = os.path.realpath(os.fsencode(workdir))
+    if not os.path.isdir(root):
+        problem = "not a directory" if os.path.exists(root) else "no such directory"
+        raise BundleError(f"{problem}: the working directory of the job", where=os.fsdecode(root))
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise BundleError("cannot read the working directory of the job", where=os.fsdecode(root))
+    listing = list_tree(root, exclude, [os.path.realpath(os.fsencode(path)) for path in skip])
+    entries: list[Entry] = []
+    sources: dict[str, bytes] = {}
+    with StatCache(_cache_file(cache, root)) as hashes:
+        for path, status in listing.files.items():
+            full = os.path.join(root, encode(path))
+            try:
+                _check_name(path)
+                if stat.S_ISLNK(status.st_mode):
+                    entries.append(_link(path, os.readlink(full)))
+                    continue
+                digest, status = hashes.digest(path, full, status)
+            except FileNotFoundError:
+                continue  # deleted since the tree was listed
+            except OSError as error:
+                raise BundleError(
+                    f"cannot read: {error.strerror or error}",
+                    where=os.fsdecode(full),
+                    hint=f"Make it readable. {_EXCLUDE_HINT} if the job does not need it.",
+                ) from None
+            mode = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
+            entries.append(Entry(path, mode, digest, status.st_size))
+            sources[path] = full
+    dangling = _check_links(entries)
+    bundle = Bundle.of(entries)
+    findings = (*listing.findings, *dangling, *size_findings(bundle), *credential_findings(sources))
+    return SourceTree(bundle, sources, findings)
+
+
+def runtime_bundle(*, cache: Path | None = None) -> SourceTree:
+    """What travels to every node beside the code: the source of ``orc.runtime``, the agent as ``orc_agent.py``, and
+    the ranks' start-up hook as ``sitecustomize.py``.
+
+    Works from a checkout, an editable install and a wheel: the files are found next to this one.
+    """
+    launchers = os.path.dirname(os.path.dirname(os.path.realpath(os.fsencode(__file__))))
+    runtime = os.path.join(os.path.dirname(launchers), b"runtime")
+    found = {name: os.path.join(launchers, source) for name, source in BESIDE_RUNTIME.items()}
+    for directory, subdirectories, names in os.walk(runtime):
+        subdirectories[:] = [name for name in subdirectories if name != b"__pycache__"]
+        for name in names:
+            if name.endswith(b".py"):
+                full = os.path.join(directory, name)
+                found["orc/runtime/" + os.fsdecode(os.path.relpath(full, runtime))] = full
+    if len(found) == len(BESIDE_RUNTIME):
+        raise BundleError(
+            "this installation of orc is incomplete: orc.runtime is missing",
+            where=os.fsdecode(runtime),
+            hint="Install orc-launch again.",
+        )
+    entries = []
+    with StatCache(_cache_file(cache, runtime)) as hashes:
+        for path, full in found.items():
+            try:
+                digest, status = hashes.digest(path, full, os.stat(full))
+            except OSError as error:
+                raise BundleError(
+                    f"this installation of orc is incomplete: {error.strerror}",
+                    where=os.fsdecode(full),
+                    hint="Install orc-launch again.",
+                ) from None
+            entries.append(Entry(path, FILE, digest, status.st_size))
+    return SourceTree(Bundle.of(entries), found)
+
+
+def preview(bundle: Bundle, largest: int = 5) -> Preview:
+    """How many files and bytes, and the *largest* files, largest first."""
+    ordered = sorted(bundle.entries, key=lambda entry: (-entry.size, entry.path))
+    return Preview(len(bundle.entries), bundle.size, tuple(ordered[:largest]))
+
+
+def size_findings(bundle: Bundle) -> list[Finding]:
+    """A warning for a snapshot over 100 MB or a file over 50 MB, with the names that are worth excluding."""
+    if bundle.size <= TOTAL_WARNING and all(entry.size <= FILE_WARNING for entry in bundle.entries):
+        return []
+    shown = preview(bundle)
+    names = ", ".join(f"{entry.path} ({format_size(entry.size)})" for entry in shown.largest)
+    return [
+        Finding(
+            "warning",
+            f"the snapshot is large: {shown}; largest: {names}",
+            hint=f"{_EXCLUDE_HINT} what the job does not need, and read data from a shared path instead.",
+        )
+    ]
+
+
+def format_size(size: int) -> str:
+    """Bytes in decimal units: ``999 B``, ``1.5 kB``, ``120.0 MB``."""
+    if size < 1000:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:.1f} TB"
+
+
+def _cache_file(cache: Path | None, root: bytes) -> Path | None:
+    return cache / f"{hashlib.sha256(root).hexdigest()[:32]}.json" if cache is not None else None
+
+
+def _check_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BundleError(
+            "the file name is not UTF-8", where=repr(encode(path))[1:], hint=f"Rename it. {_EXCLUDE_HINT} otherwise."
+        ) from None
+
+
+def _link(path: str, target: bytes) -> Entry:
+    try:
+        return Entry.link(path, target.decode())
+    except UnicodeDecodeError:
+        raise BundleError(
+            "the target of the symbolic link is not UTF-8", where=path, hint=f"{_EXCLUDE_HINT}."
+        ) from None
+
+
+def _check_links(entries: Sequence[Entry]) -> list[Finding]:
+    """Refuse links that lead out of the tree, with advice; warn of those that lead to something left out."""
+    links = {entry.path: entry.target for entry in entries if entry.target is not None}
+    if not links:
+        return []
+    present = {""}
+    for entry in entries:
+        path = entry.path
+        while path not in present:
+            present.add(path)
+            path = path.rpartition("/")[0]
+    findings = []
+    for path, target in links.items():
+        end = follow(path, links)
+        if end is None:
+            raise BundleError(
+                f"the symbolic link points outside the working directory, to {target!r}",
+                where=path,
+                hint=f"{_EXCLUDE_HINT}, and pass the real path to the script as an argument.",
+            )
+        if end not in present:
+            findings.append(
+                Finding("warning", f"the symbolic link leads to {end!r}, which is not in the snapshot", where=path)
+            )
+    return findings

@@ -1,0 +1,224 @@
+"""Named clusters from ``clusters.yaml``, and the built-in ``local``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import SchemaValidator, ValidationError
+from pydantic_core import core_schema as cs
+
+from orc.launchers.backends import backend_exists
+from orc.launchers.errors import SpecError
+from orc.launchers.paths import clusters_file, refuse_untrusted, state_dir
+from orc.launchers.spec import source
+from orc.launchers.spec.environment import Environment
+from orc.launchers.spec.grammar import LocatedError
+from orc.launchers.spec.job import ENV, LINE, shell_lines
+from orc.launchers.spec.model import Model, fields, model, setting
+from orc.launchers.spec.network import Network
+from orc.launchers.spec.source import Document, KeyPath, Reading
+
+LOCAL = "local"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+
+
+@model
+class Cluster(Model):
+    """Where jobs can run. `load_clusters` fills in `root` where the file has none: the state directory."""
+
+    name: str = setting(cs.str_schema(pattern=f"^{_NAME}$"), doc="Its name.")
+    kind: str = setting(cs.str_schema(min_length=1, strict=True), doc="The backend: local, slurm, ssh, sagemaker, tpu.")
+    root: str | None = setting(cs.nullable_schema(LINE), default=None, doc="Absolute path of orc's files there.")
+    python: str | None = setting(cs.nullable_schema(LINE), default=None, doc="The Python that runs agents and ranks.")
+    env: Mapping[str, str] = setting(
+        ENV, default_factory=dict, doc="Environment of every rank; the job's goes over it."
+    )
+    setup: tuple[str, ...] = setting(
+        cs.no_info_plain_validator_function(
+            shell_lines, json_schema_input_schema=cs.union_schema([cs.str_schema(), cs.list_schema(cs.str_schema())])
+        ),
+        default=(),
+        doc="Shell lines on every node, before the job's own.",
+    )
+    environment: Environment = setting(
+        Environment.core_schema, default_factory=Environment, doc="Where Python comes from, unless the job says so."
+    )
+    network: Network = setting(
+        Network.core_schema, default_factory=Network, doc="Which network its nodes use, unless the job says so."
+    )
+    options: Mapping[str, Any] = setting(
+        cs.dict_schema(cs.str_schema(strict=True), cs.any_schema()), default_factory=dict, doc="Settings of the kind."
+    )
+
+    def check(self) -> None:
+        """The root is absolute."""
+        if self.root is not None and not self.root.startswith(("/", "~")):
+            raise LocatedError((("root",), f"{self.root!r} is not an absolute path"))
+
+
+def is_elsewhere(cluster: Cluster) -> bool:
+    """Whether its root is on other machines: then neither state nor home directory of this one mean anything there."""
+    return cluster.kind in ("ssh", "tpu", "sagemaker") or (
+        cluster.kind == "slurm" and cluster.options.get("login") is not None
+    )
+
+
+def root_of(cluster: Cluster) -> str:
+    """Its root as people know it; on other machines it may begin with ``~``, and it may be in S3."""
+    if cluster.kind == "sagemaker":
+        from orc.launchers.backends.sagemaker.request import home_of
+        from orc.launchers.backends.sagemaker.settings import Settings, read_place
+
+        place = read_place(cluster)
+        return home_of(Settings(place=place), place.region or "<region>").uri
+    from orc.launchers.remote.ssh.options import DEFAULT_ROOT
+
+    return cluster.root or DEFAULT_ROOT
+
+
+def options_document(cluster: Cluster) -> Document:
+    """The options of *cluster* with their places in the clusters file, as far as it was read from one."""
+    return source.document_of(cluster.options, f"cluster {cluster.name}: options")
+
+
+def option_place(cluster: Cluster, path: KeyPath = (), *, key: bool = False) -> str:
+    """Where an option of *cluster* stands, for messages: file, line and column, or at least the cluster's name."""
+    return options_document(cluster).origin(path, key=key).where
+
+
+_CLUSTERS = cs.dict_schema(cs.str_schema(), Cluster.core_schema)
+
+
+def builtin_local() -> Cluster:
+    """The cluster that needs no configuration: this machine."""
+    return Cluster(name=LOCAL, kind=LOCAL, root=_root(None))
+
+
+def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
+    """All clusters by name, ``local`` first, then in the order of the file.
+
+    Without *path* it is `clusters_file`, which need not exist unless ``ORC_CLUSTERS`` names it. Raises `SpecError`.
+    """
+    file = clusters_file() if path is None else path
+    if path is None and not os.environ.get("ORC_CLUSTERS") and not os.path.lexists(file):
+        return {LOCAL: builtin_local()}
+    text = _text(file)
+    if source.compose(text, str(file)) is None:
+        return {LOCAL: builtin_local()}
+    return {LOCAL: builtin_local(), **_clusters(source.parse(text, str(file), _reading))}
+
+
+def _text(file: Path) -> str:
+    refuse_untrusted(file, "clusters file", SpecError)
+    return source.read_file(file, "clusters file")
+
+
+def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[str, SpecError]]:
+    """The clusters of `load_clusters`, and by name what is wrong with entries that are none: each stands for itself.
+
+    Raises `SpecError` for a file that cannot be read as a whole.
+    """
+    try:
+        return load_clusters(path), {}
+    except SpecError:  # of one entry, or of the file: then reading it raises that once more
+        file = clusters_file() if path is None else path
+        text = _text(file)
+    found: dict[str, Cluster] = {LOCAL: builtin_local()}
+    wrong: dict[str, SpecError] = {}
+    names = list(source.parse(text, str(file), _reading).data)
+    for name in names:
+        whole = source.parse(text, str(file), _reading)  # references are resolved in place
+        try:
+            found |= _clusters(Document({name: whole.data[name]}, whole.where, whole.keys, whole.values))
+        except SpecError as error:
+            wrong[name] = error
+    return found, wrong
+
+
+def get_cluster(name: str, path: Path | None = None) -> Cluster:
+    """The cluster called *name*, whatever is wrong with others. Raises `SpecError` that lists the known ones."""
+    clusters, wrong = read_clusters(path)
+    if name in clusters and name not in wrong:
+        return clusters[name]
+    if name in wrong:
+        raise wrong[name]
+    from orc.launchers.spec.problems import nearest
+
+    file = clusters_file() if path is None else path
+    raise SpecError(
+        f"unknown cluster {name!r}{nearest(name, clusters)}",
+        hint=f"known clusters: {', '.join(sorted(clusters))}; others are defined in {file}",
+    )
+
+
+def _clusters(document: Document) -> dict[str, Cluster]:
+    """The clusters of a file. Raises `SpecProblems`."""
+    from orc.launchers.spec.interpolation import Interpolation
+    from orc.launchers.spec.problems import SpecProblems, at, choose, translate
+
+    problems = Interpolation(document, os.environ, (), _reading, None).run() if document.has_references() else []
+    entries: dict[str, Any] = {}
+    for name, data in document.data.items():
+        if what := _refuse(name, data):
+            problems.append(at(document, (name,), what, key=True))
+        else:
+            entries[name] = {"name": name, "kind": LOCAL, **data} if name == LOCAL else {"name": name, **data}
+    clusters: dict[str, Cluster] = {}
+    try:
+        clusters = SchemaValidator(_CLUSTERS).validate_python(entries)
+    except ValidationError as error:
+        problems += translate(error, document, _suggest)
+    for cluster in clusters.values():
+        if not backend_exists(cluster.kind):
+            from orc.launchers.backends import backend_kinds
+
+            what = f"unknown kind {cluster.kind!r}{choose(cluster.kind, backend_kinds())}"
+            problems.append(at(document, (cluster.name, "kind"), what))
+    if problems:
+        raise SpecProblems(problems)
+    return {name: _completed(cluster, document) for name, cluster in clusters.items()}
+
+
+def _completed(cluster: Cluster, document: Document) -> Cluster:
+    """With its root, and with the places of its options."""
+    if not is_elsewhere(cluster):
+        cluster = cluster.model_copy(update={"root": _root(cluster.root)})
+    cluster.__dict__["options"] = source.Placed(cluster.options, document, (cluster.name, "options"))
+    return cluster
+
+
+def _refuse(name: str, data: Any) -> str:
+    """What is wrong with an entry as such."""
+    if not re.fullmatch(_NAME, name):
+        return "a cluster's name is made of letters, digits, dots, dashes and underscores, 63 at most"
+    if not isinstance(data, dict):
+        return "expected a mapping such as {kind: slurm, root: /shared/orc}"
+    if "name" in data:
+        return "a cluster's name is its key; remove `name`"
+    if name == LOCAL and data.get("kind", LOCAL) != LOCAL:
+        return "the cluster local is built in and stays of kind local; choose another name"
+    return ""
+
+
+def _suggest(path: KeyPath, name: str) -> str:
+    """What to say about the unknown key *name*. Sections of a cluster are those of a job."""
+    from orc.launchers.spec.load import known_keys
+    from orc.launchers.spec.problems import choose
+
+    return choose(name, known_keys(path[1:]) if path[1:] else _KEYS)
+
+
+def _root(given: str | None) -> str:
+    return os.path.expanduser(given) if given else str(state_dir(create=False))  # noqa: PTH111 - a text, not a path here
+
+
+def _reading(path: KeyPath) -> Reading:
+    textual = len(path) > 1 and path[1] in ("kind", "root", "python", "env", "setup")
+    return "text" if textual or path[1:4] == ("environment", "venv", "python") else "typed"
+
+
+_KEYS = [field.name for field in fields(Cluster) if field.name != "name"]

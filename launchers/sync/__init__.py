@@ -1,7 +1,0 @@
-"""Bringing snapshots to the hosts of a cluster, and removing from their stores what no job needs any more."""
-
-from __future__ import annotations
-
-from orc.launchers.sync.delivery import SyncReport, raise_first, sync
-
-__all__ = ["SyncReport", "raise_first", "sync"]

@@ -1,0 +1,102 @@
+"""The way back: a snapshot from a host's store into the one here, for whoever takes a job over from another machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import BundleError
+from orc.launchers.layout import Layout
+from orc.launchers.snapshot.manifest import SYMLINK, Bundle
+from orc.launchers.snapshot.scan import SourceTree
+from orc.launchers.snapshot.tree_store import Damaged
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Process, Transport
+    from orc.launchers.snapshot.content_store import ContentStore
+
+SILENCE_S = 30.0
+
+
+def recall(digest: str, transport: Transport, root: str, store: ContentStore) -> Bundle:
+    """Make the snapshot *digest* of the host's *root* one of *store*; every content is verified.
+
+    Raises `BundleError` when the host has it not or not whole, and what the transport raises.
+    """
+    if store.has(digest):
+        return store.load(digest)
+    layout = Layout.at(transport.expand(root))
+    try:
+        bundle = Bundle.from_dict(json.loads(transport.read(f"{layout.tree(digest)}.json")))
+    except FileNotFoundError:
+        raise BundleError(f"no snapshot {digest[:12]}", where=transport.name) from None
+    except ValueError as error:
+        raise BundleError(f"the manifest of snapshot {digest[:12]} is damaged: {error}", where=transport.name) from None
+    if bundle.digest != digest:
+        raise BundleError(f"snapshot {digest[:12]} has the manifest of another one", where=transport.name)
+    missing = {entry.sha256 for entry in store.missing([bundle])}
+    with tempfile.TemporaryDirectory(prefix="orc-recall-") as directory:
+        if missing:
+            _fetch(missing, transport, str(layout.store / "cas"), Path(directory))
+        contents = {
+            entry.path: os.fsencode(f"{directory}/{entry.sha256}")
+            for entry in bundle.entries
+            if entry.mode != SYMLINK and entry.sha256 in missing
+        }
+        try:
+            return store.ingest(SourceTree(bundle, contents))
+        except Damaged as error:
+            raise BundleError(
+                f"a content of snapshot {digest[:12]} is damaged: {Path(error.where).name}", where=transport.name
+            ) from None
+
+
+def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: Path) -> None:
+    """Contents by their hashes into files of the same names, in one stream."""
+    argv = ("tar", "-C", cas, "-cf", "-", "--files-from", "-")
+    with transport.stream(argv, timeout_s=SILENCE_S) as process:
+        process.write("".join(f"{name}\n" for name in sorted(hashes)).encode())
+        process.close_stdin()
+        got = set()
+        try:
+            with tarfile.open(fileobj=io.BufferedReader(_Stream(process)), mode="r|") as archive:
+                for member in archive:
+                    content = archive.extractfile(member)
+                    if member.name not in hashes or content is None:
+                        raise BundleError(
+                            f"the host sent {member.name!r}, which was not asked for", where=transport.name
+                        )
+                    with (directory / member.name).open("xb") as file:
+                        while chunk := content.read(1 << 20):
+                            file.write(chunk)
+                    got.add(member.name)
+        except tarfile.TarError as error:
+            raise BundleError(f"the snapshot came damaged: {error}", where=transport.name) from None
+        ended = process.wait()
+    if got != set(hashes):
+        said = ended.stderr.strip().splitlines()
+        raise BundleError(
+            f"{len(set(hashes) - got)} contents of the snapshot are missing: {said[-1] if said else 'no reason given'}",
+            where=transport.name,
+        )
+
+
+class _Stream(io.RawIOBase):
+    """What a program prints, as a file."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data = self._process.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

@@ -1,0 +1,1 @@
+"""Commands: one module per sub-command of `orc`, each with a `command` attribute."""

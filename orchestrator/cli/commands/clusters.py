@@ -1,0 +1,164 @@
+"""`orc clusters`: list, show, check, discover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.commands.discover import command as discover
+from orc.orchestrator.cli.options import cluster_argument, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Finding, HostReport
+
+
+@click.group("clusters", invoke_without_command=True)
+@json_option
+@click.pass_context
+def command(context: click.Context, as_json: bool) -> None:
+    """List, show, check and discover the clusters of clusters.yaml (and the built-in `local`)."""
+    if context.invoked_subcommand is None:
+        _list(as_json)
+    elif as_json:  # `orc clusters --json check lab` means the same as `orc clusters check lab --json`
+        context.default_map = {name: {"as_json": True} for name in command.commands}
+
+
+command.add_command(discover)
+
+
+@command.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the clusters."""
+    _list(as_json)
+
+
+def _list(as_json: bool) -> None:
+    from orc.launchers.paths import clusters_file
+    from orc.launchers.spec.clusters import load_clusters, root_of
+    from orc.orchestrator.cli.ui import output
+
+    clusters = load_clusters()
+    if as_json:
+        output.echo_json(
+            {"file": str(clusters_file()), "clusters": [c.model_dump(mode="json") for c in clusters.values()]}
+        )
+        return
+    echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c.name, c.kind, root_of(c)) for c in clusters.values()]))
+    echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
+
+
+@command.command("show")
+@cluster_argument
+@json_option
+def show_command(name: str, as_json: bool) -> None:
+    """Show the settings of one cluster."""
+    from orc.launchers.spec.clusters import get_cluster
+    from orc.orchestrator.cli.ui import output
+
+    settings = get_cluster(name).model_dump(mode="json")
+    if as_json:
+        output.echo_json(settings)
+        return
+    import yaml
+
+    echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip())
+
+
+@command.command("check")
+@cluster_argument
+@json_option
+def check_command(name: str, as_json: bool) -> int:
+    """Look whether a cluster can take a job: programs, reachability, disk. Changes nothing."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import Surveying
+    from orc.launchers.spec.clusters import get_cluster
+    from orc.orchestrator.cli.ui import output
+
+    backend = open_backend(get_cluster(name))
+    hosts = backend.survey() if isinstance(backend, Surveying) else None
+    findings = check(name) if hosts is None else [finding for host in hosts for finding in host.findings]
+    if as_json:
+        told = {"cluster": name, "findings": [finding_dict(finding) for finding in findings]}
+        output.echo_json(told if hosts is None else {**told, "hosts": [_host_dict(host) for host in hosts]})
+    else:
+        if hosts is not None:
+            echo(_host_table(hosts, _holders(name)) + ("\n" if findings else ""))
+        echo(findings_text(findings) or f"{name}: nothing to complain about")
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _holders(cluster: str) -> dict[str, list[str]]:
+    """Which jobs hold slots of which host, as the ledger has it."""
+    from orc.orchestrator.client import Client
+
+    held: dict[str, list[str]] = {}
+    with Client() as client:
+        for kept in client.workspace.ledger.reservations(cluster):
+            held.setdefault(kept.host, []).append(f"{kept.job} ({kept.slots})")
+    return held
+
+
+def _host_dict(host: HostReport) -> dict[str, Any]:
+    import dataclasses
+
+    data = dataclasses.asdict(host)
+    return {**data, "labels": list(host.labels), "findings": [finding_dict(finding) for finding in host.findings]}
+
+
+def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]]) -> str:
+    from orc.orchestrator.cli.ui import output
+
+    header = ("HOST", "REACHED", "USER", "PYTHON", "TORCH", "CPUS", "GPUS", "FREE DISK", "SLOTS", "LABELS", "HELD BY")
+    rows = []
+    for host in hosts:
+        told = (
+            (
+                host.user,
+                host.python,
+                host.torch or "-",
+                f"{host.cpus}",
+                f"{host.gpus}",
+                output.size(host.free_bytes),
+            )
+            if host.python
+            else ["-"] * 6
+        )
+        held = ", ".join(holders.get(host.name, ())) or "-"
+        reached = "yes" if host.reached else "no"
+        rows.append((host.name, reached, *told, str(host.slots or "1 job"), ", ".join(host.labels) or "-", held))
+    return output.table(header, rows)
+
+
+def check(name: str) -> list[Finding]:
+    """Render a small job for the cluster and let its backend look at the plan. Raises `LaunchError`."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import Checking, Snapshot
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.snapshot.scan import runtime_bundle
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import get_cluster
+
+    backend = open_backend(get_cluster(name))
+    # No launcher is named: the cluster may have one of its own, as SageMaker's data parallelism has.
+    spec = JobSpec.model_validate({"name": "check", "module": "this", "cluster": name})
+    runtime = runtime_bundle().bundle
+    found = backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
+    if isinstance(backend, Checking) and not any(finding.unreachable for finding in found):
+        found = [*backend.check(), *found]
+    return found
+
+
+def finding_dict(finding: Finding) -> dict[str, str]:
+    """A finding as JSON: level, what, where, do."""
+    return {"level": finding.level, "what": finding.what, "where": finding.where, "do": finding.hint}
+
+
+def findings_text(findings: list[Finding]) -> str:
+    """Findings as blocks."""
+    from orc.orchestrator.cli.ui.reporting import block
+
+    return "\n".join(block({"what": f.what, "where": f.where, "do": f.hint}, f.level) for f in findings)

@@ -1,0 +1,267 @@
+"""`orc doctor`: look at everything a job depends on, and say what to do about what is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Finding
+
+FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
+_SLURM = ("sbatch", "squeue", "sacct", "scancel", "sinfo")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's report."""
+
+    name: str
+    level: str  # ok, info, warning, error
+    what: str
+    do: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """JSON-able form."""
+        return {"name": self.name, "level": self.level, "what": self.what, "do": self.do}
+
+
+def checks(deep: bool) -> Iterator[Check]:
+    """All checks, in order. Each reports what goes wrong with itself, so that one broken thing hides no other."""
+    for name, check in (
+        ("python", _python),
+        ("torch", _torch),
+        ("git", _git),
+        ("slurm", _slurm),
+        ("state directory", _state),
+        ("ledger", _ledger),
+        ("reconciler", _reconciler),
+        ("snapshots", lambda: _store(deep)),
+        ("clusters", _clusters),
+    ):
+        yield from _guarded(name, check)
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    from orc.launchers.errors import LaunchError
+
+    try:
+        yield from check()
+    except LaunchError as error:
+        where = f"{error.where}: " if error.where not in ("", name) else ""
+        yield Check(name, "error", f"{where}{error.what}", error.hint)
+    except OSError as error:
+        yield Check(name, "error", f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
+
+
+def _python() -> Iterator[Check]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Check(
+        "python", "ok" if good else "error", f"{version} at {sys.executable}", "" if good else "use 3.11 or newer"
+    )
+
+
+def _torch() -> Iterator[Check]:
+    import importlib.metadata
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        yield Check(
+            "torch",
+            "warning",
+            "not installed in this environment",
+            "needed here only for jobs on this machine: pip install 'orc-launch[runtime]'",
+        )
+        return
+    yield Check("torch", "ok", importlib.metadata.version("torch"))
+
+
+def _git() -> Iterator[Check]:
+    path = shutil.which("git")
+    if path:
+        yield Check("git", "ok", path)
+    else:
+        yield Check("git", "warning", "not found", "without git, snapshots follow the ignore files by orc's own rules")
+
+
+def _slurm() -> Iterator[Check]:
+    found = {program: shutil.which(program) for program in _SLURM}
+    missing = [program for program, path in found.items() if path is None]
+    if not missing:
+        yield Check("slurm", "ok", f"{found['sbatch']} and {len(found) - 1} more programs")
+    elif len(missing) == len(found):
+        yield Check("slurm", "info", "not installed; only needed for clusters of kind slurm")
+    else:
+        yield Check("slurm", "warning", f"missing: {', '.join(missing)}", "install the Slurm client programs")
+
+
+def _state() -> Iterator[Check]:
+    from orc.launchers.paths import state_dir
+    from orc.orchestrator.cli.ui.output import size
+
+    path = state_dir()
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        yield Check("state directory", "error", f"{path} is not writable", "set ORC_STATE_DIR to a writable directory")
+        return
+    if path.stat().st_mode & 0o077:
+        yield Check("state directory", "warning", f"{path} is open to other users", f"chmod 700 {path}")
+    free = shutil.disk_usage(path).free
+    level = "error" if free < FREE_ERROR else "warning" if free < FREE_WARNING else "ok"
+    yield Check("state directory", level, f"{path}, {size(free)} free", "" if level == "ok" else "free some space")
+    crashes = sorted((path / "crashes").glob("*.txt"))
+    if crashes:
+        yield Check("crash reports", "info", f"{len(crashes)}, the newest is {crashes[-1]}")
+
+
+def _ledger() -> Iterator[Check]:
+    from orc.orchestrator.client import Client
+
+    with Client() as client:
+        jobs = client.jobs(limit=None)
+        database = client.workspace.ledger.database
+        if database.url.startswith("sqlite:"):
+            with database.read() as connection:
+                problems = [row[0] for row in connection.tuples("PRAGMA integrity_check(5)") if row[0] != "ok"]
+            if problems:
+                yield Check("ledger", "error", "; ".join(problems), f"restore a backup of {database.url}")
+                return
+        active = sum(job.ended_at is None for job in jobs)
+        yield Check("ledger", "ok", f"{database.url}, jobs: {len(jobs)}, under way: {active}")
+        from orc.orchestrator.engine.job_files import unknown
+
+        if lost := unknown(client.workspace):
+            what = f"jobs that have a directory and are not in it: {len(lost)}, the newest is {lost[-1].job.id}"
+            yield Check("ledger", "warning", what, "orc adopt")
+        if network := getattr(database, "network", None):
+            yield Check(
+                "ledger",
+                "info",
+                f"on {network}, a network file system: commands wait for each other (no WAL there)",
+                "point ORC_STATE_DIR to a local disk, or share a PostgreSQL ledger (ORC_LEDGER_URL)",
+            )
+
+
+def _reconciler() -> Iterator[Check]:
+    import time
+
+    from orc.orchestrator.cli.ui.output import duration
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.engine import detached
+
+    with Client(reconciler=False) as client:
+        state_dir, ledger = client.workspace.state_dir, client.workspace.ledger
+        process = detached.Lease(state_dir, ledger.database.url).holder()
+        live = ledger.any_active()
+    if process is not None:
+        last = f"last pass {duration(time.time() - process.pass_at)} ago" if process.pass_at else "in its first pass"
+        what = f"process {process.pid} on {process.host}, {last}, live jobs: {process.live}"
+        yield Check("reconciler", "ok", f"{what}, log {state_dir / detached.LOG_NAME}")
+    elif detached.is_switched_off():
+        yield Check(
+            "reconciler", "info", f"switched off by {detached.VARIABLE}: `orc status` takes the steps that are due"
+        )
+    elif live:
+        do = f"any command that shows jobs starts one, like `orc list`; why it ended: {state_dir / detached.LOG_NAME}"
+        yield Check("reconciler", "warning", "none, although jobs are live", do)
+    else:
+        yield Check("reconciler", "ok", "none, as no job is live")
+
+
+def _store(deep: bool) -> Iterator[Check]:
+    from orc.launchers.paths import state_dir
+    from orc.launchers.snapshot.content_store import ContentStore
+
+    store = ContentStore(state_dir() / "store")
+    digests = _digests(store.root / "trees")
+    findings: list[Finding] = [finding for digest in digests if deep for finding in store.verify(digest)]
+    for finding in findings:
+        yield Check("snapshots", finding.level, finding.what, finding.hint)
+    if not findings:
+        verified = "verified" if deep else "not verified; --deep reads them all"
+        unused = _of_no_job(digests)
+        what = f"{len(digests)} in {store.root}" + (f", {unused} of no job" if unused else "")
+        yield Check("snapshots", "ok", f"{what}, {verified}" if digests else what)
+
+
+def _of_no_job(digests: list[str]) -> int:
+    """How many snapshots no job of the ledger was made from: those of refused submissions, for example."""
+    import json
+
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.ledger.errors import LedgerError
+
+    try:
+        with Client() as client, client.workspace.ledger.database.read() as connection:
+            rows = connection.tuples("SELECT DISTINCT digests FROM jobs")
+    except LedgerError:
+        return 0  # the check of the ledger says what is wrong with it
+    return len(set(digests) - {digest for (text,) in rows for digest in json.loads(text).values()})
+
+
+def _digests(trees: Path) -> list[str]:
+    return sorted(entry.name for entry in trees.iterdir() if entry.is_dir()) if trees.is_dir() else []
+
+
+def _clusters() -> Iterator[Check]:
+    from orc.launchers.spec.clusters import read_clusters
+    from orc.orchestrator.cli.commands.clusters import check
+
+    clusters, wrong = read_clusters()
+    for name in dict.fromkeys([*clusters, *wrong]):  # a bad entry shows as what is wrong with it
+        label = f"cluster {name}"
+        yield from _guarded(label, lambda name=name, label=label: _cluster(label, check(name)))  # type: ignore[misc]
+
+
+def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
+    for finding in findings:
+        where = f"{finding.where}: " if finding.where not in ("", label) else ""
+        yield Check(label, finding.level, f"{where}{finding.what}", finding.hint)
+    if not any(finding.level in ("warning", "error") for finding in findings):
+        yield Check(label, "ok", "can take jobs")
+
+
+@click.command("doctor")
+@click.option("--deep", is_flag=True, help="Read all snapshots and compare them with their digests.")
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Examine this cluster's hosts instead."
+)
+@click.option("--network/--no-network", default=True, help="With --cluster: try every pair and an all-reduce.")
+@click.option("--exclude-bad", is_flag=True, help="With --cluster: keep jobs off the hosts found bad.")
+@json_option
+def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, as_json: bool) -> int:
+    """Check Python, torch, git, Slurm, the state directory, the ledger, the snapshots and the clusters.
+
+    With --cluster the hosts of one cluster are examined: reachability, clocks, disks, versions, GPUs, who can talk to
+    whom, and how fast an all-reduce over all of them is. Exit status 1 when something is in error.
+    """
+    from orc.orchestrator.cli.ui import output
+
+    if cluster is not None:
+        from orc.orchestrator.cli.commands.doctor_hosts import run
+
+        return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
+    if exclude_bad or not network:
+        raise click.UsageError("--no-network and --exclude-bad need --cluster NAME", click.get_current_context())
+    found = list(checks(deep))
+    failed = any(check.level == "error" for check in found)
+    if as_json:
+        output.echo_json({"ok": not failed, "checks": [check.to_dict() for check in found]})
+        return int(failed)
+    colours = {"ok": "green", "warning": "yellow", "error": "red"}
+    rows = [(output.style(check.level, fg=colours.get(check.level)), check.name, check.what) for check in found]
+    echo(output.table(("", "WHAT", "FINDING"), rows))
+    for check in found:
+        if check.do and check.level in ("warning", "error"):
+            echo(f"\n{check.name}: {check.do}")
+    return int(failed)

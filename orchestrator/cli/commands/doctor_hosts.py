@@ -1,0 +1,113 @@
+"""`orc doctor --cluster NAME`: the hosts of one cluster, each alone and all together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.hosts.examination import Examination
+    from orc.launchers.spec.clusters import Cluster
+
+
+def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
+    """Examine the cluster *name*, show what was found, and return the exit status. Raises `LaunchError`."""
+    from orc.launchers.spec.clusters import get_cluster
+    from orc.orchestrator.cli.ui import output
+
+    cluster = get_cluster(name)
+    if cluster.kind != "ssh":
+        return _without_hosts(name, as_json)
+    made = _examine(cluster, network, silent=as_json)
+    failed = any(finding.level == "error" for finding in made.findings)
+    if exclude_bad:
+        from orc.launchers.paths import state_dir
+        from orc.orchestrator.engine.exclusions import exclude
+
+        exclude(state_dir(), name, made.bad)
+    if as_json:
+        from orc.orchestrator.cli.commands.clusters import finding_dict
+
+        findings = [finding_dict(finding) for finding in made.findings]
+        document = {"cluster": name, "ok": not failed, "hosts": made.hosts(), "findings": findings}
+        output.echo_json({**document, "bad": dict(made.bad), "excluded": dict(made.bad) if exclude_bad else None})
+        return int(failed)
+    _show(made)
+    if exclude_bad:
+        names = ", ".join(made.bad)
+        echo(f"\nexcluded from placement: {names}" if names else "\nno host is excluded from placement")
+    return int(failed)
+
+
+def _without_hosts(name: str, as_json: bool) -> int:
+    """A cluster whose nodes are somebody else's to choose: what its backend can say."""
+    from orc.orchestrator.cli.commands.clusters import check, finding_dict, findings_text
+    from orc.orchestrator.cli.ui import output
+
+    found = check(name)
+    failed = any(finding.level == "error" for finding in found)
+    if as_json:
+        output.echo_json({"cluster": name, "ok": not failed, "findings": [finding_dict(finding) for finding in found]})
+    else:
+        echo(findings_text(found) or f"{name}: nothing to complain about")
+    return int(failed)
+
+
+def _examine(cluster: Cluster, network: bool, *, silent: bool) -> Examination:
+    from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, read_settings
+    from orc.launchers.hosts.examination import examine
+    from orc.launchers.remote.ssh.hosts import open_transports
+
+    settings = read_settings(cluster)
+    transports = open_transports(cluster)
+
+    def progress(step: str) -> None:
+        if not silent:
+            echo(f"{step} ...", err=True)
+
+    try:
+        return examine(
+            transports,
+            {name: settings.root_of(name) for name in transports},
+            {name: settings.python_of(name) or DEFAULT_PYTHON for name in transports},
+            network=network,
+            progress=progress,
+        )
+    finally:
+        for transport in transports.values():
+            transport.close()
+
+
+def _show(made: Examination) -> None:
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.reporting import block
+
+    rows = [_row(row) for row in made.hosts()]
+    header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH")
+    echo(output.table(header, rows))
+    for finding in made.findings:
+        fields = {"what": finding.what, "where": finding.where, "do": finding.hint}
+        echo("\n" + block(fields, finding.level))
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    from orc.orchestrator.cli.ui import output
+
+    verdict = output.style("bad", fg="red") if row["bad"] else output.style("ok", fg="green")
+    if "python" not in row:  # it says nothing about itself
+        return (verdict, row["host"], *["-"] * 8)
+    gpus = row["gpus"]
+    skew = "ok" if abs(row["skew_s"]) < 1 else f"{row['skew_s']:+.0f} s"
+    return (
+        verdict,
+        row["host"],
+        row["python"],
+        row["torch"] or "-",
+        f"{len(gpus)} {gpus[0]['name']}" if gpus else "-",
+        str(row["cpus"]),
+        output.size(row["free_bytes"]),
+        skew,
+        f"{row['latency_us'] / 1000:.2f} ms" if "latency_us" in row else "-",
+        f"{row['all_reduce_mb_s']:.0f} MB/s" if "latency_us" in row else "-",
+    )

@@ -1,0 +1,106 @@
+"""`orc exec`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from orc.orchestrator.cli.options import job_argument
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import NodeEntry
+    from orc.orchestrator.client import Client
+
+_NOT_RUN = 125
+
+
+@click.command("exec")
+@job_argument
+@click.option("--node", type=click.IntRange(0), help="On this node; the first one unless given.")
+@click.option("--rank", type=click.IntRange(0), help="Where this rank runs, with this rank's environment.")
+@click.option("--all", "everywhere", is_flag=True, help="On all nodes at once; lines say where they come from.")
+@click.argument("program", nargs=-1, required=True, metavar="-- PROGRAM [ARG]...")
+def command(job: str, node: int | None, rank: int | None, everywhere: bool, program: tuple[str, ...]) -> int:
+    """Run PROGRAM beside a running JOB: on its node, in its working copy, with its environment.
+
+    The exit status is the program's; 125 when it could not be run there.
+    """
+    if (node is not None) + (rank is not None) + everywhere > 1:
+        raise click.UsageError("give one of --node, --rank and --all", click.get_current_context())
+    from orc.launchers.hosts.sessions import on_node
+    from orc.orchestrator.cli.session import open_client
+
+    client = open_client()
+    entries = client.entries(client.resolve(job))
+    if everywhere:
+        return _everywhere(entries, program)
+    chosen = pick(client, job, entries, node, rank)
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return become(client, on_node(chosen, program, rank=rank, terminal=terminal))
+
+
+def pick(client: Client, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
+    """The node that is meant. Raises `LaunchError` when the job has no such one."""
+    from orc.launchers.errors import LaunchError
+
+    number = node or 0
+    if rank is not None:
+        resources = client.job(client.resolve(job)).spec["resources"]
+        number = rank // int(resources.get("procs_per_node") or resources.get("gpus_per_node") or 1)
+    if number >= len(entries):
+        what = f"rank {rank}" if rank is not None else f"node {number}"
+        raise LaunchError(f"there is no {what}", where=job, hint=f"the attempt has {len(entries)} nodes")
+    return entries[number]
+
+
+def become(client: Client, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by *argv*. Raises `LaunchError` when that cannot be."""
+    from orc.launchers.errors import LaunchError
+
+    client.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvp(argv[0], list(argv))  # noqa: S606 - on purpose: no shell reads this
+    except OSError as error:
+        raise LaunchError(f"{argv[0]}: {error.strerror}", hint=f"orc needs {argv[0]} to get there") from None
+
+
+def _everywhere(entries: Sequence[NodeEntry], program: Sequence[str]) -> int:
+    """On all nodes; the highest exit status."""
+    import subprocess
+    import threading
+
+    from orc.launchers.hosts.sessions import on_node
+    from orc.orchestrator.cli.ui.tail import writer
+
+    lock, out = threading.Lock(), writer(sys.stdout.buffer)
+    statuses: list[int] = []
+
+    def run(entry: NodeEntry) -> None:
+        argv = on_node(entry, program)
+        prefix = f"[node {entry.node}] ".encode()
+        try:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as error:
+            echo(f"{prefix.decode()}{argv[0]}: {error.strerror}; orc needs it to get there", err=True)
+            statuses.append(_NOT_RUN)
+            return
+        assert process.stdout is not None
+        for line in process.stdout:
+            with lock:
+                out.write(prefix + line.rstrip(b"\n") + b"\n")
+                out.flush()
+        statuses.append(process.wait())
+
+    threads = [threading.Thread(target=run, args=(entry,)) for entry in entries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max((128 - status if status < 0 else status for status in statuses), default=0)

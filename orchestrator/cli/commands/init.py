@@ -1,0 +1,105 @@
+"""`orc init`: copy a starter job, all of it or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+def starters() -> dict[str, Path]:
+    """The starters that ship with orc: name -> folder."""
+    import orc.templates
+
+    root = Path(orc.templates.__file__).parent / "starters"
+    return {path.name: path for path in sorted(root.iterdir()) if (path / "job.yaml").is_file()}
+
+
+def description(folder: Path) -> str:
+    """What a starter is: the comment that opens its job file."""
+    with (folder / "job.yaml").open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def copy(source: Path, target: Path) -> list[str]:
+    """Copy *source* into *target*, which may exist as long as nothing in it is overwritten.
+
+    Returns the relative paths written. Raises `LaunchError`; what was written before the error is removed again.
+    """
+    from orc.launchers.errors import LaunchError
+
+    files = [path.relative_to(source) for path in _files(source)]
+    if target.exists() and not target.is_dir():
+        raise LaunchError("there is a file of that name", where=str(target), hint="choose another directory")
+    if taken := [str(file) for file in files if (target / file).exists()]:
+        raise LaunchError(
+            f"would overwrite {', '.join(taken)}; nothing was written",
+            where=str(target),
+            hint="choose another directory: orc init STARTER DIR",
+        )
+    made: list[Path] = []
+    try:
+        for file in files:
+            for folder in reversed((target / file).parents):
+                if not folder.exists():
+                    folder.mkdir()
+                    made.append(folder)
+            made.append(target / file)
+            with (source / file).open("rb") as origin, (target / file).open("xb") as written:
+                shutil.copyfileobj(origin, written)
+    except OSError as error:
+        for path in reversed(made):
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        raise LaunchError(
+            f"cannot write: {error.strerror}", where=str(error.filename or target), hint="choose another directory"
+        ) from None
+    return [str(file) for file in files]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield path
+
+
+def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(n, help=description(p)) for n, p in starters().items() if n.startswith(incomplete)]
+
+
+@click.command("init")
+@click.argument("starter", required=False, shell_complete=_complete)
+@click.argument("directory", required=False, type=click.Path(path_type=Path))
+@json_option
+def command(starter: str | None, directory: Path | None, as_json: bool) -> None:
+    """Copy STARTER to DIRECTORY (default: a new directory of its name); without arguments, list the starters."""
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui.output import echo_json, table
+
+    known = starters()
+    if starter is None:
+        if as_json:
+            echo_json({"starters": [{"name": n, "description": description(p)} for n, p in known.items()]})
+        else:
+            echo(table(("STARTER", "WHAT IT IS"), [(n, description(p)) for n, p in known.items()]))
+            echo("\norc init STARTER [DIRECTORY] copies one.")
+        return
+    if starter not in known:
+        raise LaunchError(f"no starter {starter!r}", hint=f"there are: {', '.join(known)}")
+    target = directory or Path(starter)
+    files = copy(known[starter], target)
+    if as_json:
+        echo_json({"starter": starter, "directory": str(target.absolute()), "files": files})
+        return
+    echo(f"wrote {', '.join(files)} to {target}")
+    echo(f"next: cd {target} && orc submit job.yaml --follow")

@@ -1,0 +1,93 @@
+"""`orc launch`: a script on this machine, on N processes. Nothing heavy is imported on its way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orc.orchestrator.cli.options import SECONDS, json_option
+
+
+def pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    """``NAME=VALUE`` texts as a mapping. Raises `click.UsageError`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise click.UsageError(f"--env takes NAME=VALUE, not {text!r}", click.get_current_context())
+        found[name] = value
+    return found
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Leave stdout to the JSON result: what the ranks print there goes to stderr."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@click.command("launch", context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--nproc", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
+@click.option("--python", metavar="PATH", help="The interpreter; the one that runs orc by default.")
+@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), help="Precision of forward and backward.")
+@click.option("--gradient-accumulation-steps", type=click.IntRange(1), metavar="N", help="Batches per optimizer step.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU even where an accelerator is present.")
+@click.option("--debug", is_flag=True, help="Check shapes and structure before every collective.")
+@click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of Python, NumPy and torch.")
+@click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="A variable for the script. Repeatable.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Also write one log file per rank there."
+)
+@click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Start again after a failure.")
+@click.option("--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="From SIGTERM to SIGKILL.")
+@json_option
+@click.argument("program", metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
+    """Run SCRIPT on this machine, on N processes.
+
+    Everything after SCRIPT is SCRIPT's own, options included. The exit status is that of the first failing process.
+    """
+    if options["module"] and options["no_python"]:
+        raise click.UsageError("--module and --no-python exclude each other", click.get_current_context())
+    from orc.launchers.foreground.launch import LocalLaunch, launch
+    from orc.runtime.config import to_env
+
+    settings = {
+        "mixed_precision": options["mixed_precision"],
+        "gradient_accumulation_steps": options["gradient_accumulation_steps"],
+        "use_cpu": options["cpu"] or None,
+        "debug_mode": options["debug"] or None,
+        "seed": options["seed"],
+    }
+    interpreter = {"python": options["python"]} if options["python"] else {}
+    request = LocalLaunch(
+        program,
+        nprocs=options["nproc"],
+        module=options["module"],
+        no_python=options["no_python"],
+        env={**to_env(settings), **pairs(options["variables"])},
+        log_dir=options["log_dir"],
+        max_restarts=options["max_restarts"],
+        grace_s=options["grace"],
+        **interpreter,
+    )
+    if not as_json:
+        return launch(request)
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    with _stdout_to_stderr():
+        status = launch(request)
+    echo_json({"exit_status": status})
+    return status

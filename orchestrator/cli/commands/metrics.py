@@ -1,0 +1,193 @@
+"""`orc metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.insight.metrics import Line, Reader
+
+ROWS = 10
+HEIGHT = 8
+INTERVAL_S = 1.0
+# What the table shows beside the step, as far as it was measured.
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "LOSS", lambda v: f"{v:.4g}"),
+    ("grad_norm", "GRAD NORM", lambda v: f"{v:.3g}"),
+    ("samples_per_s", "SAMPLES/S", lambda v: f"{v:.1f}"),
+    ("tokens_per_s", "TOKENS/S", lambda v: f"{v:.0f}"),
+    ("step_s", "STEP", lambda v: f"{v * 1000:.1f} ms"),
+    ("data_wait", "DATA WAIT", lambda v: f"{v:.0%}"),
+    ("mfu", "MFU", lambda v: f"{v:.1%}"),
+)
+
+
+@click.command("metrics")
+@job_argument
+@click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
+@click.option("--name", "wanted", multiple=True, help="Draw this measurement instead of the loss. May be repeated.")
+@click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
+@json_option
+def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
+    """Show what the training of JOB measures: its newest values as a table, its loss as a curve.
+
+    With --json every line of the job's metrics.jsonl is printed, over all attempts and hosts.
+    """
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import reporting
+    from orc.orchestrator.insight.metrics import Reader, course
+
+    client = open_client()
+    job_id = client.resolve(job)
+    reader = Reader(client.workspace, job_id)
+    lines = reader.read()
+    reporting.warn_unreachable({host: e.what for host, e in reader.unreachable.items()}, "its part is missing below")
+    if not following and not lines:
+        raise _nothing(client, job_id)
+    if as_json:
+        _print_json(lines)
+        for new in _growth(client, job_id, reader) if following else ():
+            lines += new
+            _print_json(new)
+        if not lines:
+            raise _nothing(client, job_id)
+        return
+    counted = course(lines)
+    _refuse_unknown(wanted, counted, job_id)
+    printer = _Table()
+    printer.show(counted[-tail:] if tail else [])
+    for new in _growth(client, job_id, reader) if following else ():
+        lines += new
+        printer.show(new)
+    if not lines:
+        raise _nothing(client, job_id)
+    counted = course(lines)
+    for text in _curves(counted, wanted or ("loss",)):
+        echo(text)
+
+
+def _nothing(client: Client, job_id: str) -> Exception:
+    from orc.launchers.errors import LaunchError
+
+    view = client.job(job_id)
+    hint = (
+        "orc.runtime writes a line every metrics_interval_s (10 s) in which steps were taken; `runtime.metrics` is on"
+    )
+    if not view.ended:
+        hint = f"`orc metrics -f {job_id}` waits for them; " + hint
+    return LaunchError(f"the job has measured nothing so far ({view.state})", where=job_id, hint=hint)
+
+
+def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -> None:
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.insight.metrics import names
+
+    known = names(lines)
+    for name in wanted:
+        if lines and name not in known:
+            raise LaunchError(
+                f"nothing called {name!r} was measured", where=job_id, hint=f"there is {', '.join(known)}"
+            )
+
+
+def _growth(client: Client, job_id: str, reader: Reader) -> Iterator[list[Line]]:
+    """What is written from now on, until the job has ended."""
+    import time
+
+    from orc.launchers.errors import BackendUnreachable
+    from orc.orchestrator.cli.ui.follow import Watch
+
+    watch = Watch(client, job_id)
+    while True:
+        ended = watch.look().ended
+        try:
+            if new := reader.read():
+                yield new
+        except BackendUnreachable:
+            if ended:
+                raise  # otherwise `Watch.look` has said so, and it is tried again
+        if ended:
+            return
+        time.sleep(INTERVAL_S)
+
+
+def _print_json(lines: Sequence[Line]) -> None:
+    from orc.orchestrator.cli.ui.output import echo_json_line
+
+    for line in lines:
+        echo_json_line(line)
+
+
+class _Table:
+    """Rows that may come one after the other: the widths are those of the first ones, or of the header."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[str, str, Callable[[float], str]]] = []
+        self._widths: list[int] = []
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Print *lines*, the first time below a header."""
+        from orc.orchestrator.cli.ui import output
+
+        if not lines:
+            return
+        begins = not self._columns
+        if begins:
+            self._columns = [c for c in _COLUMNS if any(isinstance(line.get(c[0]), (int, float)) for line in lines)]
+        rows = [self._cells(line) for line in lines]
+        header = ["AT", "ATTEMPT", "EPOCH", "STEP", *(title for _, title, _ in self._columns)]
+        if begins:
+            self._widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+            echo(output.style(self._line(header), bold=True))
+        for row in rows:
+            echo(self._line(row))
+
+    def _cells(self, line: Line) -> list[str]:
+        from orc.orchestrator.cli.ui import output
+
+        at = line.get("at")
+        cells = [output.clock(at if isinstance(at, (int, float)) else None)]
+        cells += [_plain(line, name) for name in ("attempt", "epoch", "step")]
+        for name, _, show in self._columns:
+            value = line.get(name)
+            cells.append(show(value) if isinstance(value, (int, float)) else "-")
+        return cells
+
+    def _line(self, cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
+
+
+def _plain(line: Mapping[str, Any], name: str) -> str:
+    value = line.get(name)
+    return "-" if value is None else f"{value:.10g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _curves(lines: Sequence[Line], wanted: Sequence[str]) -> list[str]:
+    import shutil
+    import sys
+
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.chart import chart
+    from orc.orchestrator.insight.metrics import series
+
+    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
+    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    found: list[str] = []
+    for name in wanted:
+        points = series(lines, name)
+        if len(points) < 2:
+            continue
+        last = f"{points[-1][1]:.4g} at step {points[-1][0]:.10g}"
+        found += [
+            "",
+            f"{output.style(name, bold=True)}  {last}",
+            *chart(points, width=width, height=HEIGHT, plain=plain),
+        ]
+    return found

@@ -1,0 +1,106 @@
+"""`orc prune`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from orc.launchers.backends.base import Leftover
+    from orc.launchers.errors import LaunchError
+
+_WHY = {
+    "over": "its job is over",
+    "idle": "idle for too long",
+    "kept": "kept after its job",
+    "unknown": "not in this ledger",
+}
+
+
+@click.command("prune")
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This one; all that can be pruned unless given."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
+@click.option("--kept", is_flag=True, help="Delete what was kept on purpose (on_finish: keep, idle) too.")
+@click.option("--unknown", is_flag=True, help="Delete what belongs to no job in this ledger too: is it nobody else's?")
+@json_option
+def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_json: bool) -> int:
+    """Delete what jobs have left in the cloud: TPUs that carry our marker and that no live job needs.
+
+    Everything found is shown. Exit status 1 when something could not be deleted, or a cluster did not answer or has an
+    entry in clusters.yaml that cannot be used; the others are pruned all the same.
+    """
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.engine import sweeping
+
+    ws = open_client().workspace
+    names, silent = ([cluster], {}) if cluster is not None else sweeping.sweepable_clusters(ws)
+    wanted = {*sweeping.OVER, *(["kept"] if kept else []), *(["unknown"] if unknown else [])}
+    rows: list[tuple[str, Leftover, str]] = []
+    failed: dict[str, LaunchError] = {}
+    for name in names:
+        try:
+            found = sweeping.leftovers(ws, name)
+            chosen = [one for one in found if one.why in wanted]
+            errors = {} if dry_run else sweeping.sweep(ws, name, chosen)
+        except LaunchError as error:
+            if cluster is not None:
+                raise
+            silent[name] = error
+            continue
+        failed.update(errors)
+        rows += [(name, one, _done(one, one in chosen, dry_run, errors)) for one in found]
+    if as_json:
+        output.echo_json({"dry_run": dry_run, "leftovers": _to_list(rows, failed), "errors": _texts(silent)})
+    else:
+        echo(_text(rows))
+        for where, problem in {**failed, **silent}.items():
+            echo(f"\n{where}: {problem.what}" + (f"\n  {problem.hint}" if problem.hint else ""), err=True)
+    return int(bool(failed or silent))
+
+
+def _done(one: Leftover, chosen: bool, dry_run: bool, errors: Mapping[str, LaunchError]) -> str:
+    if not chosen:
+        return "left"
+    return "would be deleted" if dry_run else "FAILED" if one.native_id in errors else "deleted"
+
+
+def _to_list(rows: Sequence[tuple[str, Leftover, str]], errors: Mapping[str, LaunchError]) -> list[dict[str, Any]]:
+    found = []
+    for cluster, one, done in rows:
+        error = str(errors[one.native_id]) if one.native_id in errors else None
+        found.append({"cluster": cluster, **asdict(one), "done": done, "error": error})
+    return found
+
+
+def _texts(errors: Mapping[str, LaunchError]) -> dict[str, str]:
+    return {name: str(error) for name, error in errors.items()}
+
+
+def _text(rows: Sequence[tuple[str, Leftover, str]]) -> str:
+    from orc.orchestrator.cli.ui import output
+
+    if not rows:
+        return "nothing is left"
+    lines = [
+        (
+            cluster,
+            one.what,
+            one.state,
+            output.clock(one.created_at) if one.created_at else "-",
+            _WHY[one.why],
+            done,
+        )
+        for cluster, one, done in rows
+    ]
+    return output.table(("CLUSTER", "WHAT", "STATE", "CREATED", "WHY", "DONE"), lines)

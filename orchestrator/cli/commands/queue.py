@@ -1,0 +1,105 @@
+"""`orc queue`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import QueueReport
+    from orc.launchers.errors import LaunchError
+
+
+@click.command("queue")
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This one; all that have a queue unless given."
+)
+@json_option
+def command(cluster: str | None, as_json: bool) -> int:
+    """Show the queues of clusters: partitions, why our jobs wait, and when they are expected to start.
+
+    Exit status 1 when a cluster did not answer; the others are shown.
+    """
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import output
+
+    client = open_client()
+    names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
+    if not names and not errors:
+        raise LaunchError("no cluster has a queue of its own", hint="`orc list --state QUEUED` shows what waits here.")
+    reports: dict[str, QueueReport] = {}
+    for name in names:
+        try:
+            reports[name] = client.queue(name)
+        except LaunchError as error:
+            if cluster is not None:
+                raise
+            errors[name] = error
+    if as_json:
+        output.echo_json({"clusters": _to_list(reports, errors)})
+    else:
+        echo("\n\n".join(_text(name, report, len(names) > 1) for name, report in reports.items()))
+        for silent in errors.values():
+            echo(f"\n{silent}", err=True)
+    return int(bool(errors))
+
+
+def _to_list(reports: Mapping[str, QueueReport], errors: Mapping[str, LaunchError]) -> list[dict[str, Any]]:
+    import dataclasses
+
+    from orc.launchers.ids import AttemptId
+
+    found: list[dict[str, Any]] = []
+    for name, report in reports.items():
+        jobs = [{"job": AttemptId.from_marker(job.marker).job, **dataclasses.asdict(job)} for job in report.jobs]
+        partitions = [dataclasses.asdict(partition) for partition in report.partitions]
+        found.append({"cluster": name, "partitions": partitions, "jobs": jobs})
+    return [*found, *({"cluster": name, "error": str(error)} for name, error in errors.items())]
+
+
+def _text(name: str, report: QueueReport, titled: bool) -> str:
+    from orc.launchers.ids import AttemptId
+    from orc.orchestrator.cli.ui import output
+
+    partitions = [
+        (
+            f"{p.name}{'*' if p.default else ''}",
+            p.state,
+            f"{p.idle_nodes}/{p.nodes}",
+            f"{p.idle_cpus}/{p.cpus}",
+            output.duration(p.limit_s) if p.limit_s is not None else "none",
+            ", ".join(p.resources) or "-",
+        )
+        for p in report.partitions
+    ]
+    parts = [output.table(("PARTITION", "STATE", "IDLE NODES", "IDLE CORES", "TIME LIMIT", "GRES"), partitions)]
+    jobs = [
+        (
+            AttemptId.from_marker(job.marker).job,
+            job.native_id,
+            job.state,
+            job.partition,
+            str(job.nodes),
+            _start(job.starts_at),
+            job.reason or "-",
+        )
+        for job in report.jobs
+    ]
+    header = ("JOB", "NUMBER THERE", "STATE", "PARTITION", "NODES", "STARTS", "REASON")
+    parts.append(output.table(header, jobs) if jobs else "none of our jobs is there")
+    return "\n\n".join([*([f"{name}:"] if titled else []), *parts])
+
+
+def _start(at: float | None) -> str:
+    from orc.orchestrator.cli.ui import output
+
+    if at is None:
+        return "unknown"
+    return output.clock(at) if at <= time.time() else f"{output.clock(at)} (in {output.duration(at - time.time())})"

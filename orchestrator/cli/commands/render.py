@@ -1,0 +1,149 @@
+"""`orc render`: the plan of a job, exactly as a submission would send it, without network and without ledger."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Finding
+    from orc.launchers.plan import Plan
+    from orc.launchers.spec import LoadedJob
+
+
+def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
+    """The plan of a job that is not submitted (its id ends in 000000), and what there is to say about its snapshot."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.ids import AttemptId, placeholder_job_id
+    from orc.launchers.paths import state_dir
+    from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.scan import runtime_bundle, scan
+    from orc.launchers.spec.clusters import get_cluster
+    from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree
+
+    spec = loaded.spec
+    cluster = get_cluster(spec.cluster)
+    backend = open_backend(cluster)
+    state = state_dir(create=False)
+    # The hashes that submissions have left; a place without any is left as it is.
+    cache = ContentStore(state / "store").scan_cache if state.is_dir() else None
+    code = scan(loaded.workdir, code_exclude(loaded, cluster), cache=cache, skip=(state,))
+    check_script(spec, code.bundle)
+    runtime = runtime_bundle(cache=cache)
+    attempt = AttemptId(placeholder_job_id(spec.name), 1)
+    brought = environment_tree(loaded, cluster, cache)
+    snapshot = Snapshot(code.bundle, runtime.bundle, brought.bundle if brought else None)
+    return backend.render(spec, snapshot, attempt), list(code.findings)
+
+
+def text(plan: Plan) -> str:
+    """The plan for people: every file and command as it would be sent."""
+    lines = [
+        f"# plan {plan.marker} for cluster {plan.cluster} ({plan.backend})",
+        f"# digest {plan.digest}",
+        *(f"# {name} tree {digest}" for name, digest in sorted(plan.trees.items())),
+    ]
+    if plan.secrets:
+        lines.append(f"# secrets, by name only: {', '.join(plan.secrets)}")
+    lines += ["", "# environment of the ranks"]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(plan.env.items())]
+    for number, file in enumerate(plan.files, 1):
+        lines += ["", f"# file {number} of {len(plan.files)}: {file.path} (mode {file.mode:04o})"]
+        lines.append(file.content.removesuffix("\n"))
+        if not file.content.endswith("\n"):
+            lines.append("# (no newline at the end of this file)")
+    for number, step in enumerate(plan.commands, 1):
+        purpose = f": {step.purpose}" if step.purpose else ""
+        lines += ["", f"# command {number} of {len(plan.commands)}{purpose}"]
+        lines.append(f"cd {shlex.quote(step.cwd)} && {step}" if step.cwd else str(step))
+    return "\n".join(lines)
+
+
+def write(plan: Plan, folder: Path) -> list[Path]:
+    """Write the plan into *folder*, which must not exist or be empty: ``plan.json``, ``commands.sh``, ``files/...``.
+
+    Raises `LaunchError`; the folder appears complete or not at all.
+    """
+    import json
+    import shutil
+    import tempfile
+
+    from orc.launchers.errors import LaunchError
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise LaunchError("is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR")
+    document = plan.to_dict() | {"digest": plan.digest}
+    contents = {Path("plan.json"): (json.dumps(document, indent=2, ensure_ascii=False) + "\n", 0o644)}
+    steps = [f"cd {shlex.quote(c.cwd)} && {c}" if c.cwd else str(c) for c in plan.commands]
+    contents[Path("commands.sh")] = ("\n".join(["#!/bin/sh", "set -e", *steps, ""]), 0o755)
+    for file in plan.files:
+        contents[Path("files") / file.path.lstrip("/")] = (file.content, file.mode)
+    staging: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        for path, (content, mode) in contents.items():
+            (staging / path).parent.mkdir(parents=True, exist_ok=True)
+            (staging / path).write_text(content, encoding="utf-8", newline="")
+            (staging / path).chmod(mode)
+        staging.chmod(0o755 & ~_umask())
+        staging.replace(folder)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the plan: {error.strerror}", where=str(folder), hint="choose a new --output DIR"
+        ) from None
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+    return [folder / path for path in contents]
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+@click.command("render")
+@job_file_argument
+@cluster_option
+@set_option
+@click.option("--format", "form", type=click.Choice(["text", "json", "dir"]), default="text", show_default=True)
+@click.option(
+    "--output", "-o", metavar="DIR", type=click.Path(path_type=Path), help="Where --format dir writes; a new directory."
+)
+@json_option
+def command(
+    job_file: str, cluster: str | None, overrides: tuple[str, ...], form: str, output: Path | None, as_json: bool
+) -> None:
+    """Print exactly what `orc submit JOB.yaml` would send. Touches no network and changes nothing."""
+    if output is not None and form != "dir":
+        raise click.UsageError("--output needs --format dir", click.get_current_context())
+    if form == "dir" and output is None:
+        raise click.UsageError("--format dir needs --output DIR", click.get_current_context())
+    from orc.launchers.spec import load_job
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    plan, findings = plan_of(load_job(job_file, overrides, cluster=cluster))
+    for finding in findings:
+        from orc.orchestrator.cli.ui.reporting import warn
+
+        warn(finding)
+    if form == "dir" and output is not None:
+        written = write(plan, output)
+        if as_json:
+            echo_json({"directory": str(output.absolute()), "files": [str(p.absolute()) for p in written]})
+        else:
+            echo("\n".join(str(path) for path in written))
+    elif as_json or form == "json":
+        echo_json(plan.to_dict() | {"digest": plan.digest})
+    else:
+        echo(text(plan))

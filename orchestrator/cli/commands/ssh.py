@@ -1,0 +1,27 @@
+"""`orc ssh`."""
+
+from __future__ import annotations
+
+import click
+
+from orc.orchestrator.cli.options import job_argument
+
+
+@click.command("ssh")
+@job_argument
+@click.option("--node", type=click.IntRange(0), help="To this node; the first one unless given.")
+@click.option("--rank", type=click.IntRange(0), help="To where this rank runs, with this rank's environment.")
+def command(job: str, node: int | None, rank: int | None) -> None:
+    """Open a shell on a node of a running JOB: in its working copy, with its environment.
+
+    Hosts of an SSH cluster are entered with the real `ssh`, Slurm nodes with `srun --pty`, this machine directly.
+    """
+    if node is not None and rank is not None:
+        raise click.UsageError("give one of --node and --rank", click.get_current_context())
+    from orc.launchers.hosts.sessions import on_node
+    from orc.orchestrator.cli.commands.exec import become, pick
+    from orc.orchestrator.cli.session import open_client
+
+    client = open_client()
+    chosen = pick(client, job, client.entries(client.resolve(job)), node, rank)
+    become(client, on_node(chosen, (), rank=rank, terminal=True))

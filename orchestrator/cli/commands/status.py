@@ -1,0 +1,67 @@
+"""`orc status`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import json_option, optional_jobs_argument
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.views import JobView
+
+
+def unended(client: Client) -> list[str]:
+    """Ids of the jobs that have not ended, newest first."""
+    states = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING")
+    return [row.id for row in client.jobs(states=states, limit=1000)]
+
+
+@click.command("status")
+@optional_jobs_argument
+@click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
+@json_option
+def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
+    """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import jobtext, output, reporting
+
+    client = open_client()
+    ids = [client.resolve(job) for job in jobs] or unended(client)
+    if refresh and ids:
+        report = client.refresh(ids)
+        # What the ledger knows is still worth showing; that it may be old must be said.
+        reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
+    views = [client.job(job_id) for job_id in ids]
+    if as_json:
+        output.echo_json({"jobs": [view.to_dict() for view in views]})
+    elif not views:
+        echo("no job is under way; `orc list` shows the ended ones", err=True)
+    else:
+        echo("\n\n".join(jobtext.details(view, checkpoint_dir(view)) for view in views))
+
+
+def checkpoint_dir(view: JobView) -> str | None:
+    """Where the job's checkpoints are: on its cluster, or in an object store."""
+    from orc.launchers.layout import Layout
+    from orc.launchers.paths import state_dir
+    from orc.launchers.spec.clusters import read_clusters, root_of
+
+    given = view.spec["checkpoint"]["dir"]
+    if given and "://" in given:
+        return str(given)
+    cluster = read_clusters()[0].get(view.cluster)
+    if cluster is None:
+        return None
+    if cluster.kind == "sagemaker":
+        from orc.launchers.backends.sagemaker.rendering import checkpoints_of
+        from orc.launchers.spec import JobSpec
+
+        return checkpoints_of(JobSpec.model_validate(view.spec), view.id, cluster, state_dir())
+    layout = Layout.at(root_of(cluster))
+    where = layout.job(view.id) / given if given else layout.checkpoints(view.id)
+    own = cluster.kind == "ssh" and not str(given or "").startswith("/")
+    return f"{where}{' on each host' if own else ''}"

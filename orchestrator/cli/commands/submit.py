@@ -1,0 +1,162 @@
+"""`orc submit`, and what `orc resubmit` shares with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.cli.ui.tail import Selection
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.views import JobView
+
+Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
+
+
+def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--follow``, ``--rank``, ``--all-ranks``."""
+    for option in (
+        click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
+        click.option(
+            "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
+        ),
+        click.option("--follow", "-f", "following", is_flag=True, help="Show the job's output until it has ended."),
+    ):
+        function = option(function)
+    return function
+
+
+reconciler_option = click.option(
+    "--reconciler/--no-reconciler",
+    default=True,
+    help="Leave a process behind that goes on with the job (retries, queued jobs) until it has ended (the default).",
+)
+
+
+@click.command("submit")
+@job_file_argument
+@cluster_option
+@set_option
+@click.option(
+    "--local-contract",
+    is_flag=True,
+    help="On a cluster of kind sagemaker: run it here, in containers like SageMaker's; AWS is not asked.",
+)
+@follow_options
+@reconciler_option
+@json_option
+def command(
+    job_file: str,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    local_contract: bool,
+    following: bool,
+    ranks: tuple[int, ...],
+    all_ranks: bool,
+    reconciler: bool,
+    as_json: bool,
+) -> int:
+    """Send the job in JOB.yaml to its cluster and print its id; it runs on when this command ends.
+
+    With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
+    """
+    from orc.launchers.spec import load_job
+    from orc.orchestrator.cli.session import open_client
+
+    if local_contract:
+        overrides = (*overrides, "resources.options.sagemaker.local=contract")
+    loaded = load_job(job_file, overrides, cluster=cluster)
+    if local_contract:
+        _check_contract(loaded.spec.cluster)
+    client = open_client(reconciler=reconciler)
+    return run(
+        client,
+        lambda on_progress: client.submit(loaded, on_progress=on_progress),
+        following=following,
+        ranks=ranks,
+        all_ranks=all_ranks,
+        as_json=as_json,
+    )
+
+
+def _check_contract(name: str) -> None:
+    """Only SageMaker has this contract. Raises `SpecError`."""
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.clusters import get_cluster
+
+    cluster = get_cluster(name)
+    if cluster.kind != "sagemaker":
+        raise SpecError(
+            f"--local-contract shows how a job runs on SageMaker, and the cluster {name} is of kind {cluster.kind}",
+            hint="Choose one of kind sagemaker with --cluster, or leave --local-contract out.",
+        )
+
+
+def run(
+    client: Client, submit: Submit, *, following: bool, ranks: tuple[int, ...], all_ranks: bool, as_json: bool
+) -> int:
+    """Submit, say what happened, follow if asked to; the exit status."""
+    from orc.launchers.backends.base import Finding
+    from orc.orchestrator.cli.exit_codes import of_states
+    from orc.orchestrator.cli.ui.display import describe, display
+    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.cli.ui.reporting import warn
+
+    if (ranks or all_ranks) and not following:
+        raise click.UsageError("--rank and --all-ranks need --follow", click.get_current_context())
+    with display(silent=as_json or not sys.stderr.isatty()) as shown:
+
+        def on_progress(event: str, values: Mapping[str, Any]) -> None:
+            if event == "finding":
+                if values["level"] == "info":
+                    return
+                with shown.aside():
+                    warn(Finding(values["level"], values["what"], values["where"], values["hint"]))
+            else:
+                shown.show(*describe(event, values))
+
+        view = submit(on_progress)
+    if following:
+        from orc.orchestrator.cli.ui.tail import Selection
+
+        selection = Selection() if all_ranks else Selection(ranks or (0,), asked=bool(ranks))
+        view = _follow(client, view, selection, as_json)
+        if as_json:
+            echo_json(view.to_dict())
+        return int(of_states([view.state]))
+    if as_json:
+        echo_json(view.to_dict())
+    else:
+        echo(view.id)
+        waits = f", {view.reason}" if view.state in ("QUEUED", "PREPARED") and view.reason else ""
+        echo(f"{view.state} on {view.cluster}{waits}", err=True)
+        echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
+    return int(of_states([view.state]))
+
+
+def _follow(client: Client, view: JobView, selection: Selection, as_json: bool) -> JobView:
+    """The job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
+    from orc.orchestrator.cli.ui.display import display
+    from orc.orchestrator.cli.ui.follow import conclusion, follow
+    from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink
+
+    stream = sys.stderr.buffer if as_json else sys.stdout.buffer
+    sink = PlainSink(stream) if selection.single(view.spec) else PrefixSink(stream)
+    echo(f"submitted {view.id} to {view.cluster}", err=True)
+    try:
+        with display(silent=as_json) as shown:
+            view = follow(client, view.id, Cursor(client, view.id, sink, around=shown.aside), selection, shown)
+    except KeyboardInterrupt:
+        echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
+        raise
+    finally:
+        sink.finish()
+    if not as_json:
+        echo(conclusion(view), err=True)
+    return view

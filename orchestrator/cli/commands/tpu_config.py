@@ -1,0 +1,260 @@
+"""`orc tpu-config`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import SECONDS, complete_clusters, json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.everywhere import Ending, Script
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
+
+PACKAGE = "orc-launch"
+# The keys of a configuration file of Accelerate that are about this; all others are about launching.
+_TEXTS = ("tpu_name", "tpu_zone", "command_file")
+
+
+def _hyphens(option: str) -> str:
+    return option.replace("_", "-")  # the documented spelling, --tpu_name, works too
+
+
+@click.command("tpu-config", context_settings={"token_normalize_func": _hyphens})
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Of kind tpu; the only such unless given."
+)
+@click.option("--tpu-name", metavar="NAME", help="The TPU; `name` of the cluster unless given.")
+@click.option("--tpu-zone", metavar="ZONE", help="Its zone; those of the cluster unless given.")
+@click.option("--command", "commands", multiple=True, metavar="TEXT", help="A command to run. May be repeated.")
+@click.option("--command-file", metavar="FILE", type=click.Path(), help="A file of commands to run.")
+@click.option(
+    "--config-file", metavar="FILE", type=click.Path(),
+    help="Accelerate's configuration: tpu_name, tpu_zone, commands, command_file, tpu_use_sudo, tpu_env.",
+)  # fmt: skip
+@click.option(
+    "--install-orc", "--install-accelerate", "install", is_flag=True, help=f"Install {PACKAGE} first, with pip."
+)
+@click.option(
+    "--orc-version", "--accelerate-version", "version", metavar="VERSION", default="latest",
+    help="Which one: latest (default), a version, or dev for pre-releases too.",
+)  # fmt: skip
+@click.option("--use-sudo", is_flag=True, help="As root.")
+@click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Set on the workers. May be repeated.")
+@click.option("--worker", "workers", multiple=True, type=click.IntRange(0), help="On this worker alone. Repeatable.")
+@click.option("--timeout", type=SECONDS, default=3600.0, help="Give up a worker that is silent so long (3600 s).")
+@click.option("--debug", is_flag=True, help="Print what would be run; touch nothing.")
+@json_option
+def command(
+    cluster: str | None,
+    tpu_name: str | None,
+    tpu_zone: str | None,
+    commands: tuple[str, ...],
+    command_file: str | None,
+    config_file: str | None,
+    install: bool,
+    version: str,
+    use_sudo: bool,
+    variables: tuple[str, ...],
+    workers: tuple[int, ...],
+    timeout: float,
+    debug: bool,
+    as_json: bool,
+) -> int:
+    """Run commands on all workers of a TPU that exists, to set it up.
+
+    Commands of a file come first, then those of --command; each worker stops at the first that fails. Lines come with
+    the worker's name in front. The exit status is the highest of all workers; 5 stands for one that did not answer.
+    """
+    from orc.launchers.remote.everywhere import Script, run_everywhere, worst
+    from orc.orchestrator.cli.ui import output
+
+    config = _config(config_file) if config_file else {}
+    zone, name = tpu_zone or config.get("tpu_zone"), tpu_name or config.get("tpu_name")
+    # What would be run, and where, can be told without a cluster when both are given.
+    chosen = _cluster(cluster, zone, needed=not (debug and zone and name))
+    name = name or (chosen.options.get("name") if chosen else None)
+    if not name:
+        raise click.UsageError("which TPU? Give --tpu-name, or `name` in the options of the cluster")
+    given = commands or tuple(config.get("commands", ()))
+    file = command_file or (None if commands else config.get("command_file"))
+    python = (chosen.python if chosen else None) or "python3"
+    lines = [
+        *([_install(python, version)] if install else []),
+        *(_commands_of(Path(file)) if file else []),
+        *given,
+    ]
+    if not lines:
+        raise click.UsageError("nothing to run: give --command, --command-file or --install-orc")
+    env = {**config.get("tpu_env", {}), **_pairs(variables)}
+    script = Script(tuple(lines), env, use_sudo or bool(config.get("tpu_use_sudo")))
+    if debug:
+        _print_plan(chosen, zone, str(name), workers, script, as_json)
+        return 0
+    assert chosen is not None
+    said: dict[str, list[str]] = {}
+
+    def show(worker: str, line: str) -> None:
+        if as_json:
+            said.setdefault(worker, []).append(line)
+        else:
+            echo(f"{worker}: {line}")
+
+    transports = _transports(chosen, str(name), workers)
+    try:
+        endings = run_everywhere(transports, script, show, silence_s=timeout)
+    finally:
+        for transport in transports.values():
+            transport.close()
+    if as_json:
+        found = [
+            {"worker": worker, "status": end.status, "problem": end.problem, "output": said.get(worker, [])}
+            for worker, end in endings.items()
+        ]
+        output.echo_json({"cluster": chosen.name, "tpu": name, "workers": found})
+    else:
+        _report(endings)
+    return worst(endings)
+
+
+def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> dict[str, Transport]:
+    from orc.launchers.backends.tpu.workers import worker_transports
+
+    return worker_transports(cluster, name, only=workers or None)
+
+
+def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | None:
+    """The cluster of kind tpu that is meant, which looks in *zone* alone if that is given.
+
+    `None` where none is written down and none is *needed*.
+    """
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.clusters import get_cluster, load_clusters
+
+    if name is not None:
+        cluster = get_cluster(name)
+        if cluster.kind != "tpu":
+            raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
+    else:
+        found = [one for one in load_clusters().values() if one.kind == "tpu"]
+        if not found and not needed:
+            return None
+        if not found:
+            raise SpecError("there is no cluster of kind tpu", hint="Write one into clusters.yaml (project and zones).")
+        if len(found) > 1:
+            raise SpecError(
+                f"several clusters are of kind tpu: {', '.join(one.name for one in found)}", hint="Give --cluster."
+            )
+        cluster = found[0]
+    return cluster if zone is None else cluster.model_copy(update={"options": {**cluster.options, "zones": [zone]}})
+
+
+def _config(file: str) -> dict[str, Any]:
+    """What a configuration file of Accelerate says about setting up a TPU."""
+    import yaml
+
+    from orc.launchers.errors import SpecError
+
+    try:
+        data = yaml.safe_load(_read(Path(file)))
+    except yaml.YAMLError as error:
+        raise SpecError(f"it is no YAML: {' '.join(str(error).split())}", where=file) from None
+    if not isinstance(data, Mapping):
+        raise SpecError("expected a mapping with keys like tpu_name", where=file)
+    found: dict[str, Any] = {}
+    for key in _TEXTS:
+        if data.get(key) is not None:
+            if not isinstance(data[key], str):
+                raise SpecError(f"{key}: expected text", where=file)
+            found[key] = data[key]
+    commands = data.get("commands") or []
+    if not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
+        raise SpecError("commands: expected a list of texts", where=file)
+    sudo = data.get("tpu_use_sudo") or False
+    if not isinstance(sudo, bool):
+        raise SpecError("tpu_use_sudo: expected true or false", where=file)
+    variables = data.get("tpu_env") or []
+    if not isinstance(variables, list) or not all(isinstance(one, str) for one in variables):
+        raise SpecError("tpu_env: expected a list of NAME=VALUE", where=file)
+    return {**found, "commands": commands, "tpu_use_sudo": sudo, "tpu_env": _pairs(tuple(variables))}
+
+
+def _commands_of(file: Path) -> list[str]:
+    text = _read(file)
+    if not text.strip():
+        from orc.launchers.errors import SpecError
+
+        raise SpecError("the file holds no commands", where=str(file))
+    return [text.rstrip("\n")]  # as it is: a command may go over several lines
+
+
+def _read(file: Path) -> str:
+    from orc.launchers.errors import SpecError
+
+    try:
+        return file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SpecError(f"cannot be read: {why}", where=str(file)) from None
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise click.UsageError(f"{text!r} sets no variable; write NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _install(python: str, version: str) -> str:
+    if version == "latest":
+        wanted = ["--upgrade", PACKAGE]
+    elif version == "dev":
+        wanted = ["--upgrade", "--pre", PACKAGE]
+    elif re.fullmatch(r"[0-9][A-Za-z0-9.!+_-]*", version, re.ASCII):
+        wanted = [f"{PACKAGE}=={version}"]
+    else:
+        raise click.UsageError(f"{version!r} is no version; give latest, dev or one like 1.2.3")
+    return shlex.join([python, "-m", "pip", "install", *wanted])
+
+
+def _print_plan(
+    cluster: Cluster | None, zone: str | None, name: str, workers: tuple[int, ...], script: Script, as_json: bool
+) -> None:
+    from orc.orchestrator.cli.ui import output
+
+    found = cluster.options.get("zones", []) if cluster else zone
+    zones = [str(found)] if isinstance(found, str) else [str(one) for one in found or ()]
+    argv = list(script.argv())
+    if as_json:
+        output.echo_json(
+            {
+                "cluster": cluster.name if cluster else None,
+                "tpu": name,
+                "zones": zones,
+                "workers": list(workers) or "all",
+                "argv": argv,
+            }
+        )
+        return
+    which = f"worker {', '.join(map(str, workers))}" if workers else "all workers"
+    whose = f" (cluster {cluster.name})" if cluster else ""
+    echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
+    echo(shlex.join(argv))
+
+
+def _report(endings: Mapping[str, Ending]) -> None:
+    bad = {name: end for name, end in endings.items() if end.status}
+    for name, end in bad.items():
+        echo(f"{name}: {end.problem or f'ended with status {end.status}'}", err=True)
+    if bad:
+        echo(f"failed on {len(bad)} of {len(endings)} workers", err=True)

@@ -1,0 +1,119 @@
+"""What goes on while the user waits: a live line on a terminal, one plain line per step elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from orc.orchestrator.cli.ui.output import echo, rendered
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+
+class Display:
+    """Plain lines: a step is printed once, when it begins; its details are not."""
+
+    def __init__(self) -> None:
+        self._step = ""
+
+    def show(self, step: str, detail: str = "") -> None:
+        """Now *step* goes on, as far as *detail* says."""
+        if step != self._step:
+            self._step = step
+            echo(step, err=True)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Room for other output."""
+        yield
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        with self.aside():
+            echo(text, err=True)
+
+    def close(self) -> None:
+        """Nothing goes on any more."""
+
+
+class TerminalDisplay(Display):
+    """One line with a spinner, rewritten in place and gone at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+
+    def show(self, step: str, detail: str = "") -> None:
+        """Now *step* goes on, as far as *detail* says."""
+        from rich.text import Text
+
+        text = Text.from_ansi(rendered(f"{step}  {detail}".rstrip()))
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the line away while something else is written, so that the two do not mix."""
+        if self._status is None:
+            yield
+            return
+        self._status.stop()
+        yield
+        self._status.start()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+class SilentDisplay(Display):
+    """Nothing at all, for ``--json``."""
+
+    def show(self, step: str, detail: str = "") -> None:
+        """Says nothing."""
+
+    def note(self, text: str) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def display(*, silent: bool = False) -> Iterator[Display]:
+    """The display that suits stderr, closed at the end."""
+    shown = SilentDisplay() if silent else TerminalDisplay() if sys.stderr.isatty() else Display()
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+_STEPS = {
+    "scan": "scanned",
+    "environment": "packing the environment",
+    "snapshot": "taking a snapshot",
+    "stage": "uploading",
+    "submit": "submitting",
+}
+
+
+def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
+    """A step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
+    from orc.orchestrator.cli.ui.output import size
+
+    step = _STEPS.get(event, event)
+    if "done" in values and values.get("bytes"):
+        done, total = float(values["done"]), float(values["bytes"])
+        return step, f"{size(done)} of {size(total)} ({100 * done / total:.0f}%)"
+    if "files" in values:
+        return step, f"{values['files']} files, {size(values['bytes'])}"
+    return step, ""

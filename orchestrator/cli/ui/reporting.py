@@ -1,0 +1,128 @@
+"""Errors as users see them: what, where, what to do; on stderr as text, or on stdout as JSON with ``--json``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.cli.exit_codes import ExitCode, of_error
+from orc.orchestrator.cli.ui.output import echo, echo_json, style
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orc.launchers.backends.base import Finding
+
+
+def report(error: BaseException, arguments: Sequence[str]) -> int:
+    """Print *error* the way the command line asks for and return the exit status."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        echo(error.format_message(), err=True)
+        return int(ExitCode.USAGE)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        code, fields = ExitCode.INTERRUPTED, {"what": "interrupted", "where": "", "do": ""}
+    elif isinstance(error, click.ClickException):
+        code, fields = ExitCode.USAGE, _usage(error)
+    elif isinstance(error, LaunchError):
+        code, fields = of_error(error), {"what": error.what, "where": error.where, "do": error.hint}
+    else:
+        code, fields = ExitCode.INTERNAL, _internal(error, arguments)
+    if wants_json(arguments):
+        echo_json({"error": {"kind": type(error).__name__, **fields, "exit_code": int(code)}})
+    else:
+        echo(block(fields), err=True)
+    return int(code)
+
+
+def block(fields: dict[str, Any], label: str = "error") -> str:
+    """The text form: ``error: WHAT``, then ``where:`` and ``do:`` when there is something to say."""
+    colour = {"error": "red", "warning": "yellow"}.get(label)
+    lines = [f"{style(label + ':', err=True, fg=colour, bold=True)} {_indent(fields['what'], 7)}"]
+    for key in ("where", "do"):
+        if fields.get(key):
+            lines.append(f"  {key + ':':<7}{_indent(fields[key], 9)}")
+    return "\n".join(lines)
+
+
+def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
+    """Clusters that could not be asked: cluster -> why."""
+    for cluster, why in unreachable.items():
+        echo(block({"what": why, "where": f"cluster {cluster}", "do": do}, "warning"), err=True)
+
+
+def warn(finding: Finding) -> None:
+    """One preflight or snapshot finding on stderr, as a block like an error's."""
+    echo(block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level), err=True)
+
+
+def _indent(text: str, width: int) -> str:
+    return text.rstrip().replace("\n", "\n" + " " * width)
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Whether ``--json`` is among orc's own arguments; what follows ``--`` or launch's script is the script's."""
+    own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    if own[:1] == ["launch"]:
+        own = own[: _script_position(own)]
+    if "--json" in own:
+        return True
+    return any(a == "--format=json" or own[i : i + 2] == ["--format", "json"] for i, a in enumerate(own))
+
+
+def _script_position(words: Sequence[str]) -> int:
+    """Where launch's script stands among *words*; parsing may have failed before it got there."""
+    from orc.orchestrator.cli.commands.launch import command
+
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.is_flag]
+    with_value = {name for option in options for name in option.opts}
+    position = 1
+    while position < len(words) and words[position].startswith("-"):
+        position += 2 if words[position] in with_value else 1
+    return position
+
+
+def _usage(error: click.ClickException) -> dict[str, str]:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else ""
+    return {
+        "what": error.format_message().rstrip("."),
+        "where": where,
+        "do": f"see `{where} --help`" if where else "",
+    }
+
+
+def _internal(error: BaseException, arguments: Sequence[str]) -> dict[str, str]:
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    summary = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
+    if os.environ.get("ORC_DEBUG"):
+        echo(text, err=True)
+        return {"what": summary, "where": "", "do": "this is a bug in orc; please report it with the traceback above"}
+    path = _write_crash(text, arguments)
+    if path is None:
+        return {"what": summary, "where": "", "do": "run it again with ORC_DEBUG=1 to see the traceback"}
+    return {"what": summary, "where": str(path), "do": "this is a bug in orc; please report it with that traceback"}
+
+
+def _write_crash(text: str, arguments: Sequence[str]) -> Path | None:
+    """Keep the traceback in the state directory, private to the user; `None` when that cannot be written either."""
+    import time
+
+    try:
+        from orc.launchers.paths import state_dir
+
+        folder = state_dir() / "crashes"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+        path.touch(mode=0o600)
+        # Arguments may hold `--set env.TOKEN=...`: only the command's name is kept.
+        path.write_text(f"orc {' '.join(arguments[:1])}\npython {sys.version}\n\n{text}", encoding="utf-8")
+    except Exception:  # noqa: BLE001  a report about a report would hide the first error
+        return None
+    return path

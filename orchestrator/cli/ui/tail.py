@@ -1,0 +1,234 @@
+"""Copying logs: which of them, in which form, and from where on.
+
+The bytes of a single log are copied as they are, except to a terminal, which would act on some of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from orc.launchers.backends.base import LogChunk, LogSelector
+from orc.launchers.control_characters import escape_controls
+from orc.orchestrator.cli.ui.output import echo_json_line
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+
+
+class Sink(Protocol):
+    """Where pieces of logs go."""
+
+    def write(self, attempt: int, chunk: LogChunk) -> None:
+        """One piece; pieces of one log come in order."""
+        ...
+
+    def flush(self) -> None:
+        """Show what was written."""
+        ...
+
+    def finish(self) -> None:
+        """Show everything: nothing comes any more."""
+        ...
+
+
+class Writer(Protocol):
+    """What sinks need of a stream."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take *data*."""
+        ...
+
+    def flush(self) -> None:
+        """Show what was written."""
+        ...
+
+
+class TerminalWriter:
+    """Bytes of a log with their control characters escaped; a carriage return stays, progress bars live on it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, data: bytes, /) -> None:
+        """Write *data* escaped; a character that is cut at its end comes with the next call."""
+        self._stream.write(escape_controls(self._decoder.decode(data), keep="\r").encode())
+
+    def flush(self) -> None:
+        """Show what was written."""
+        self._stream.flush()
+
+
+def writer(stream: BinaryIO, *, raw: bool = False) -> Writer:
+    """Return the writer of logs to *stream*: escaped where it is a terminal, unless *raw*; byte for byte elsewhere."""
+    return TerminalWriter(stream) if stream.isatty() and not raw else stream
+
+
+class PlainSink:
+    """One log without anything added."""
+
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
+        stream = stream or sys.stdout.buffer
+        self._stream = writer(stream, raw=raw)
+        # A pipe that takes a whole chunk spares a change of process per 64 KiB; anything else refuses, which is fine.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
+
+    def write(self, attempt: int, chunk: LogChunk) -> None:
+        """Copy the bytes."""
+        self._stream.write(chunk.data)
+
+    def flush(self) -> None:
+        """Show what was written."""
+        self._stream.flush()
+
+    finish = flush
+
+
+class PrefixSink:
+    """Whole lines of several logs, each with its origin: ``[rank 1] ...``."""
+
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
+        self._stream = writer(stream or sys.stdout.buffer, raw=raw)
+        self._rest: dict[tuple[int, LogSelector], bytes] = {}
+
+    def write(self, attempt: int, chunk: LogChunk) -> None:
+        """Copy the whole lines, keep the rest until it is complete."""
+        key = (attempt, chunk.selector)
+        head, newline, rest = chunk.data.rpartition(b"\n")
+        lines = self._rest.pop(key, b"") + head if newline else b""
+        if newline:
+            prefix = label(chunk.selector).encode()
+            self._stream.write(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
+        else:
+            rest = self._rest.pop(key, b"") + rest
+        if rest:
+            self._rest[key] = rest
+
+    def flush(self) -> None:
+        """Show the whole lines that were written."""
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Show unfinished lines, too."""
+        for (_, selector), rest in self._rest.items():
+            self._stream.write(label(selector).encode() + rest + b"\n")
+        self._rest.clear()
+        self._stream.flush()
+
+
+class JsonSink:
+    """One JSON object per piece and line of output."""
+
+    def write(self, attempt: int, chunk: LogChunk) -> None:
+        """``{"attempt", "rank", "node", "offset", "end", "text"}``; bytes that are not UTF-8 become U+FFFD."""
+        value = {
+            "attempt": attempt,
+            "rank": chunk.selector.rank,
+            "node": chunk.selector.node,
+            "offset": chunk.offset,
+            "end": chunk.end,
+            "text": chunk.data.decode("utf-8", "replace"),
+        }
+        echo_json_line(value)
+
+    def flush(self) -> None:
+        """Show what was written."""
+        sys.stdout.flush()
+
+    finish = flush
+
+
+def label(selector: LogSelector) -> str:
+    """``[rank 1] ``, ``[node 0] `` or ``[launcher] ``."""
+    if selector.launcher:
+        return "[launcher] "
+    return f"[rank {selector.rank}] " if selector.rank is not None else f"[node {selector.node}] "
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which logs to show: those asked for, else all ranks. Pure."""
+
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    asked: bool = True  # False when nobody asked for these ranks in particular
+    launcher: bool = False
+
+    def of(self, existing: Sequence[LogSelector], *, final: bool) -> list[LogSelector]:
+        """The chosen ones of the *existing* logs.
+
+        With *final* nothing will be added: where no rank has started, the nodes' logs and the launcher's say why and
+        stand in.
+        """
+        everything = not (self.ranks or self.nodes or self.launcher)
+        ranks = [s for s in existing if s.rank is not None and (everything or s.rank in self.ranks)]
+        others = [s for s in existing if s.node in self.nodes or (s.launcher and self.launcher)]
+        instead = final and (everything or not self.asked)
+        return ranks + others or ([s for s in existing if s.rank is None] if instead else [])
+
+    def single(self, spec: Mapping[str, Any]) -> bool:
+        """Whether it comes down to one log for a job of this specification."""
+        if self.ranks or self.nodes or self.launcher:
+            return len(set(self.ranks)) + len(set(self.nodes)) + self.launcher == 1
+        resources = spec.get("resources", {})
+        nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
+        return nodes * int(resources.get("procs_per_node") or resources.get("gpus_per_node") or 1) == 1
+
+
+class Cursor:
+    """How far each log of a job has been copied."""
+
+    def __init__(
+        self,
+        client: Client,
+        job_id: str,
+        sink: Sink,
+        start: int = 0,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """*start* is the offset of the first byte of each log; *around* is entered while something is written."""
+        self._client, self._job_id, self._sink, self._start, self._around = client, job_id, sink, start, around
+        self._offsets: dict[tuple[int, LogSelector], int] = {}
+
+    def copy(self, attempt: int, selectors: Sequence[LogSelector]) -> int:
+        """Copy what the logs hold beyond the last copy; the number of bytes."""
+        copied = 0
+        for selector in selectors:
+            offset = self._offsets.get((attempt, selector), self._start)
+            for chunk in self._client.read_log(self._job_id, selector, attempt=attempt, offset=offset):
+                with self._around():
+                    self._sink.write(attempt, chunk)
+                    self._sink.flush()
+                copied += len(chunk.data)
+                self._offsets[attempt, selector] = chunk.end
+        return copied
+
+    def copy_tail(self, attempt: int, selectors: Sequence[LogSelector], lines: int) -> None:
+        """Copy the last *lines* lines of each log, and go on from its end."""
+        for selector in selectors:
+            last = LogChunk(selector, self._start, b"")
+            for chunk in self._client.read_log(self._job_id, selector, attempt=attempt, offset=self._start):
+                data = last.data + chunk.data
+                keep = last_lines(data, lines)
+                last = LogChunk(selector, chunk.end - len(keep), keep)
+            if last.data:
+                self._sink.write(attempt, last)
+            self._offsets[attempt, selector] = last.end
+
+
+def last_lines(data: bytes, count: int) -> bytes:
+    """The last *count* lines of *data*, an unfinished one included. Pure."""
+    position = len(data) - data.endswith(b"\n")
+    for _ in range(count):
+        position = data.rfind(b"\n", 0, position)
+        if position < 0:
+            return data
+    return data[position + 1 :] if count else b""

@@ -1,0 +1,1 @@
+"""Engine: how jobs go from submitted to ended; pure decisions and the thin I/O around them."""

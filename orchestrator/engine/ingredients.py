@@ -1,0 +1,87 @@
+"""What an attempt of a job in the ledger is made from: its specification, its snapshots, its secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import BundleError, LaunchError, SpecError
+from orc.orchestrator.engine import job_secrets
+from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.workspace import Workspace
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import JobSpec
+
+
+def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
+    """The job's specification from the ledger. Raises `SpecError` when this version of orc cannot read it any more."""
+    from orc.launchers.spec import JobSpec
+
+    try:
+        return JobSpec.model_validate(ws.ledger.spec(job_id))
+    except ValueError as error:
+        raise SpecError(
+            f"the stored specification does not fit this version of orc: {error}",
+            where=job_id,
+            hint="submit the job file again",
+        ) from None
+
+
+def ingredients(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mapping[str, str]]:
+    """What another attempt of *job* is made from.
+
+    Raises `Elsewhere` when it lies on another machine that shares the ledger, `LaunchError` when it is nowhere.
+    """
+    spec = stored_spec(ws, job.id)
+    try:
+        secrets = job_secrets.load(ws.state_dir, job.id, spec.secrets)
+        return spec, _snapshot(ws, job), secrets
+    except (BundleError, SpecError) as error:
+        origin = ws.ledger.origin(job.id)
+        if origin in ("", ws.origin):
+            raise
+        host, _, directory = origin.partition(":")
+        raise Elsewhere(
+            f"waiting for {host}, where its snapshot and secrets are ({directory}); here: {error.what}", where=job.id
+        ) from error
+
+
+def _snapshot(ws: Workspace, job: JobRecord) -> Snapshot:
+    """From the local store, or from the hosts of an earlier attempt if this is another machine."""
+    try:
+        return stored_snapshot(ws, job.digests)
+    except BundleError:
+        if not _recalled(ws, job):
+            raise
+    return stored_snapshot(ws, job.digests)
+
+
+def _recalled(ws: Workspace, job: JobRecord) -> bool:
+    from orc.launchers.backends.base import Handle, Recalling
+
+    backend = ws.backend(job.cluster)
+    handles = [Handle.from_dict(a.handle) for a in reversed(ws.ledger.attempts(job.id)) if a.handle]
+    if not isinstance(backend, Recalling):
+        return False
+    for handle in handles:
+        try:
+            for digest in job.digests.values():
+                backend.recall(digest, handle)
+        except LaunchError:
+            continue  # what is missing here is said, and where the job came from
+        return True
+    return False
+
+
+class Elsewhere(LaunchError):
+    """Another attempt can only be made where the job was submitted."""
+
+
+def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
+    """The snapshots that a job was submitted with, from the local store. Raises `BundleError`."""
+    from orc.launchers.backends.base import Snapshot
+
+    environment = ws.store.load(digests["environment"]) if "environment" in digests else None
+    return Snapshot(ws.store.load(digests["code"]), ws.store.load(digests["runtime"]), environment)

@@ -1,0 +1,242 @@
+"""From a job to a plan on hosts: choose them, look at them, and keep them in the transaction that makes the attempt.
+
+Looking at hosts takes seconds and happens outside any transaction, so the choice is made twice: before, and again in
+the transaction, where it must come out the same. So the ledger tells two processes apart that want the same hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
+from orc.orchestrator.engine import claims
+from orc.orchestrator.engine.exclusions import excluded
+from orc.orchestrator.engine.lifecycle import JobState
+from orc.orchestrator.engine.queueing import Waiting, room, slots_taken, why
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend, Placement, Placing, Snapshot
+    from orc.launchers.ids import AttemptId
+    from orc.launchers.plan import Plan
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.ledger.transaction import Transaction
+    from orc.orchestrator.workspace import Workspace
+
+Progress = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A PREPARED attempt, its plan, and the hosts that are kept for it."""
+
+    job: JobRecord
+    plan: Plan
+    placement: Placement | None
+
+
+@dataclass
+class Search:
+    """The search for a plan of one attempt, and for the hosts it needs."""
+
+    ws: Workspace
+    spec: JobSpec
+    snapshot: Snapshot
+    attempt: AttemptId
+    progress: Progress = lambda _step, _values: None
+    unfit: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
+    _behind: tuple[float, str] | None = None
+    _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the job's cluster."""
+        return self.ws.backend(self.spec.cluster)
+
+    @property
+    def places(self) -> bool:
+        """Whether hosts have to be chosen and kept."""
+        return self.backend.capabilities.places
+
+    def prepare(self, job: JobRecord) -> Prepared:
+        """A PREPARED attempt: the next one of a QUEUED *job*, or that of a PREPARED one, on its hosts if they will do.
+
+        Raises `Conflict`, `NoRoom`, and what rendering and looking raise.
+        """
+        if job.state is JobState.PREPARED and (found := self._recorded(job)):
+            return found
+        while True:
+            plan, placement = self.choose(look=self.places, behind=(job.created_at, job.id))
+
+            def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
+                current = tx.reload(job)
+                if current.state is JobState.QUEUED:
+                    return tx.prepare(current, self.attempt.marker, plan.digest, placement)
+                assert placement is not None
+                return tx.place(current, placement)
+
+            prepared = self.commit(placement, write)
+            if prepared is not None:
+                return Prepared(prepared, plan, placement)
+
+    def examine(self, prepared: Prepared) -> Prepared:
+        """*prepared* after the preflight: on other hosts, which are kept for it instead, where that found bad ones.
+
+        Raises what `prepare` raises, and `LaunchError` for what stands in the job's way.
+        """
+        return prepared if self.is_fit(prepared.plan, prepared.placement) else self.prepare(prepared.job)
+
+    def _recorded(self, job: JobRecord) -> Prepared | None:
+        """The attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
+        from orc.launchers.backends.base import Placement
+
+        if not self.places:
+            placement = self._avoiding()
+            plan = self.render(placement)
+            if self.attempt.number == 1:  # its submission may have been cut off before the preflight
+                self.is_fit(plan, placement)
+            return Prepared(job, plan, placement)
+        kept = self.ws.ledger.reservations(job_id=job.id)
+        if not kept or {r.host for r in kept} & set(self.unfit):
+            return None
+        placement = Placement(tuple(r.host for r in kept), kept[0].slots)
+        plan = self.render(placement)
+        return Prepared(job, plan, placement) if self.is_fit(plan, placement) else None
+
+    def choose(self, *, look: bool, behind: tuple[float, str] | None = None) -> tuple[Plan, Placement | None]:
+        """A plan that can be sent. With *look*, its hosts are looked at, and bad ones left out where others will do.
+
+        *behind* is the job's place in the queue, the end by default. Raises `NoRoom`, and what rendering and looking
+        raise.
+        """
+        self._behind = behind
+        while True:
+            if self.places:
+                self._excluded = tuple(excluded(self.ws.state_dir, self.spec.cluster))
+                with self.ws.ledger.transaction() as tx:
+                    placement: Placement | None = self._place(tx)
+            else:
+                placement = self._avoiding()
+            plan = self.render(placement)
+            if not look or self.is_fit(plan, placement):
+                return plan, placement
+
+    def render(self, placement: Placement | None) -> Plan:
+        """The plan on these hosts."""
+        return self.backend.render(self.spec, self.snapshot, self.attempt, placement)
+
+    def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:
+        """Run *write* in the transaction in which *placement* is still what is to be had; `None` when it is not."""
+        with self.ws.ledger.transaction() as tx:
+            if self.places:
+                tx.lock(self.spec.cluster)
+                if self._place(tx) != placement:
+                    return None
+            return write(tx)
+
+    def waiting_reason(self, error: NoRoom) -> str:
+        """One line for people: what the job waits for, who holds it, and which hosts were left out."""
+        held = self.ws.ledger.reservations(self.spec.cluster)
+        text = why(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
+        return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unfit.items()))])
+
+    def leave_out(self, placement: Placement | None, error: LaunchError) -> bool:
+        """Note that a host of *placement* is to blame for *error*; False when none is, or there is no way around it."""
+        if not self.places or placement is None or error.host not in placement.hosts or error.host in self.unfit:
+            return False
+        self.unfit[error.host] = error
+        return True
+
+    def is_fit(self, plan: Plan, placement: Placement | None) -> bool:
+        """Look at what *plan* needs; False when a host of *placement* was found bad and others should be tried."""
+        warnings, hosts = [], set(placement.hosts) if placement else set()
+        unavoidable = set(self.unfit) & hosts
+        for finding in self.backend.preflight(plan):
+            if finding.level != "error":
+                warnings.append(finding)
+                continue
+            kind = BackendUnreachable if finding.unreachable else BackendError
+            error = kind(finding.what, where=finding.where, hint=finding.hint).of(finding.where)
+            if finding.where not in hosts or finding.where in unavoidable:
+                raise error
+            self.unfit.setdefault(finding.where, error)
+        if (set(self.unfit) & hosts) - unavoidable:
+            return False
+        for host, trouble in self.unfit.items():
+            self._tell("warning", f"{trouble.what}; other hosts are used", host, trouble.hint)
+        for finding in warnings:
+            self._tell(finding.level, finding.what, finding.where, finding.hint)
+        return True
+
+    def _tell(self, level: str, what: str, where: str, hint: str) -> None:
+        self.progress("finding", {"level": level, "what": what, "where": where, "hint": hint})
+
+    @property
+    def _placing(self) -> Placing:
+        from orc.launchers.backends.base import Placing
+
+        backend = self.backend
+        if not isinstance(backend, Placing):
+            raise TypeError(f"{backend.kind} says that it places jobs, and does not")
+        return backend
+
+    def _place(self, tx: Transaction) -> Placement:
+        cluster, job_id = self.spec.cluster, self.attempt.job
+        taken = slots_taken(tx.reservations(cluster), besides=job_id)
+        avoid = {*_to_avoid(self.spec, tx.culprits(job_id), self.attempt.number), *self.unfit, *self._excluded}
+        return room(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
+
+    def _ahead(self, tx: Transaction) -> list[Waiting]:
+        """The jobs that came before this one and have no hosts yet."""
+        from orc.launchers.spec import JobSpec
+
+        found = []
+        for other, text in tx.unplaced(self.spec.cluster):
+            if self._behind is not None and (other.created_at, other.id) >= self._behind:
+                continue
+            if other.next_attempt_at is not None and other.next_attempt_at > tx.now:
+                continue  # it waits for a time, not for room
+            in_hand = other.claim_owner != self.ws.owner and not claims.is_free(
+                other.claim_owner, other.claim_expires_at, tx.now, claims.owner_is_gone
+            )
+            try:
+                spec = JobSpec.model_validate(text)
+            except ValueError:
+                continue  # of a version of orc that this one cannot read: its own turn says so
+            avoid = {*_to_avoid(spec, tx.culprits(other.id), _coming(other)), *self._excluded}
+            found.append(Waiting(other.id, spec, avoid, in_hand))
+        return found
+
+    def _avoiding(self) -> Placement | None:
+        """For a cluster that chooses the hosts itself: those that it should not choose."""
+        from orc.launchers.backends.base import Placement
+
+        if self.attempt.number == 1 or not self.backend.capabilities.avoids:
+            return None
+        earlier = {
+            n: hosts for n, hosts in self.ws.ledger.culprits(self.attempt.job).items() if n < self.attempt.number
+        }
+        return Placement((), avoid=_flat(earlier)) if earlier else None
+
+
+def _to_avoid(spec: JobSpec, culprits: Mapping[int, tuple[str, ...]], attempt: int) -> tuple[str, ...]:
+    """Return the hosts that *attempt* of a job keeps away from, of those that were to blame for earlier ends.
+
+    A job of a fixed size has no use for a host that has failed it. An elastic one has gone on without it, and takes it
+    back with the attempt after: by then it answers again, or is found bad.
+    """
+    if spec.resources.min_nodes == spec.resources.max_nodes:
+        return _flat(culprits)
+    return culprits.get(attempt - 1, ())
+
+
+def _coming(job: JobRecord) -> int:
+    """Return the number of the attempt that *job* waits to place."""
+    prepared = job.attempt is not None and not job.attempt.state.terminal
+    return job.number if prepared else job.number + 1
+
+
+def _flat(culprits: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted({host for hosts in culprits.values() for host in hosts}))

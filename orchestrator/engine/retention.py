@@ -1,0 +1,29 @@
+"""What the ledger's jobs still need of the stores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.engine.lifecycle import TERMINAL_JOB
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
+
+
+@dataclass(frozen=True)
+class Needs:
+    """For `orc gc`."""
+
+    digests: frozenset[str]  # snapshots of jobs that run or may run again
+    ended: frozenset[str]  # jobs that will not change any more
+
+
+def needs(ledger: Ledger) -> Needs:
+    """What all jobs need, on whatever cluster. Raises `LedgerError`."""
+    with ledger.database.read() as connection:
+        rows = connection.tuples("SELECT id, state, digests FROM jobs")
+    ended = frozenset(job for job, state, _ in rows if state in TERMINAL_JOB)
+    digests = frozenset(d for job, _, text in rows if job not in ended for d in json.loads(text).values())
+    return Needs(digests, ended)

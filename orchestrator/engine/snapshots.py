@@ -1,0 +1,84 @@
+"""Taking a job's snapshot into the local store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.environments.rendering import environment_of
+from orc.launchers.errors import SpecError
+from orc.launchers.snapshot.ignore import patterns_of
+from orc.launchers.snapshot.scan import Bundle, runtime_bundle
+from orc.launchers.spec.clusters import is_elsewhere
+
+if TYPE_CHECKING:
+    from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.scan import SourceTree
+    from orc.launchers.spec import JobSpec, LoadedJob
+    from orc.launchers.spec.clusters import Cluster
+
+
+def take(
+    store: ContentStore,
+    loaded: LoadedJob,
+    progress: Callable[[str, Mapping[str, Any]], None],
+    cluster: Cluster | None = None,
+) -> Snapshot:
+    """What *loaded* needs on *cluster*, stored: its code, this installation's runtime, and the environment that it
+    brings along. Raises `BundleError`, `SpecError`.
+    """
+    code = store.snapshot(
+        loaded.workdir,
+        code_exclude(loaded, cluster),
+        on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}),
+    )
+    progress("scan", {"files": len(code.bundle.entries), "bytes": code.bundle.size})
+    for finding in code.findings:
+        progress(
+            "finding", {"level": finding.level, "what": finding.what, "where": finding.where, "hint": finding.hint}
+        )
+    check_script(loaded.spec, code.bundle)
+    runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
+    environment = environment_tree(loaded, cluster, store.scan_cache)
+    if environment is not None:
+        progress("environment", {"files": len(environment.bundle.entries), "bytes": environment.bundle.size})
+        store.ingest(environment, on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}))
+    return Snapshot(code.bundle, runtime, environment.bundle if environment else None)
+
+
+def code_exclude(loaded: LoadedJob, cluster: Cluster | None) -> tuple[str, ...]:
+    """What is not part of the code: what the job says, an environment that is brought along by itself, and the root of
+    the cluster, which holds the snapshots of all jobs.
+    """
+    exclude = list(loaded.spec.workdir.exclude)
+    if cluster is not None and cluster.root is not None and not is_elsewhere(cluster):
+        exclude += patterns_of(Path(cluster.root), loaded.workdir)
+    environment = environment_of(loaded.spec, cluster) if cluster else loaded.spec.environment
+    if environment.kind in ("copy", "conda"):
+        from orc.launchers.environments.packing import travels_apart
+
+        exclude += travels_apart(environment, loaded.workdir, Path(loaded.base_dir))
+    return tuple(exclude)
+
+
+def environment_tree(loaded: LoadedJob, cluster: Cluster | None, cache: Path | None) -> SourceTree | None:
+    """The environment that the job brings along, if it does. Raises `BundleError`."""
+    environment = environment_of(loaded.spec, cluster) if cluster else loaded.spec.environment
+    if environment.kind not in ("copy", "conda"):
+        return None
+    from orc.launchers.environments.packing import pack
+
+    return pack(environment, loaded.workdir, Path(loaded.base_dir), cache)
+
+
+def check_script(job: JobSpec, code: Bundle) -> None:
+    """The script travels with the code. Raises `SpecError` when something excludes it."""
+    # A script whose name begins with a dash is called ./-name, so that no interpreter takes it for an option.
+    if job.script is not None and job.script.removeprefix("./") not in code:
+        raise SpecError(
+            f"the script {job.script!r} exists but is not part of the snapshot",
+            where="script",
+            hint="an entry in .gitignore, .orcignore or workdir.exclude leaves it out",
+        )

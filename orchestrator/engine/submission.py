@@ -1,0 +1,447 @@
+"""Exactly-once submission: the intent is durable before the side effect, and a cut-off is resolved by looking.
+
+The steps, each durable before the next begins (docs/explanation/exactly-once.md):
+
+1. PREPARED: job, attempt and marker. From here on the job will run, whoever has to finish the work.
+2. The preflight, which may find that it cannot: then it is FAILED.
+3. The snapshot is staged; doing that twice is harmless.
+4. SUBMITTING: from here on nobody knows whether the backend has the job until it is looked for by its marker.
+5. `Backend.submit`, outside any transaction.
+6. PENDING, with the handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
+from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.secrets import redact, resolve_secrets
+from orc.orchestrator.engine import claims, job_files, job_secrets
+from orc.orchestrator.engine.fault_points import reach
+from orc.orchestrator.engine.lifecycle import AttemptState, Event, JobState, Kind
+from orc.orchestrator.engine.placement import Prepared, Progress, Search
+from orc.orchestrator.engine.queueing import room_backoff
+from orc.orchestrator.engine.verdicts import Change, of_cancellation_before_start, of_refusal
+from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.records import JobRecord, NewJob
+from orc.orchestrator.workspace import Workspace
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend, Handle, Placement, Snapshot
+    from orc.launchers.plan import Plan
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.ledger.transaction import Transaction
+
+
+def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progress: Progress) -> JobRecord:
+    """Submit a new job made from *job* and *snapshot*, which is in the local store.
+
+    Raises `LaunchError` when the job certainly does not run. What no cluster has to be asked for leaves no record; from
+    the preflight on, the job is in the ledger as FAILED then. A submission that was cut off raises nothing: the job
+    will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
+    """
+    backend = ws.backend(job.cluster)
+    secrets = resolve_secrets(job.secrets)
+    attempt = AttemptId(new_job_id(job.name), 1)
+    search = Search(ws, job, snapshot, attempt, progress=progress)
+    new = NewJob(
+        id=attempt.job,
+        name=job.name,
+        cluster=job.cluster,
+        backend=backend.kind,
+        source=source,
+        spec=job.model_dump(mode="json"),
+        digests=snapshot.digests,
+        tags=job.tags,
+        origin=ws.origin,
+    )
+    try:
+        prepared = _record(ws, new, search, secrets)
+    except BaseException:
+        job_secrets.remove(ws.state_dir, new.id)
+        raise
+    reach("prepared")
+    recorded = prepared.job if isinstance(prepared, Prepared) else prepared
+    job_files.keep(ws.state_dir, new, recorded.created_at)
+    ws.on_live_job()
+    if not isinstance(prepared, Prepared):
+        return prepared
+    try:
+        record = _examine_and_send(ws, search, prepared, secrets, progress)
+        ws.ledger.release(new.id, ws.owner)
+    except LedgerError as error:
+        # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
+        raise LedgerError(
+            f"{error.what}; the job {new.id} is recorded, and runs or will run",
+            where=error.where,
+            hint="; then ".join(filter(None, [error.hint, f"`orc status {new.id}`; do not submit it again"])),
+        ) from error
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            _abandon(ws, prepared.job)
+        elif isinstance(error, LaunchError):
+            refuse(ws, prepared.job, redact(error.what, secrets.values()))
+        ws.ledger.release(new.id, ws.owner)
+        raise
+    reach("claim-released")
+    return record
+
+
+def _examine_and_send(
+    ws: Workspace, search: Search, prepared: Prepared, secrets: Mapping[str, str], progress: Progress
+) -> JobRecord:
+    """The preflight, on other hosts where it finds bad ones, then `send`."""
+    try:
+        prepared = search.examine(prepared)
+    except NoRoom as error:
+        return wait_for_room(ws, prepared.job, search.waiting_reason(error))
+    except Conflict:  # somebody asked to cancel it just now; the next pass sees that
+        return ws.ledger.jobs([prepared.job.id])[0]
+    reach("examined")
+    return send(ws, search, prepared, secrets, progress=progress)
+
+
+def _record(ws: Workspace, new: NewJob, search: Search, secrets: Mapping[str, str]) -> Prepared | JobRecord:
+    """Make the job durable: with its first attempt, or without one while there is no room."""
+    marker = search.attempt.marker
+    while True:
+        try:
+            plan, placement = search.choose(look=False)
+        except NoRoom as error:
+            search.render(None)  # what can never be sent is refused now
+            reach("snapshot-taken")
+            job_secrets.keep(ws.state_dir, new.id, secrets)
+            reach("secrets-kept")
+            reason = search.waiting_reason(error)
+            with ws.ledger.transaction() as tx:
+                return tx.enqueue(new, reason)
+        reach("snapshot-taken")
+        job_secrets.keep(ws.state_dir, new.id, secrets)
+        reach("secrets-kept")
+
+        def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
+            return tx.create(new, marker, plan.digest, ws.owner, tx.now + claims.TTL_S, placement)
+
+        try:
+            record = search.commit(placement, write)
+        except NoRoom:
+            continue  # somebody was faster; the next look says who
+        if record is not None:
+            return Prepared(record, plan, placement)
+
+
+def _abandon(ws: Workspace, job: JobRecord) -> None:
+    """The user stopped the submission by hand. What may be at the backend is found and cancelled."""
+
+    def change(current: JobRecord, now: float) -> Change:
+        if _still(AttemptState.PREPARED)(current):
+            return of_cancellation_before_start(current, now)
+        wish = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": 0.0})
+        return Change((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
+
+    left = apply(ws, job, lambda current: not current.state.terminal, change)
+    if left.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+
+
+def send(
+    ws: Workspace,
+    search: Search,
+    prepared: Prepared,
+    secrets: Mapping[str, str],
+    *,
+    progress: Progress,
+    patient: bool = False,
+) -> JobRecord:
+    """`deliver`, again on other hosts when a host turns out to be in use or away; the job as it is afterwards.
+
+    Where it is one of the job's hosts that is away, and no others will do, the job waits for it; with *patient* that
+    is raised nevertheless.
+    """
+    while True:
+        job, placement = prepared.job, prepared.placement
+        plain = partial(search.render, None) if placement and placement.avoid else None
+        try:
+            return deliver(
+                ws, job, prepared.plan, search.snapshot, secrets, progress=progress, patient=patient, plain=plain
+            )
+        except NoRoom as error:
+            found = search.leave_out(placement, error)
+        except BackendUnreachable as error:
+            found = search.leave_out(placement, error)
+            if not found:
+                if placement is None or error.host not in placement.hosts:
+                    raise
+                return _wait_for_host(ws, job, error, patient)
+        except _NotStaged as refusal:
+            found = search.leave_out(placement, refusal.error)
+            if not found:
+                refused = refuse(ws, job, redact(refusal.error.what, secrets.values()))
+                if patient:
+                    return refused
+                raise refusal.error from None
+        job = ws.ledger.jobs([job.id])[0]
+        if not found or job.state is not JobState.PREPARED or job.claim_owner != ws.owner:
+            return job
+        try:
+            prepared = search.prepare(job)
+        except NoRoom as error:
+            return wait_for_room(ws, job, search.waiting_reason(error))
+        except BackendUnreachable as error:
+            return _wait_for_host(ws, job, error, patient)
+        except Conflict:  # somebody asked to cancel it just now; the next pass sees that
+            return ws.ledger.jobs([job.id])[0]
+
+
+def _wait_for_host(ws: Workspace, job: JobRecord, error: BackendUnreachable, patient: bool) -> JobRecord:
+    """There is no way around a host that is away. While the job waits for it, others may use the rest."""
+    waiting = wait_for_room(ws, job, waiting_for_host(error, job.cluster))
+    if patient:
+        raise error
+    return waiting
+
+
+def waiting_for_host(error: BackendUnreachable, cluster: str) -> str:
+    """One line for people."""
+    return f"waiting for {error.host or error.where or cluster}: {error.what}"
+
+
+class _NotStaged(Exception):
+    """A host cannot take the snapshot (its disk is full, its directory is not ours): others may."""
+
+    def __init__(self, error: LaunchError) -> None:
+        super().__init__(error.what)
+        self.error = error
+
+
+def _stage(backend: Backend, snapshot: Snapshot, plan: Plan) -> None:
+    try:
+        backend.stage(snapshot, plan)
+    except BackendUnreachable:
+        raise
+    except LaunchError as error:
+        if not error.host:
+            raise
+        raise _NotStaged(error) from error
+
+
+def deliver(
+    ws: Workspace,
+    job: JobRecord,
+    plan: Plan,
+    snapshot: Snapshot,
+    secrets: Mapping[str, str],
+    *,
+    progress: Progress,
+    patient: bool = False,
+    plain: Callable[[], Plan] | None = None,
+) -> JobRecord:
+    """Bring a PREPARED attempt, which the caller has claimed, to its backend; the job as it is afterwards.
+
+    An unreachable backend and hosts in use are raised and leave the attempt PREPARED, to be tried again. A refusal is
+    the end of the job, and is raised unless *patient*. *plain* makes a plan that keeps away from no host; it is sent
+    instead when the backend refuses *plan*.
+    """
+    backend = ws.backend(job.cluster)
+    try:
+        progress("stage", {})
+        _stage(backend, snapshot, plan)
+        reach("staged")
+        progress("submit", {})
+        begun = _begin(ws, job, plan)
+        if begun.attempt is None or begun.attempt.state is not AttemptState.SUBMITTING:
+            return begun
+        reach("submitting")
+        handle = backend.submit(plan, secrets)
+    except LedgerError:
+        raise  # says nothing about the backend; what was durable stays true
+    except NoRoom as error:
+        _give_back(ws, job, redact(error.what, secrets.values()), error.holders)
+        raise
+    except AmbiguousSubmit as error:
+        return _doubt(ws, job, redact(error.what, secrets.values()))
+    except BackendUnreachable as error:
+        _put_back(ws, job, redact(error.what, secrets.values()))
+        raise
+    except LaunchError as error:
+        if plain is not None:
+            why = f"refused without the hosts that failed before: {redact(error.what, secrets.values())}"
+            job = _put_back(ws, job, why)
+            if job.state is JobState.PREPARED:
+                return deliver(ws, job, plain(), snapshot, secrets, progress=progress, patient=patient)
+        refused = refuse(ws, job, redact(error.what, secrets.values()))
+        if patient:
+            return refused
+        raise
+    reach("submitted")
+    job = _accept(ws, job, handle)
+    reach("handle-stored")
+    if job.cancel_requested_at is not None and job.state in (JobState.PENDING, JobState.RUNNING):
+        job = send_cancel(ws, job, handle)
+    return job
+
+
+def send_cancel(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
+    """Pass a durable request to cancel on to the backend, and remember that it was passed on."""
+    ws.backend(job.cluster).cancel([handle], timedelta(seconds=job.cancel_grace_s or 0.0))
+    return apply(
+        ws,
+        job,
+        lambda now: now.attempt is not None and now.attempt.state in (AttemptState.PENDING, AttemptState.RUNNING),
+        lambda _, at: Change((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at}),
+    )
+
+
+def refuse(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """Record that the newest attempt could not be started."""
+    refused = apply(
+        ws, job, _still(AttemptState.PREPARED, AttemptState.SUBMITTING), lambda j, at: of_refusal(j, reason, at)
+    )
+    if refused.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+    return refused
+
+
+def write(tx: Transaction, job: JobRecord, made: Change) -> JobRecord:
+    """Write *made* about *job*. Raises what `Transaction.record` raises."""
+    return tx.record(
+        job,
+        *made.events,
+        job_set=made.job_set,
+        attempt_set=made.attempt_set,
+        culprits=made.culprits,
+        vacate=made.vacate,
+    )
+
+
+def apply(
+    ws: Workspace,
+    job: JobRecord,
+    allowed: Callable[[JobRecord], bool],
+    change: Callable[[JobRecord, float], Change],
+) -> JobRecord:
+    """Write *change* about the attempt that *job* shows, as long as *allowed* says so of the job as it is now."""
+    while True:
+        try:
+            with ws.ledger.transaction() as tx:
+                current = tx.reload(job)
+                if current.number != job.number or not allowed(current):
+                    return current
+                made = change(current, tx.now)
+                if not made:
+                    return current
+                return write(tx, current, made)
+        except Conflict:
+            continue  # somebody wrote between our look and our write: look again
+
+
+def _still(*states: AttemptState) -> Callable[[JobRecord], bool]:
+    return lambda job: job.attempt is not None and job.attempt.state in states
+
+
+def _begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
+    """SUBMITTING, unless the job was cancelled meanwhile or the claim was lost."""
+
+    def change(current: JobRecord, now: float) -> Change:
+        if current.cancel_requested_at is not None:
+            return of_cancellation_before_start(current, now)
+        return Change(
+            (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
+            {"claim_expires_at": now + claims.TTL_S, "reason": ""},
+            # Now and not when the backend has answered: the job may have started by then.
+            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now},
+        )
+
+    begun = apply(
+        ws,
+        job,
+        lambda current: current.claim_owner == ws.owner and _still(AttemptState.PREPARED)(current),
+        change,
+    )
+    if begun.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+    return begun
+
+
+def _doubt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    return apply(ws, job, _still(AttemptState.SUBMITTING), lambda j, _: doubtful(j, reason))
+
+
+def doubtful(job: JobRecord, reason: str) -> Change:
+    """Nobody knows whether the backend has the attempt."""
+    ambiguous = Event(Kind.AMBIGUOUS, job.number, {"reason": reason})
+    return Change((ambiguous,), {"reason": reason}, {"reason": reason, "first_negative_at": None})
+
+
+def _put_back(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    def change(current: JobRecord, _: float) -> Change:
+        return Change(
+            (Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, {"submitted_at": None}
+        )
+
+    return apply(ws, job, _still(AttemptState.SUBMITTING), change)
+
+
+def wait_for_room(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """The job stays where it is, holds no hosts, and says why."""
+
+    def change(current: JobRecord, _: float) -> Change:
+        if current.reason == reason:
+            return Change()
+        waiting = Event(Kind.WAITING, None, {"reason": reason})
+        return Change((waiting,), {"reason": reason}, vacate=current.state is JobState.PREPARED)
+
+    return apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), change)
+
+
+def _give_back(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[str]) -> JobRecord:
+    """Hosts that the ledger thought free are not: jobs of another ledger are there. Give them back, try again later."""
+    held = f" (held by {', '.join(holders)})" if holders else ""
+    why = reason if reason.startswith("waiting") else f"waiting for room: {reason}{held}"
+
+    def change(current: JobRecord, now: float) -> Change:
+        attempt = current.attempt
+        waited = now - attempt.prepared_at if attempt else 0.0
+        return Change(
+            (Event(Kind.RELEASED, current.number, {"reason": why}),),
+            {"reason": why, "next_attempt_at": now + room_backoff(waited, current.id)},
+            {"reason": why, "submitted_at": None},
+            vacate=True,
+        )
+
+    return apply(ws, job, _still(AttemptState.SUBMITTING), change)
+
+
+def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
+    """Store the handle. Somebody who took us for dead may have been faster; that is recorded, not repaired, because
+    the agents' lease lets only one copy run."""
+
+    def change(current: JobRecord, now: float) -> Change:
+        attempt = current.attempt
+        if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
+            return accepted(Kind.ACCEPTED, current, handle, now)
+        if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
+            return Change()
+        return Change((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
+
+    return apply(ws, job, lambda _: True, change)
+
+
+def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> Change:
+    """The backend has the attempt, and this is how to find it again. Gives the claim back."""
+    event = Event(kind, job.number, {"native_id": handle.native_id})
+    begun = job.attempt.submitted_at if job.attempt else None
+    return Change(
+        (event,),
+        {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
+        {
+            "handle": handle.to_dict(),
+            "submitted_at": min(at for at in (handle.submitted_at, begun, now) if at),
+            "reason": "",
+            "first_negative_at": None,
+        },
+    )

@@ -1,0 +1,60 @@
+"""What attempts have left in the cloud: found with what the ledger knows, and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.engine.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Leftover, Sweeping
+    from orc.orchestrator.ledger.store import Ledger
+    from orc.orchestrator.workspace import Workspace
+
+OVER: Collection[str] = ("over", "idle")  # what nobody has wanted to keep
+
+
+def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]]:
+    """The clusters of clusters.yaml on which something can be left, and why others cannot be told. Contacts none."""
+    from orc.launchers.backends.base import Sweeping
+
+    return ws.clusters_with(Sweeping)
+
+
+def leftovers(ws: Workspace, cluster: str) -> list[Leftover]:
+    """What is there and needed by no live job. Raises `LaunchError` when the cluster leaves nothing, or is silent."""
+    live, over = attempts_on(ws.ledger, cluster)
+    return _sweeping(ws, cluster).leftovers(live, over)
+
+
+def sweep(ws: Workspace, cluster: str, found: Sequence[Leftover]) -> dict[str, LaunchError]:
+    """Remove *found*, many at a time; why some could not be, by their ids. What a job needs by now is left alone."""
+    from orc.launchers.remote.ssh.fanout import each
+
+    backend = _sweeping(ws, cluster)
+    live, _ = attempts_on(ws.ledger, cluster)
+    results = each({one.native_id: one for one in found if one.marker not in live}, backend.sweep)
+    return {name: error for name, error in results.items() if isinstance(error, LaunchError)}
+
+
+def attempts_on(ledger: Ledger, cluster: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The markers of all attempts on *cluster*: those that may still need what was made for them, and the others."""
+    query = (
+        "SELECT a.marker, a.state, j.state FROM attempts AS a JOIN jobs AS j ON j.id = a.job_id "
+        "WHERE j.cluster = :cluster"
+    )
+    with ledger.database.read() as connection:
+        rows = connection.tuples(query, {"cluster": cluster})
+    over = frozenset(marker for marker, own, job in rows if own in TERMINAL_ATTEMPT or job in TERMINAL_JOB)
+    return frozenset(marker for marker, _, _ in rows) - over, over
+
+
+def _sweeping(ws: Workspace, cluster: str) -> Sweeping:
+    from orc.launchers.backends.base import Sweeping
+
+    backend = ws.backend(cluster)
+    if not isinstance(backend, Sweeping):
+        raise LaunchError(f"on clusters of kind {backend.kind} jobs leave nothing that costs money", where=cluster)
+    return backend

@@ -1,0 +1,1 @@
+"""Functions: Python functions as jobs."""

@@ -1,0 +1,1 @@
+"""Insight: what running jobs measure, and what their processes do."""

@@ -1,0 +1,335 @@
+"""The local backend beyond the conformance suite: agents that die, machines that restart, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers import agent
+from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
+from orc.launchers.backends.local.backend import LocalBackend, _gpu_count
+from orc.launchers.errors import BackendError
+from orc.launchers.ids import AttemptId
+from orc.launchers.layout import Layout
+from orc.launchers.plan import Plan
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import Cluster, builtin_local
+
+IDLE = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def backend() -> LocalBackend:
+    return LocalBackend(builtin_local())
+
+
+@pytest.fixture
+def plan(backend: LocalBackend, tmp_path: Path) -> Callable[..., Plan]:
+    def make(source: str, **spec: Any) -> Plan:
+        (tmp_path / "workdir").mkdir(exist_ok=True)
+        (tmp_path / "workdir/train.py").write_text(textwrap.dedent(source))
+        store = ContentStore(backend.state_dir / "store")
+        snapshot = Snapshot(store.snapshot(tmp_path / "workdir").bundle, store.ingest(runtime_bundle()))
+        job = JobSpec.model_validate({"name": "x", "script": "train.py", "launcher": "python", "grace": 2, **spec})
+        backend.stage(snapshot)
+        return backend.render(job, snapshot, AttemptId("x-k3f9a2", 1))
+
+    return make
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+    return value
+
+
+def look(backend: LocalBackend, handle: Handle) -> Any:
+    return backend.poll([handle])[handle]
+
+
+def ready(handle: Handle, rank: int = 0) -> None:
+    path = Path(handle.native_id, "logs", f"rank-{rank}.log")
+    until(lambda: path.exists() and "ready" in path.read_text())
+
+
+def pid_of(handle: Handle, name: str) -> int:
+    record = agent.read_json(f"{handle.native_id}/{name}")
+    assert record is not None
+    return int(record["pid"])
+
+
+def kill_all(handle: Handle) -> None:
+    for name in ("gang.json", "node-0/lease.json"):
+        os.kill(pid_of(handle, name), signal.SIGKILL)
+
+
+def test_an_attempt_whose_agents_were_killed_is_lost_and_has_no_process_left(backend, plan):
+    handle = backend.submit(
+        plan("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True);" + IDLE), {}
+    )
+    ready(handle)
+    assert look(backend, handle).phase is Phase.RUNNING
+    kill_all(handle)
+    seen = until(lambda: (o := look(backend, handle)).phase.ended and o)
+    assert (seen.phase, seen.cause) == (Phase.LOST, Cause.NODE_FAILURE)
+    assert seen.reason == "the agent of node 0 was killed"
+    assert agent.marked_processes(handle.native_id) == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_secrets_do_not_outlive_agents_that_were_killed(backend, plan, nodes):
+    handle = backend.submit(plan(IDLE, secrets=["TOKEN"], resources={"nodes": nodes}), {"TOKEN": "geheim-4711"})
+    ready(handle)
+    assert Path(handle.native_id, "secrets.json").exists()
+    kill_all(handle)
+    until(lambda: look(backend, handle).phase.ended)
+    assert not Path(handle.native_id, "secrets.json").exists()
+
+
+def test_a_killed_node_agent_alone_is_a_node_failure(backend, plan):
+    handle = backend.submit(plan(IDLE, resources={"nodes": 2}), {})
+    ready(handle, 0)
+    ready(handle, 1)
+    os.kill(pid_of(handle, "node-1/lease.json"), signal.SIGKILL)
+    seen = until(lambda: (o := look(backend, handle)).phase.ended and o)
+    assert (seen.phase, seen.cause) == (Phase.LOST, Cause.NODE_FAILURE)
+    assert "the agent of node 1 was killed by SIGKILL" in seen.reason
+
+
+def test_after_a_restart_of_the_machine_the_attempt_is_lost(backend, plan):
+    handle = backend.submit(plan(IDLE), {})
+    ready(handle)
+    kill_all(handle)
+    until(lambda: not agent.marked_processes(handle.native_id))
+    for name in ("gang.json", "node-0/lease.json"):
+        path = Path(handle.native_id, name)
+        lease = json.loads(path.read_text())
+        # Another boot; the process number may be in use again, and is: by this very test.
+        path.write_text(json.dumps({**lease, "boot_id": "before", "pid": os.getpid()}))
+    seen = look(backend, handle)
+    assert (seen.phase, seen.cause, seen.reason) == (Phase.LOST, Cause.NODE_FAILURE, "the machine was restarted")
+
+
+def test_an_attempt_on_another_machine_of_a_shared_root_is_not_called_lost(backend, plan):
+    handle = backend.submit(plan(IDLE), {})
+    ready(handle)
+    kill_all(handle)
+    until(lambda: not agent.marked_processes(handle.native_id))
+    for name in ("gang.json", "node-0/lease.json"):
+        path = Path(handle.native_id, name)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "host": "far-away", "boot_id": "other"}))
+    beat = Path(handle.native_id, "node-0/heartbeat.json")
+    beat.write_text(json.dumps({**json.loads(beat.read_text()), "at": time.time()}))
+    assert (look(backend, handle).phase, look(backend, handle).reason) == (Phase.RUNNING, "on far-away")
+    beat.write_text(json.dumps({**json.loads(beat.read_text()), "at": time.time() - 1000}))
+    assert look(backend, handle).phase is Phase.UNKNOWN
+
+
+def test_an_attempt_whose_directory_is_gone_is_lost(backend):
+    handle = Handle("local", "local", "orc-x-k3f9a2-a1", str(backend.root / "jobs/x-k3f9a2/a1"))
+    seen = look(backend, handle)
+    assert seen.phase is Phase.LOST
+    assert "was removed" in seen.reason
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_an_attempt_whose_directory_is_removed_while_it_runs_is_ended(backend, plan, cancel):
+    handle = backend.submit(plan(IDLE), {})
+    ready(handle)
+    gang = pid_of(handle, "gang.json")
+    removed = Path(handle.native_id).rename(backend.root / "removed")  # in one step: its agent writes into it
+    shutil.rmtree(removed)
+    if cancel:
+        backend.cancel([handle], timedelta(seconds=5))
+    else:
+        assert look(backend, handle).phase is Phase.LOST
+    assert agent.marked_processes(handle.native_id) == []
+    until(lambda: agent.process_start(gang) is None)
+
+
+def test_cancelling_an_attempt_whose_agents_are_gone_ends_what_they_left(backend, plan):
+    handle = backend.submit(
+        plan("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True);" + IDLE), {}
+    )
+    ready(handle)
+    kill_all(handle)
+    until(lambda: len(agent.marked_processes(handle.native_id)) == 1)
+    backend.cancel([handle], timedelta(seconds=5))
+    assert agent.marked_processes(handle.native_id) == []
+
+
+def test_a_crash_counts_though_the_agent_was_killed_before_its_record(backend, plan):
+    handle = backend.submit(plan(IDLE), {})
+    ready(handle)
+    kill_all(handle)
+    stop = {"node": 0, "host": "h", "outcome": "crash", "reason": "rank 0 exited with 3", "exit_status": 3, "at": 1.0}
+    failure = {"rank": 0, "node": 0, "host": "h", "exit_code": 3, "at": 1.0, "log_tail": "oh"}
+    Path(handle.native_id, "stop-r0.json").write_text(json.dumps({**stop, "first_failure": failure}))
+    seen = until(lambda: (o := look(backend, handle)).phase.ended and o)
+    assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH)
+    assert seen.exit.first_failure.log_tail == "oh"
+    assert not seen.exit.complete
+
+
+def test_the_next_reconciler_pass_is_started_with_the_state_of_this_one(backend, plan, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    rendered = plan("pass", resources={"nodes": 2})
+    monkeypatch.undo()
+    # In place of the interpreter, something that writes down how it was called.
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$ORC_STATE_DIR $*" >> {tmp_path}/called\n')
+    (tmp_path / "python").chmod(0o755)
+    argv = (sys.executable, *rendered.commands[0].argv[1:])
+    backend.submit(Plan(**{**vars(rendered), "commands": (type(rendered.commands[0])(argv),)}), {})
+    called = tmp_path / "called"
+    until(lambda: called.exists() and called.read_text().endswith("\n"))
+    assert called.read_text() == f"{backend.state_dir} -m orc.orchestrator.cli.main tick --job x-k3f9a2\n"
+
+
+def test_files_are_private(backend, plan):
+    handle = backend.submit(plan("pass", secrets=["TOKEN"]), {"TOKEN": "x"})
+    until(lambda: look(backend, handle).phase.ended)
+    gang = pid_of(handle, "gang.json")
+    until(lambda: agent.process_start(gang) is None)  # it tidies up behind the last record
+    directory = Path(handle.native_id)
+    for path in (directory, directory.parent, *directory.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode & 0o077 == 0, f"{path} has mode {mode:o}"
+
+
+def test_a_missing_secret_is_refused_and_leaves_nothing(backend, plan):
+    rendered = plan("pass", secrets=["TOKEN", "OTHER"])
+    with pytest.raises(BackendError, match="OTHER"):
+        backend.submit(rendered, {"TOKEN": "geheim"})
+    assert not (backend.root / "jobs").exists()
+
+
+def test_an_agent_that_cannot_start_is_a_clear_error_and_leaves_no_secret(backend, plan):
+    rendered = plan("pass", secrets=["TOKEN"])
+    argv = (sys.executable, "-c", "import sys; sys.exit('no memory today')")
+    broken = Plan(**{**vars(rendered), "commands": (type(rendered.commands[0])(argv),)})
+    with pytest.raises(BackendError, match="no memory today") as caught:
+        backend.submit(broken, {"TOKEN": "geheim"})
+    assert "geheim" not in str(caught.value)
+    assert not list(backend.root.rglob("secrets.json"))
+    assert backend.find(rendered.marker) is None
+    missing = Plan(**{**vars(rendered), "commands": (type(rendered.commands[0])(("/no/such/python",)),)})
+    with pytest.raises(BackendError, match="/no/such/python"):
+        backend.submit(missing, {"TOKEN": "geheim"})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 1 MiB")
+def test_a_full_disk_refuses_the_submission_and_says_so(backend, plan):
+    rendered = plan("pass", env={"LARGE": "x" * 100_000})
+    jobs = backend.root / "jobs"
+    jobs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", jobs], check=True)
+    try:
+        with pytest.raises(BackendError) as caught:
+            backend.submit(rendered, {})
+        assert "No space left" in str(caught.value)
+        assert not [path for path in jobs.rglob("*") if path.is_file()]
+    finally:
+        subprocess.run(["umount", jobs], check=True)
+
+
+def test_find_sees_a_gang_that_is_only_just_starting(backend):
+    directory = backend.root / "jobs/x-k3f9a2/a1"
+    directory.mkdir(parents=True)  # as `submit` has written agent.json into it
+    argv = [sys.executable, "-c", "import time; time.sleep(600)", "gang", str(directory / "agent.json")]
+    starting = subprocess.Popen([*argv, "--owner", "local:orc-x-k3f9a2-a1"])
+    try:
+        found = until(lambda: backend.find("orc-x-k3f9a2-a1"))
+        assert found.native_id == str(directory)
+        assert backend.find("orc-x-k3f9a2-a2") is None
+    finally:
+        starting.kill()
+        starting.wait()
+
+
+@pytest.mark.parametrize(("free", "level"), [(100 << 10, "error"), (10 << 20, "warning"), (1 << 30, None)])
+def test_preflight_refuses_a_full_disk(backend, plan, monkeypatch, free, level):
+    rendered = plan("pass")
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    assert [f.level for f in backend.preflight(rendered) if "are free in" in f.what] == ([level] if level else [])
+
+
+def test_preflight_tells_what_will_not_work(plan, tmp_path):
+    fine = LocalBackend(builtin_local())
+    rendered = plan("pass")
+    assert [f for f in fine.preflight(rendered) if f.level != "info"] == []
+    config = json.loads(rendered.files[0].content)
+    broken = {**config, "python": "/no/such/python", "nproc": 10_000}
+    file = type(rendered.files[0])(rendered.files[0].path, json.dumps(broken), 0o600)
+    findings = fine.preflight(Plan(**{**vars(rendered), "files": (file,)}))
+    assert [(f.level, "10000 processes" in f.what or "/no/such/python" in f.what) for f in findings] == [
+        ("error", True),
+        ("info", True),
+    ]
+    in_a_file = LocalBackend(Cluster(name="odd", kind="local", root="/etc/passwd/orc"))
+    assert [(f.level, f.what) for f in in_a_file.preflight(rendered)][:1] == [
+        ("error", "/etc/passwd is not a directory")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        ({"nodes": 2, "gpus_per_node": 300}, "the job asks for 600 GPUs, this machine has "),
+        ({"memory": "9999T"}, "the job asks for 10238976.0 GiB, this machine has "),
+    ],
+)
+def test_preflight_refuses_more_than_the_machine_has(backend, plan, resources, said):
+    errors = [f for f in backend.preflight(plan("pass", resources=resources)) if f.level == "error"]
+    assert [f.what.startswith(said) for f in errors] == [True]
+    assert "resources." in errors[0].hint
+
+
+def test_preflight_says_that_memory_is_not_limited(backend, plan):
+    (finding,) = [f for f in backend.preflight(plan("pass", resources={"memory": "1M"})) if f.level == "warning"]
+    assert "limits nothing" in finding.what
+    assert finding.hint
+
+
+def test_gpus_are_counted_without_a_library(tmp_path):
+    assert _gpu_count(tmp_path) == 0
+    for number in range(2):
+        (tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True)
+    assert _gpu_count(tmp_path) == 2
+    for number, gpu in enumerate(("0", "4098")):
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{gpu}\n")
+    assert _gpu_count(tmp_path) == 3
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    assert _gpu_count(tmp_path) is None
+
+
+def test_a_root_elsewhere_gets_its_own_copy_of_the_snapshot(plan, backend, tmp_path):
+    rendered = plan("pass")
+    elsewhere = LocalBackend(Cluster(name="scratch", kind="local", root=str(tmp_path / "scratch")))
+    store = ContentStore(backend.state_dir / "store")
+    snapshot = Snapshot(store.load(rendered.trees["code"]), store.load(rendered.trees["runtime"]))
+    elsewhere.stage(snapshot)
+    elsewhere.stage(snapshot)
+    there = ContentStore(Path(Layout.at(str(tmp_path / "scratch")).store))
+    assert there.has(rendered.trees["code"])
+    assert there.has(rendered.trees["runtime"])

@@ -1,0 +1,462 @@
+"""Bringing snapshots to hosts: what arrives, how little is sent, and what one host's trouble means to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers.errors import BackendError, BackendUnreachable, BundleError
+from orc.launchers.remote import programs
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import Bundle, runtime_bundle
+from orc.launchers.transfer import exchange, program, sync
+from orc.launchers.transfer.delivery import SyncReport, raise_first
+from orc.launchers.transfer.wire import deflate
+
+from .conftest import Host, state_of, targets
+
+Lab = Callable[[int], dict[str, Host]]
+
+
+def good(reports: dict[str, SyncReport]) -> dict[str, SyncReport]:
+    for report in reports.values():
+        assert report.error is None, report
+    return reports
+
+
+def sources(reports: dict[str, SyncReport]) -> list[str]:
+    return sorted(report.source.split()[0] for report in reports.values() if report.source)
+
+
+@pytest.mark.parametrize("fan_out", [True, False])
+def test_a_host_gets_exactly_what_a_copy_of_the_store_would_hold(
+    code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path, fan_out: bool
+) -> None:
+    hosts, copy = lab(3), ContentStore(tmp_path / "copy/store")
+    store.copy_to(copy, code.digest)
+    good(sync([code], store, targets(hosts), fan_out=fan_out))
+    for host in hosts.values():
+        assert host.store.verify(code.digest) == []
+        assert host.store.load(code.digest) == code
+        assert state_of(host.store) == state_of(copy)
+
+
+def test_an_unchanged_snapshot_costs_one_short_exchange_and_writes_nothing(
+    code: Bundle, store: ContentStore, lab: Lab
+) -> None:
+    hosts = lab(2)
+    runtime = store.ingest(runtime_bundle())
+    good(sync([code, runtime], store, targets(hosts)))
+    before = {h: {p: p.lstat().st_mtime_ns for p in hosts[h].root.rglob("*")} for h in hosts}
+    turns: list[str] = []
+    hosts["node1"].started.clear()
+    hosts["node1"].watch = lambda direction, _: None if turns[-1:] == [direction] else turns.append(direction)
+    reports = good(sync([code, runtime], store, targets(hosts)))
+    assert turns == ["to", "from"]
+    assert hosts["node1"].started == []  # nothing but the one question
+    assert all(report.sent < 1_000 and not report.new for report in reports.values())
+    assert before == {h: {p: p.lstat().st_mtime_ns for p in hosts[h].root.rglob("*")} for h in hosts}
+
+
+def test_contents_leave_the_laptop_once_and_are_passed_on(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    reports = good(sync([code], store, targets(lab(5))))
+    assert sources(reports) == ["laptop", "peer", "peer", "peer", "peer"]
+    assert sum(report.sent > 700_000 for report in reports.values()) == 1
+    assert all(report.contents == len({e.sha256 for e in code.entries if not e.target}) for report in reports.values())
+
+
+def test_without_fan_out_everybody_gets_it_from_the_laptop(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    reports = good(sync([code], store, targets(lab(4)), fan_out=False))
+    assert sources(reports) == ["laptop"] * 4
+
+
+def test_only_what_is_missing_is_sent(tree: Path, code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(1)
+    sync([code], store, targets(hosts))
+    (tree / "train.py").write_text("print('changed')\n")
+    (tree / "new.py").write_text("print('new')\n")
+    changed = store.snapshot(tree).bundle
+    report = good(sync([code, changed], store, targets(hosts)))["node1"]
+    assert (report.contents, report.new) == (2, (changed.digest,))
+    assert report.sent < 100_000
+    assert hosts["node1"].store.verify(changed.digest) == []
+
+
+def test_contents_that_two_snapshots_share_are_sent_once(
+    tree: Path, code: Bundle, store: ContentStore, lab: Lab
+) -> None:
+    (tree / "train.py").write_text("print('changed')\n")
+    changed = store.snapshot(tree).bundle
+    report = good(sync([code, changed], store, targets(lab(1))))["node1"]
+    assert report.sent < 1.5 * 700_000
+    assert set(report.new) == {code.digest, changed.digest}
+
+
+def test_progress_is_told_for_each_host(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    sync(
+        [code], store, targets(lab(3)), on_progress=lambda h, done, total: seen.setdefault(h, []).append((done, total))
+    )
+    assert set(seen) == {"node1", "node2", "node3"}
+    assert all(steps[-1][0] == steps[-1][1] > 700_000 for steps in seen.values())
+
+
+def test_a_look_says_what_would_be_sent_and_changes_nothing(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(2)
+    sync([code], store, targets({"node1": hosts["node1"]}))
+    before = state_of(hosts["node1"].store)
+    reports = good(sync([code], store, targets(hosts), look=True))
+    assert reports["node1"].missing == frozenset()
+    assert reports["node2"].missing == {e.sha256 for e in code.entries if not e.target}
+    assert not hosts["node2"].root.exists()
+    assert state_of(hosts["node1"].store) == before
+
+
+def test_a_content_damaged_on_the_host_is_sent_again(tree: Path, code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(1)
+    sync([code], store, targets(hosts))
+    victim = hosts["node1"].store.tree_path(code.digest) / "train.py"
+    victim.chmod(0o600)
+    victim.write_text("print('evil!')\n")
+    (tree / "new.py").touch()
+    changed = store.snapshot(tree).bundle
+    report = good(sync([changed], store, targets(hosts)))["node1"]
+    assert report.contents == 1
+    assert hosts["node1"].store.verify(changed.digest) == []
+
+
+def test_a_content_damaged_here_is_named_and_nothing_appears(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    victim = store.tree_path(code.digest) / "train.py"
+    victim.chmod(0o600)
+    victim.write_text("print('evil!')\n")
+    hosts = lab(2)
+    reports = sync([code], store, targets(hosts))
+    for name, report in reports.items():
+        assert isinstance(report.error, BundleError)
+        assert "train.py" in report.error.what
+        assert not hosts[name].store.has(code.digest)
+        assert os.listdir(hosts[name].root / "store/tmp") == []
+
+
+# --- hosts in trouble -------------------------------------------------------------------------------------------------
+
+
+class Unreachable(Host):
+    def stream(self, *_: Any, **__: Any) -> Any:
+        raise BackendUnreachable("no route to host", where=self.name)
+
+
+def test_an_unreachable_host_is_named_and_the_others_get_theirs(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(4)
+    hosts["node2"] = Unreachable("node2", hosts["node2"].root)
+    reports = sync([code], store, targets(hosts))
+    assert isinstance(reports["node2"].error, BackendUnreachable)
+    assert [name for name, report in reports.items() if report.error] == ["node2"]
+    assert all(hosts[name].store.has(code.digest) for name in ("node1", "node3", "node4"))
+    with pytest.raises(BackendUnreachable, match="no route to host") as caught:
+        raise_first(reports)
+    assert "node2" in str(caught.value)
+
+
+def test_a_python_that_is_not_there_is_named(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    report = sync([code], store, targets(lab(1)), pythons={"node1": "/no/python"})["node1"]
+    assert isinstance(report.error, BackendError)
+    assert "/no/python: command not found" in report.error.what
+    assert "node1" in str(report.error)
+
+
+def wrapper(directory: Path, text: str) -> str:
+    path = directory / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_that_is_too_old_is_named(code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path) -> None:
+    old = wrapper(tmp_path, 'exec python3 -I -S -c "import sys; sys.version_info = (3, 6, 8)\n$4" "$5"')
+    report = sync([code], store, targets(lab(1)), pythons={"node1": old})["node1"]
+    assert "this is Python 3.6, 3.9 or newer is needed" in str(report.error)
+
+
+def test_what_a_login_shell_prints_first_does_no_harm(
+    code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path
+) -> None:
+    chatty = wrapper(tmp_path, 'echo "Welcome to the cluster"; exec python3 "$@"')
+    good(sync([code], store, targets(lab(1)), pythons={"node1": chatty}))
+
+
+def test_a_root_that_cannot_be_made_is_named(code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path) -> None:
+    hosts = lab(2)
+    hosts["node1"].root = tmp_path / "file/orc"
+    (tmp_path / "file").touch()
+    reports = sync([code], store, targets(hosts))
+    assert "node1" in str(reports["node1"].error)
+    assert str(tmp_path / "file") in str(reports["node1"].error)
+    assert reports["node2"].error is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_named_with_what_is_missing_and_the_others_get_theirs(
+    code: Bundle, store: ContentStore, lab: Lab, small_disk: Path
+) -> None:
+    hosts = lab(3)
+    hosts["node2"].root = small_disk / "orc"
+    reports = sync([code], store, targets(hosts))
+    assert [name for name, report in reports.items() if report.error] == ["node2"]
+    error = reports["node2"].error
+    assert isinstance(error, BundleError)
+    assert "no space for the snapshot: it needs" in error.what
+    assert error.where == f"node2: {small_disk}/orc/store"
+    assert os.listdir(small_disk / "orc/store/tmp") == os.listdir(small_disk / "orc/store/cas") == []
+
+
+def test_a_disk_that_fills_up_on_the_way_is_named(
+    code: Bundle, store: ContentStore, lab: Lab, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when somebody else fills it meanwhile: the look at the free space before it was good."""
+    alter_program(monkeypatch, "if needed > free:", "if False:")
+    hosts = lab(1)
+    hosts["node1"].root = small_disk / "orc"
+    error = sync([code], store, targets(hosts))["node1"].error
+    assert isinstance(error, BundleError)
+    assert "No space left on device" in error.what
+    assert "still missing" in error.what
+    assert os.listdir(small_disk / "orc/store/tmp") == os.listdir(small_disk / "orc/store/cas") == []
+
+
+def alter_program(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Change one line of what runs on the hosts."""
+    sync = program._SYNC
+    texts = {name: programs.source(name) for name in (sync.module, *sync.others)}
+    assert sum(text.count(old) for text in texts.values()) == 1
+    read = programs.source
+    monkeypatch.setattr(programs, "source", lambda name: read(name).replace(old, new))
+    monkeypatch.setattr(program, "_SYNC", programs.Program(sync.module, sync.others))
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_that_cannot_be_reached_are_done_without(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = exchange.Exchange.offer
+
+    def unreachable(self: exchange.Exchange, peer: exchange.Peer) -> None:
+        peer.port = 1  # nobody listens there
+        offer(self, peer)
+
+    monkeypatch.setattr(exchange.Exchange, "offer", unreachable)
+    hosts = lab(4)
+    reports = good(sync([code], store, targets(hosts)))
+    assert sources(reports) == ["laptop"] * 4
+    assert all(host.store.verify(code.digest) == [] for host in hosts.values())
+
+
+def test_a_host_that_dies_while_it_passes_contents_on_costs_itself_only(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = lab(4)
+    processes: dict[str, Any] = {}
+    died: list[str] = []
+    stream, offer = Host.stream, exchange.Exchange.offer
+
+    def remember(self: Host, *args: Any, **options: Any) -> Any:
+        processes[self.name] = stream(self, *args, **options)
+        return processes[self.name]
+
+    def dying(self: exchange.Exchange, peer: exchange.Peer) -> None:
+        if not died:
+            died.append(peer.host)
+            pid = processes[peer.host]._popen.pid
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        offer(self, peer)
+
+    monkeypatch.setattr(Host, "stream", remember)
+    monkeypatch.setattr(exchange.Exchange, "offer", dying)
+    reports = sync([code], store, targets(hosts))
+    assert [name for name, report in reports.items() if report.error] == died
+    for name in set(hosts) - set(died):
+        assert hosts[name].store.verify(code.digest) == []
+
+
+def test_a_peer_that_serves_damaged_contents_is_not_believed(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    size = code.by_path["weights.bin"].size
+    (tmp_path / "damaged").write_bytes(bytes(size))
+    take = 'self._shelf.take(wanted, lambda: channel.send("wait"))'
+    damaged = f"(c._replace(path={bytes(tmp_path / 'damaged')!r}) if c.size == {size} else c for c in {take})"
+    alter_program(monkeypatch, f"contents = {take}", f"contents = {damaged}")
+    hosts = lab(2)
+    reports = good(sync([code], store, targets(hosts)))
+    assert all(report.sent > size for report in reports.values())
+    assert all(host.store.verify(code.digest) == [] for host in hosts.values())
+
+
+# --- shared file systems ----------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_share_a_file_system_are_synced_once(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(4)
+    for name in ("node2", "node3"):
+        hosts[name].root = hosts["node1"].root
+    reports = good(sync([code], store, targets(hosts), fan_out=False))
+    assert sources(reports).count("laptop") == 2
+    leader = next(r.host for r in reports.values() if r.source == "laptop" and r.host != "node4")
+    others = {report.source for name, report in reports.items() if name not in (leader, "node4")}
+    assert others <= {f"shared with {leader}", ""}  # the latter when it came so late that it missed nothing any more
+
+
+def test_hosts_made_from_one_image_do_not_pass_for_shared(
+    tree: Path, code: Bundle, store: ContentStore, lab: Lab
+) -> None:
+    hosts = lab(2)
+    sync([code], store, targets({"node1": hosts["node1"]}))
+    shutil.copytree(hosts["node1"].root, hosts["node2"].root, symlinks=True)
+    (tree / "new.py").touch()
+    changed = store.snapshot(tree).bundle
+    good(sync([changed], store, targets(hosts)))
+    assert all(host.store.verify(changed.digest) == [] for host in hosts.values())
+
+
+def test_hosts_said_to_share_are_not_all_asked(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(3)
+    hosts["node1"] = Unreachable("node1", hosts["node1"].root)
+    reports = sync([code], store, targets(hosts), shared=True)
+    assert reports["node1"].error is not None
+    assert (reports["node2"].source, reports["node3"].source) == ("laptop", "shared with node2")
+    assert hosts["node3"].started == []
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+class Cut(Exception):
+    """Somebody pulled the plug."""
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+@pytest.mark.parametrize("after", [1, 17_000, 21_000, 60_000, 200_000, 500_000, 760_000])
+def test_cut_anywhere_leaves_nothing_partial_and_the_next_sync_mends(
+    code: Bundle, store: ContentStore, lab: Lab, direction: str, after: int
+) -> None:
+    hosts = lab(1)
+    host = hosts["node1"]
+    went = {"to": 0, "from": 0}
+
+    def watch(way: str, size: int) -> None:
+        went[way] += size
+        if went[direction] >= (after if direction == "to" else after / 100):
+            raise BackendUnreachable("the plug was pulled")
+
+    host.watch = watch
+    report = sync([code], store, targets(hosts))["node1"]
+    if host.root.exists() and (host.root / "store/trees").exists():
+        for path in (host.root / "store/trees").glob("*.json"):
+            assert host.store.verify(path.stem) == []
+    host.watch = lambda *_: None
+    good(sync([code], store, targets(hosts)))
+    assert report.error is not None or went[direction] < after
+    assert host.store.verify(code.digest) == []
+    assert os.listdir(host.root / "store/tmp") == []
+
+
+def test_a_host_that_hears_nothing_more_gives_up_and_cleans_up(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut link closes no connection: the program there must notice by itself."""
+    alter_program(monkeypatch, "SILENCE_S = 20.0", "SILENCE_S = 2.0")
+    host = lab(1)["node1"]
+    with program.Conversation(host, "node1") as talk:
+        talk.tell("hello", root=str(host.root), digests=[code.digest], look=False)  # both at once: it waits for nothing
+        talk.tell("manifests", deflate(json.dumps([code.to_dict()]).encode()), look=False, serve="")
+        assert [talk.answer().op for _ in range(2)] == ["have", "missing"]
+        assert os.listdir(host.root / "store/tmp") != []
+        ended = talk._process.wait()
+    assert "fell silent" in ended.stderr
+    assert os.listdir(host.root / "store/tmp") == []
+
+
+def test_a_python_in_the_home_directory_is_that_of_the_host(
+    code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python of mine").symlink_to(sys.executable)
+    hosts = lab(1)
+    raise_first(sync([code], store, targets(hosts), pythons={"node1": "~/python of mine"}))
+    assert hosts["node1"].store.has(code.digest)
+
+
+def test_what_a_killed_sync_left_goes_even_when_the_next_has_nothing_to_send(
+    code: Bundle, store: ContentStore, lab: Lab
+) -> None:
+    hosts = lab(1)
+    sync([code], store, targets(hosts))
+    child = os.fork()
+    if not child:
+        with hosts["node1"].store.staging("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.listdir(hosts["node1"].root / "store/tmp") != []
+    good(sync([code], store, targets(hosts)))
+    assert os.listdir(hosts["node1"].root / "store/tmp") == []
+
+
+def test_several_syncs_to_one_host_at_once_are_safe(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(1)
+    found: list[SyncReport] = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(sync([code], store, targets(hosts)).values())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [report.error for report in found] == [None] * 4
+    assert hosts["node1"].store.verify(code.digest) == []
+    assert os.listdir(hosts["node1"].root / "store/tmp") == []
+
+
+def test_ctrl_c_ends_the_programs_on_all_hosts(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    hosts = lab(2)
+    processes: list[Any] = []
+    stream = Host.stream
+
+    def remember(self: Host, *args: Any, **options: Any) -> Any:
+        processes.append(stream(self, *args, **options))
+        return processes[-1]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "stream", remember)
+        with pytest.raises(KeyboardInterrupt):
+            sync([code], store, targets(hosts), on_progress=interrupt)
+    deadline = time.monotonic() + 60
+    while any(process._popen.poll() is None for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,76 @@
+"""`orc init`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orc.orchestrator.cli.commands.init import starters
+
+from ..conftest import Run, tree
+
+
+def test_without_arguments_it_lists_the_starters(orc: Run) -> None:
+    result = orc("init")
+    assert result.code == 0
+    for name in ("digits", "char-gpt", "hello"):
+        assert name in result.out
+    described = orc("init", "--json").json["starters"]
+    assert {s["name"] for s in described} == set(starters())
+    assert all(s["description"] for s in described)
+
+
+def test_it_copies_all_files_of_a_starter(orc: Run, place: Path) -> None:
+    result = orc("init", "digits", "--json")
+    assert result.code == 0
+    assert set(result.json["files"]) >= {"job.yaml", "train.py"}
+    source = {k: v for k, v in tree(starters()["digits"]).items() if "__pycache__" not in k}
+    assert tree(place / "digits") == source
+
+
+def test_it_copies_into_a_named_directory(orc: Run, place: Path) -> None:
+    assert orc("init", "hello", "some/where").code == 0
+    assert (place / "some" / "where" / "job.yaml").is_file()
+
+
+def test_it_overwrites_nothing(orc: Run, place: Path) -> None:
+    (place / "hello").mkdir()
+    (place / "hello" / "job.yaml").write_text("mine")
+    before = tree(place)
+    result = orc("init", "hello")
+    assert result.code == 2
+    assert "would overwrite job.yaml" in result.err
+    assert tree(place) == before
+
+
+def test_it_joins_files_that_are_there(orc: Run, place: Path) -> None:
+    (place / "notes.txt").write_text("mine")
+    assert orc("init", "hello", ".").code == 0
+    assert (place / "notes.txt").read_text() == "mine"
+    assert (place / "job.yaml").is_file()
+
+
+def test_an_unknown_starter_is_refused_with_the_known_ones(orc: Run, place: Path) -> None:
+    result = orc("init", "digit")
+    assert result.code == 2
+    assert "digits" in result.err
+    assert tree(place) == {}
+
+
+def test_a_failed_copy_leaves_nothing(orc: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    calls = []
+
+    def full_disk(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(shutil, "copyfileobj", full_disk)
+    result = orc("init", "hello")
+    assert result.code == 2
+    assert "No space left on device" in result.err
+    assert tree(place) == {}

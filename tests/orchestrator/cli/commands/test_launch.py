@@ -1,0 +1,153 @@
+"""`orc launch`: the grammar of its words, and what reaches the script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ..conftest import Run
+
+Script = Callable[[str], str]
+
+REPORT = """\
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+names += tuple(name for name in os.environ if name.startswith("ORC_") or name.startswith("MY_"))
+report = {"argv": sys.argv[1:], "env": {name: os.environ.get(name) for name in names}}
+os.write(1, json.dumps(report).encode() + b"\\n")  # at once: the processes share the pipe
+"""
+
+
+@pytest.fixture
+def script(place: Path) -> Script:
+    def write(text: str) -> str:
+        (place / "script.py").write_text(text)
+        return "script.py"
+
+    return write
+
+
+def _reports(result: Run) -> list[dict[str, object]]:
+    assert result.code == 0, result.err
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num_processes", "7", "--x", "--help"],
+        ["-n", "3", "--json", "--version"],
+        ["--", "--nproc", "9", "-m"],
+        ["two words", "", "$HOME", "*"],
+    ],
+)
+def test_what_follows_the_script_reaches_it_untouched(words: list[str], orc_process: Run, script: Script) -> None:
+    reports = _reports(orc_process("launch", "-n", "2", script(REPORT), *words))
+    assert [report["argv"] for report in reports] == [words, words]
+
+
+def test_every_process_knows_its_place(orc_process: Run, script: Script) -> None:
+    environments = [report["env"] for report in _reports(orc_process("launch", "-n", "3", script(REPORT)))]
+    assert sorted(env["RANK"] for env in environments) == ["0", "1", "2"]
+    assert {env["WORLD_SIZE"] for env in environments} == {"3"}
+
+
+def test_options_become_the_runtimes_variables(orc_process: Run, script: Script) -> None:
+    options = ["--mixed-precision", "bf16", "--gradient-accumulation-steps", "4", "--cpu", "--debug", "--seed", "7"]
+    (report,) = _reports(orc_process("launch", *options, "--env", "MY_NAME=a=b", script(REPORT)))
+    env = report["env"]
+    assert env["ORC_MIXED_PRECISION"] == "bf16"
+    assert env["ORC_GRADIENT_ACCUMULATION_STEPS"] == "4"
+    assert env["ORC_USE_CPU"] == env["ORC_DEBUG_MODE"] == "true"
+    assert env["ORC_SEED"] == "7"
+    assert env["MY_NAME"] == "a=b"
+
+
+def test_what_is_not_asked_for_is_not_set(orc_process: Run, script: Script) -> None:
+    (report,) = _reports(orc_process("launch", script(REPORT)))
+    assert not {"ORC_MIXED_PRECISION", "ORC_USE_CPU", "ORC_SEED", "ORC_DEBUG_MODE"} & set(report["env"])
+
+
+def test_modules_and_other_programs_run_too(orc_process: Run, script: Script) -> None:
+    script(REPORT)
+    (report,) = _reports(orc_process("launch", "-m", "script", "--flag"))
+    assert report["argv"] == ["--flag"]
+    assert orc_process("launch", "-n", "2", "--no-python", "echo", "--json").out == "--json\n--json\n"
+    assert orc_process("launch", "-m", "--no-python", "echo").code == 2
+
+
+def test_the_first_failing_process_gives_the_exit_status(orc_process: Run, script: Script) -> None:
+    path = script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(60)\n")
+    result = orc_process("launch", "-n", "2", "--grace", "1", path)
+    assert result.code == 9
+    assert "rank 1 exited with 9" in result.err
+    killed = orc_process("launch", script("import os\nos.kill(os.getpid(), 9)\n"))
+    assert killed.code == 128 + 9
+
+
+def test_restarts_are_as_many_as_asked_for(orc_process: Run, script: Script) -> None:
+    path = script(
+        "import os, sys\nprint('restart', os.environ['ORC_RESTART'])\nsys.exit(os.environ['ORC_RESTART'] != '2')\n"
+    )
+    result = orc_process("launch", "--max-restarts", "2", path)
+    assert (result.code, result.out) == (0, "restart 0\nrestart 1\nrestart 2\n")
+    assert orc_process("launch", "--max-restarts", "1", path).code == 1
+
+
+def test_a_log_per_rank_is_kept_beside_the_terminal(orc_process: Run, script: Script, place: Path) -> None:
+    result = orc_process(
+        "launch",
+        "-n",
+        "2",
+        "--log-dir",
+        "logs",
+        script("import os\nos.write(1, b'I am %s\\n' % os.environ['RANK'].encode())\n"),
+    )
+    assert sorted(result.out.splitlines()) == ["I am 0", "I am 1"]
+    assert (place / "logs" / "rank-1.log").read_text() == "I am 1\n"
+
+
+def test_json_leaves_stdout_to_the_result(orc_process: Run, script: Script) -> None:
+    result = orc_process("launch", "--json", script("import sys\nprint('hello')\nsys.exit(3)\n"))
+    assert result.code == 3
+    assert result.json == {"exit_status": 3}
+    assert "hello" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "0", "script.py"], "0"),
+        (["absent.py"], "absent.py"),
+        ([], "SCRIPT"),
+        (["--env", "NAME", "script.py"], "NAME=VALUE"),
+        (["--mixed-precision", "f16", "script.py"], "bf16"),
+        (["--nporc", "2", "script.py"], "--nproc"),
+        (["--python", "/absent/python", "script.py"], "/absent/python"),
+    ],
+)
+def test_bad_words_are_refused_with_status_2(words: list[str], said: str, orc_process: Run, script: Script) -> None:
+    script(REPORT)
+    result = orc_process("launch", *words)
+    assert result.code == 2
+    assert said in result.err
+    assert result.err.startswith("error: ")
+
+
+def test_the_launcher_imports_nothing_heavy(script: Script) -> None:
+    code = (
+        "import sys\n"
+        "from orc.orchestrator.cli.main import main\n"
+        f"code = main(['launch', '-n', '2', {script('pass')!r}])\n"
+        "print(*sys.modules)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    tops = {module.partition(".")[0] for module in done.stdout.split()}
+    assert not tops & {"torch", "numpy", "pydantic", "pydantic_core", "sqlalchemy", "rich", "yaml", "sqlite3", "jinja2"}

@@ -1,0 +1,166 @@
+"""What a person sees: on a real (pseudo) terminal, and in a log file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import Display, describe, display
+from orc.orchestrator.cli.ui.tail import writer
+
+from ..conftest import Run
+
+JobFile = Callable[..., str]
+
+WAITS = "name: slow\ncommand: echo first; while [ ! -e {go} ]; do sleep 0.05; done; echo last\nlauncher: python\n"
+
+
+def _on_a_terminal(*arguments: str, once_said: str = "", go: Path | None = None) -> tuple[int, str]:
+    """`orc ARGS` with stdout and stderr on one terminal; its exit status and everything it wrote.
+
+    The file *go* is made when it has written *once_said*.
+    """
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "orc.orchestrator.cli.main", *arguments]
+    env = {**os.environ, "TERM": "xterm-256color"}
+    env.pop("NO_COLOR", None)
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env)
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # Linux says EIO when the other side is closed
+            break
+        if not data:
+            break
+        written += data
+        if go is not None and once_said.encode() in written:
+            go.touch()
+    os.close(leader)
+    return process.wait(timeout=60), written.decode()
+
+
+def test_following_shows_the_state_in_a_line_that_comes_and_goes(job_file: JobFile, place: Path) -> None:
+    go = place / "go"
+    code, written = _on_a_terminal("submit", job_file(WAITS.format(go=go)), "--follow", once_said="RUNNING", go=go)
+    assert code == 0
+    assert "\x1b[2K" in written or "\r" in written
+    # The lines of the job stand alone: nothing of the live line is left on them.
+    lines = [line.rpartition("\x1b[2K")[2].strip() for line in written.split("\n")]
+    assert "first" in lines
+    assert "last" in lines
+    assert "\x1b[32mSUCCEEDED" in written
+
+
+def test_errors_are_coloured_on_a_terminal_only(job_file: JobFile) -> None:
+    assert "\x1b[31m" in _on_a_terminal("status", "nothing")[1]
+
+
+def test_without_a_terminal_each_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with display() as shown:
+        assert type(shown) is Display
+        for detail in ("10%", "50%"):
+            shown.show("uploading", detail)
+        shown.show("submitting")
+    assert capsys.readouterr().err == "uploading\nsubmitting\n"
+
+
+def test_json_is_accompanied_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with display(silent=True) as shown:
+        shown.show("uploading")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_steps_of_a_submission_are_described() -> None:
+    assert describe("snapshot", {"done": 500_000, "bytes": 2_000_000}) == (
+        "taking a snapshot",
+        "500.0 kB of 2.0 MB (25%)",
+    )
+    assert describe("scan", {"files": 3, "bytes": 10}) == ("scanned", "3 files, 10 B")
+    assert describe("stage", {}) == ("uploading", "")
+
+
+# Sets the title, writes to the clipboard, rings, hides what follows, goes up a line, turns the text round.
+HOSTILE = ("\x1b]0;owned\x07", "\x1b]52;c;ZWNobw==\x07", "\x1b[8m", "\x1b[A", "\x9b31m", "\u202e")
+HOSTILE_JOB = f"""\
+name: hostile
+command: [/bin/sh, -c, "cat hostile >&2; exit 3"]
+launcher: python
+tags: {{note: {json.dumps("".join(HOSTILE))}}}
+"""
+
+
+def test_no_command_passes_on_what_would_act_on_a_terminal(job_file: JobFile, place: Path) -> None:
+    job = job_file(HOSTILE_JOB)
+    Path(job).with_name("hostile").write_text("".join(HOSTILE) + "end\n")
+    written = {"submit": _on_a_terminal("submit", job, "--follow")[1]}
+    for arguments in ("status", "logs", "logs --json", "logs --raw", "events", "list", "status --json", "wait"):
+        job_argument = [] if arguments == "list" else ["@last"]
+        written[arguments] = _on_a_terminal(*arguments.split(), *job_argument)[1]
+    written["error"] = _on_a_terminal("status", "".join(HOSTILE))[1]
+    written["log file"] = written.pop("logs --raw")
+    passed = {name: [code for code in HOSTILE if code in text] for name, text in written.items()}
+    assert passed.pop("log file") == list(HOSTILE)
+    assert {name: codes for name, codes in passed.items() if codes} == {}
+    assert all(r"\x1b]52;c;ZWNobw==\x07" in written[name] for name in ("submit", "status", "logs"))
+
+
+def test_logs_are_byte_for_byte_where_no_terminal_is(orc_process: Run, job_file: JobFile) -> None:
+    job = job_file(HOSTILE_JOB)
+    Path(job).with_name("hostile").write_text("".join(HOSTILE) + "end\n")
+    assert orc_process("submit", job, "--follow").out == "".join(HOSTILE) + "end\n"
+    assert orc_process("logs", "@last").out == "".join(HOSTILE) + "end\n"
+
+
+def test_a_log_on_a_terminal_keeps_its_progress_bars_and_its_letters() -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    shown = writer(out)
+    for piece in (b"10%\r20%\r\xc3", b"\xa4\x1b[2J\xff\n"):  # a letter in two pieces, and a byte that is none
+        shown.write(piece)
+    assert out.getvalue().decode() == "10%\r20%\r\u00e4\\x1b[2J\\xff\n"
+
+
+def test_styles_of_orc_itself_are_the_only_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "coloured", lambda err=False: True)
+    styled = output.rendered(output.style("\x1b[8mname", fg="red") + "\x1b[0m")
+    assert styled == "\x1b[31m\\x1b[8mname\x1b[0m\\x1b[0m"
+    lines = output.rendered(output.table(["A", "B"], [[output.style("x\ny", fg="red"), "z"]])).splitlines()
+    assert lines == ["\x1b[1mA     B\x1b[0m", "\x1b[31mx\\ny\x1b[0m  z"]
+
+
+# What besides `output` may have to do with stdout and stderr: bytes of logs, or text that was escaped before.
+_PRINTING = r"\bprint\(|\.(?:s?echo|echo_via_pager|print_exc)\(|\b(?:Console|Live)\(|\bsys\.std(?:out|err)\.\w+"
+_ASKING = {"sys.stdout.isatty", "sys.stderr.isatty", "sys.stdout.encoding", "sys.stdout.flush", "sys.stderr.flush"}
+_WRITERS = {
+    "cli/ui/display.py": {"Console("},  # is given what `output.rendered` has made
+    "cli/ui/output.py": {".echo("},
+    "cli/commands/submit.py": {"sys.stdout.buffer", "sys.stderr.buffer"},  # for the sinks of `tail`
+    "cli/ui/tail.py": {"sys.stdout.buffer"},
+    "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
+    "cli/commands/top.py": {"Live("},  # is given cells that are escaped
+    "ledger/schema.py": {"sys.stdout.write"},  # the schema
+}
+
+
+def test_nothing_prints_past_the_escaping() -> None:
+    room = Path(output.__file__).parents[2]
+    used = {
+        str(path.relative_to(room)): set(re.findall(_PRINTING, path.read_text())) - _ASKING
+        for path in room.rglob("*.py")
+    }
+    assert {name: found for name, found in used.items() if found} == _WRITERS

@@ -1,0 +1,226 @@
+"""Several processes on one ledger: a file, and PostgreSQL, which laptops share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_backend import FakeBackend
+
+from orc.launchers.backends.base import Phase, Placement
+from orc.orchestrator.client import Client
+from orc.orchestrator.engine.lifecycle import Event, Kind, fold
+from orc.orchestrator.ledger.records import NewJob
+
+# Up to eight processes at once import what PostgreSQL needs, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(400)
+
+OPEN = """
+import json, os, sys
+from pathlib import Path
+from fake_backend import FakeBackend
+from orc.launchers.spec import load_job
+from orc.orchestrator.client import Client
+backend = FakeBackend(Path(sys.argv[1]), hosts=json.loads(os.environ.get("FAKE_HOSTS", "{}")))
+"""
+PASSES = """
+with Client(backend_of=lambda _: backend) as client:
+    for _ in range(int(sys.argv[2])):
+        client.refresh()
+"""
+SUBMITS = """
+with Client(backend_of=lambda _: backend) as client:
+    for _ in range(int(sys.argv[3])):
+        print(client.submit(load_job(sys.argv[2])).id, flush=True)
+"""
+
+
+HOSTS = {"n1": 2, "n2": 1, "n3": 1}
+# A laptop submits jobs, and then makes passes until all jobs have ended; the cluster ends what it sees running.
+LAPTOP = """
+import time
+from collections import Counter
+from orc.launchers.backends.base import Phase
+state, deadline = Path(sys.argv[3]), time.monotonic() + 300
+with Client(state, backend_of=lambda _: backend) as client:
+    for _ in range(5):
+        client.submit(load_job(sys.argv[2]))
+    while time.monotonic() < deadline:  # the other one may begin much later
+        client.refresh()
+        rows = client.jobs(limit=None)
+        used = Counter()
+        for r in client.reservations():
+            used[r.host] += r.slots
+        assert all(used[host] <= slots for host, slots in backend.hosts.items()), used
+        if len(rows) == 10 and all(row.ended_at for row in rows):
+            break
+        for row in rows:
+            if row.state in ("PENDING", "RUNNING"):
+                backend.set(f"orc-{row.id}-a{row.attempts}", Phase.SUCCEEDED)
+        time.sleep(0.01)
+    else:
+        raise SystemExit(f"left: {[row for row in rows if not row.ended_at]}")
+"""
+
+
+@pytest.fixture(params=["file", "postgresql"], autouse=True)
+def where(request, monkeypatch):
+    """Where the ledger of the client and of all processes is."""
+    if request.param == "postgresql":
+        monkeypatch.setenv("ORC_LEDGER_URL", request.getfixturevalue("postgres_url"))
+    return request.param
+
+
+@pytest.fixture
+def at_once(backend, subprocess_env):
+    """Starts so many processes of one kind and returns what each printed."""
+
+    def start(count, code, *arguments):
+        argv = [sys.executable, "-c", OPEN + code, str(backend.root), *map(str, arguments)]
+        pipe = subprocess.PIPE
+        processes = [
+            subprocess.Popen(argv, env=subprocess_env, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
+        ]
+        results = [process.communicate() for process in processes]
+        assert [(r[1], p.returncode) for r, p in zip(results, processes, strict=True)] == [("", 0)] * count
+        return [out.split() for out, _ in results]
+
+    return start
+
+
+def check_history(client, job_id):
+    """The columns are what the events say: no event was lost, doubled or out of order."""
+    events = [Event(Kind(e.kind), e.attempt, e.data) for e in client.events(job_id)]
+    told, view = fold(events), client.job(job_id)
+    assert told.job == view.state
+    assert told.attempts == {a.number: a.state for a in view.attempts}
+
+
+def test_two_reconcilers_at_once_send_every_retry_once_and_lose_no_event(client, backend, clock, job_file, at_once):
+    backend.behave(submit_s=0.005)
+    loaded = job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0})
+    views = [client.submit(loaded) for _ in range(25)]
+    for view in views:
+        backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
+    at_once(2, PASSES, 4)
+    expected = sorted(f"orc-{view.id}-a{n}" for view in views for n in (1, 2))
+    assert sorted(backend.calls("submit")) == sorted(backend.calls("run")) == expected
+    for view in views:
+        check_history(client, view.id)
+        assert client.job(view.id).state == "PENDING"
+
+
+def test_two_reconcilers_at_once_take_over_a_cut_off_submission_once(client, backend, job_file, at_once):
+    backend.behave(submit="swallowed")
+    views = [client.submit(job_file()) for _ in range(10)]
+    backend.behave(submit=None, submit_s=0.01)
+    at_once(2, PASSES, 3)
+    markers = sorted(view.attempt.marker for view in views)
+    assert sorted(backend.calls("run")) == markers
+    assert sorted(backend.calls("submit")) == sorted(markers * 2)
+    for view in views:
+        check_history(client, view.id)
+
+
+def test_eight_submits_at_once_make_eight_jobs(client, backend, job_file, at_once):
+    path = job_file().source_path
+    ids = [job_id for out in at_once(8, SUBMITS, path, 2) for job_id in out]
+    assert len(set(ids)) == 16
+    assert {row.id for row in client.jobs(states=["PENDING"])} == set(ids)
+    assert sorted(backend.calls("run")) == sorted(f"orc-{job_id}-a1" for job_id in ids)
+    for job_id in ids:
+        check_history(client, job_id)
+
+
+def test_a_reader_is_not_disturbed_by_writers(client, backend, job_file, at_once):
+    first = client.submit(job_file())
+    with client.workspace.ledger.database.read() as connection:
+        before = connection.tuples("SELECT count(*) FROM jobs")
+        at_once(1, SUBMITS, job_file().source_path, 3)
+        assert connection.tuples("SELECT count(*) FROM jobs") == before
+    assert len(client.jobs()) == 4
+    assert client.job(first.id) == first
+
+
+@pytest.mark.slow
+def test_two_laptops_that_want_the_same_hosts_never_share_a_slot_and_get_all_their_jobs_done(
+    client, backend, job_file, at_once, tmp_path, orc_home, where, subprocess_env
+):
+    subprocess_env["FAKE_HOSTS"] = json.dumps(HOSTS)
+    subprocess_env.setdefault("ORC_LEDGER_URL", f"sqlite:///{orc_home}/state/ledger.db")
+    path = job_file(resources={"nodes": 2, "procs_per_node": 1}).source_path
+    argv = [
+        [sys.executable, "-c", OPEN + LAPTOP, str(backend.root), str(path), str(tmp_path / name)] for name in ("a", "b")
+    ]
+    pipe = subprocess.PIPE
+    laptops = [subprocess.Popen(a, env=subprocess_env, stdout=pipe, stderr=pipe, text=True) for a in argv]
+    results = [laptop.communicate() for laptop in laptops]
+    assert [(out, err, p.returncode) for (out, err), p in zip(results, laptops, strict=True)] == [("", "", 0)] * 2
+    views = [client.job(row.id) for row in client.jobs(limit=None)]
+    assert [view.state for view in views] == ["SUCCEEDED"] * 10
+    assert sorted(backend.calls("run")) == sorted(view.attempt.marker for view in views)
+    assert client.reservations() == []
+    for view in views:
+        check_history(client, view.id)
+
+
+@pytest.fixture
+def crowded(tmp_path):
+    return FakeBackend(tmp_path / "crowded", hosts={"n1": 1, "n2": 1})
+
+
+@pytest.fixture
+def laptops(orc_home, tmp_path, crowded, clock, monkeypatch, where):
+    """Two clients on one ledger, each with a state directory of its own."""
+    if where == "file":
+        (orc_home / "state").mkdir(parents=True)
+        monkeypatch.setenv("ORC_LEDGER_URL", f"sqlite:///{orc_home}/state/ledger.db")
+    made = [
+        Client(tmp_path / name, backend_of=lambda _: crowded, clock=clock, sleep=clock.sleep) for name in ("a", "b")
+    ]
+    yield made
+    for client in made:
+        client.close()
+
+
+def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others(laptops, crowded, job_file):
+    mine, yours = laptops
+    loaded = job_file(resources={"nodes": 1})
+    look = crowded.preflight
+
+    def slow_look(plan):
+        crowded.preflight = look
+        taken.extend(yours.submit(loaded).attempt.hosts)
+        return look(plan)
+
+    taken = []
+    crowded.preflight = slow_look
+    view = mine.submit(loaded)
+    assert (view.attempt.hosts, taken) == (("n1",), ["n2"])
+    assert sorted(r.host for r in mine.reservations()) == ["n1", "n2"]
+    assert mine.submit(loaded).state == "QUEUED"
+
+
+def test_whoever_places_a_job_waits_for_whoever_is_placing_one(laptops, job_file, clock):
+    mine, yours = laptops
+    loaded = job_file(resources={"nodes": 1})
+    ended = threading.Event()
+
+    def submit():
+        with Client(yours.workspace.state_dir, backend_of=yours.workspace.backend_of, clock=clock) as third:
+            views.append(third.submit(loaded))
+        ended.set()
+
+    views = []
+    submitter = threading.Thread(target=submit)
+    new = NewJob("first-aaaaaa", "first", "local", "fake", "", {}, {}, {})
+    with mine.workspace.ledger.transaction() as tx:
+        tx.lock("local")
+        tx.create(new, "orc-first-aaaaaa-a1", "p", "me", tx.now + 60, Placement(("n1",), 1))
+        submitter.start()
+        assert not ended.wait(2.0)
+    submitter.join(60)
+    assert [view.attempt.hosts for view in views] == [("n2",)]
