@@ -468,12 +468,12 @@ class Client(FunctionCalls):
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
         """The ways to the nodes of an attempt (the newest by default). Raises `LaunchError` when it has none."""
-        from orc.launchers.backends.base import Entering
+        from orc.launchers.backends.base import SupportsExec
 
         backend, handle = self._at_backend(job_id, attempt)
         if handle is None:
             raise LaunchError(f"{job_id} has no nodes yet", hint=f"`orc status {job_id}` says what it waits for")
-        if not isinstance(backend, Entering):
+        if not isinstance(backend, SupportsExec):
             raise LaunchError(f"nodes of clusters of kind {backend.kind} cannot be entered", where=job_id)
         return backend.entries(handle)
 
@@ -481,16 +481,16 @@ class Client(FunctionCalls):
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """The clusters with a queue of their own, and why that cannot be told of others. Contacts none."""
-        from orc.launchers.backends.base import Queueing
+        from orc.launchers.backends.base import SupportsQueue
 
-        return self.workspace.clusters_with(Queueing)
+        return self.workspace.clusters_with(SupportsQueue)
 
     def queue(self, cluster: str) -> QueueReport:
         """The cluster's own queue, and our jobs in it. Raises `LaunchError` when it has none, or does not answer."""
-        from orc.launchers.backends.base import Queueing
+        from orc.launchers.backends.base import SupportsQueue
 
         backend = self.workspace.backend(cluster)
-        if not isinstance(backend, Queueing):
+        if not isinstance(backend, SupportsQueue):
             raise LaunchError(f"clusters of kind {backend.kind} have no queue of their own", where=cluster)
         ours = [job.id for job in self.workspace.ledger.active() if job.cluster == cluster]
         handles = [self._at_backend(job_id, None)[1] for job_id in ours]

@@ -24,11 +24,11 @@ class Capabilities:
 
     requeue: bool = False  # puts a preempted attempt back in the queue by itself, same handle
     elastic: bool = False  # nodes: min:max
-    places: bool = False  # runs on named hosts that orc chooses and keeps other jobs off: see `Placing`
+    places: bool = False  # runs on named hosts that orc chooses and keeps other jobs off: see `SupportsPlacement`
     avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
-    dependencies: bool = False  # holds an attempt back until others have ended: see `Sequencing`
-    arrays: bool = False  # takes many attempts at once, and runs only so many at a time: see `Arraying`
+    dependencies: bool = False  # holds an attempt back until others have ended: see `SupportsDependencies`
+    arrays: bool = False  # takes many attempts at once, and runs only so many at a time: see `SupportsArrays`
     # How long after a cut-off submit the job may still turn up in `find`, in seconds.
     visibility_s: float = 5.0
 
@@ -156,7 +156,7 @@ class Observation:
     # Nodes that the agents' records name (`AttemptExit.lost_nodes`) need not be repeated here.
     culprits: tuple[str, ...] = ()
     progress: Mapping[str, Any] = field(default_factory=dict)  # {"step": 120, "epoch": 3, ...} if the runtime tells
-    due: bool = False  # of a backend that is `Provisioning`: there is a step for `advance` to take
+    due: bool = False  # of a backend that is `SupportsProvisioning`: there is a step for `advance` to take
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class NodeEntry:
 
 
 @runtime_checkable
-class Entering(Protocol):
+class SupportsExec(Protocol):
     """What a backend whose nodes can be entered has on top of `Backend`."""
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
@@ -300,7 +300,7 @@ class HostReport:
 
 
 @runtime_checkable
-class Surveying(Protocol):
+class SupportsHostSurvey(Protocol):
     """What a backend that knows its hosts one by one has on top of `Backend`."""
 
     def survey(self) -> list[HostReport]:
@@ -309,7 +309,7 @@ class Surveying(Protocol):
 
 
 @runtime_checkable
-class Checking(Protocol):
+class SupportsCheck(Protocol):
     """Findings of a backend about its cluster before there is a job for it, on top of `Backend.preflight`."""
 
     def check(self) -> list[Finding]:
@@ -363,7 +363,7 @@ class QueueReport:
 
 
 @runtime_checkable
-class Queueing(Protocol):
+class SupportsQueue(Protocol):
     """What a backend whose cluster has a queue of its own has on top of `Backend`."""
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
@@ -372,7 +372,7 @@ class Queueing(Protocol):
 
 
 @runtime_checkable
-class Recalling(Protocol):
+class SupportsRecall(Protocol):
     """What a backend has that can give back what was staged to it: then any machine can make a job's next attempt."""
 
     def recall(self, digest: str, handle: Handle) -> None:
@@ -384,7 +384,7 @@ class Recalling(Protocol):
 
 
 @runtime_checkable
-class Placing(Protocol):
+class SupportsPlacement(Protocol):
     """What a backend with `Capabilities.places` has on top of `Backend`."""
 
     def place(self, job: JobSpec, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
@@ -420,7 +420,7 @@ class Dependency:
 
 
 @runtime_checkable
-class Sequencing(Protocol):
+class SupportsDependencies(Protocol):
     """What a backend with `Capabilities.dependencies` has on top of `Backend`."""
 
     def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
@@ -434,7 +434,7 @@ class Sequencing(Protocol):
 
 
 @runtime_checkable
-class Arraying(Protocol):
+class SupportsArrays(Protocol):
     """What a backend with `Capabilities.arrays` has on top of `Backend`."""
 
     def submit_array(
@@ -453,14 +453,14 @@ class Arraying(Protocol):
         without them, so that repeating an interrupted call is safe. *secrets* has the values for all of them. The
         handles come in the order of *plans*.
 
-        Raises what `Backend.submit` and `Sequencing.submit_after` raise: `BackendError` when certainly none was
-        started, `AmbiguousSubmit` when nobody can tell (all or none of them will be found).
+        Raises what `Backend.submit` and `SupportsDependencies.submit_after` raise: `BackendError` when certainly none
+        was started, `AmbiguousSubmit` when nobody can tell (all or none of them will be found).
         """
         ...
 
 
 @runtime_checkable
-class Provisioning(Protocol):
+class SupportsProvisioning(Protocol):
     """What a backend that has machines made for an attempt has on top of `Backend`.
 
     `Backend.submit` asks for them and returns; until they are up the attempt is PENDING, and nothing of orc needs to
@@ -488,7 +488,7 @@ class Leftover:
 
 
 @runtime_checkable
-class Sweeping(Protocol):
+class SupportsCleanup(Protocol):
     """What a backend that makes things which cost money as long as they exist has on top of `Backend`."""
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:

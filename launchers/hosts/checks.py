@@ -28,7 +28,7 @@ _THROTTLE = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "
 
 
 @dataclass(frozen=True)
-class Look:
+class HostFacts:
     """What one host said about itself, and how its clock relates to ours."""
 
     name: str
@@ -38,11 +38,11 @@ class Look:
     error: LaunchError | None = None
 
 
-def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons: Mapping[str, str]) -> list[Look]:
+def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons: Mapping[str, str]) -> list[HostFacts]:
     """Look at all hosts at the same time; one round trip each. *roots* and *pythons* are by host name."""
     from orc.launchers.remote.ssh.fanout import each
 
-    def one(name: str) -> Look:
+    def one(name: str) -> HostFacts:
         python = transports[name].expand(pythons.get(name) or "python3")
         sent = time.time()
         done = transports[name].run_program(PROBE, ("look", roots[name]), python=python, timeout_s=LOOK_TIMEOUT_S)
@@ -61,10 +61,10 @@ def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons:
             ) from None
         # The answer was made at some time between the two.
         early, late = facts["now"] - received, facts["now"] - sent
-        return Look(name, facts, 0.0 if early <= 0 <= late else min(early, late, key=abs), received - sent)
+        return HostFacts(name, facts, 0.0 if early <= 0 <= late else min(early, late, key=abs), received - sent)
 
     answers = each({name: name for name in transports}, one)
-    return [a if isinstance(a, Look) else Look(name, error=a) for name, a in answers.items()]
+    return [a if isinstance(a, HostFacts) else HostFacts(name, error=a) for name, a in answers.items()]
 
 
 def quick(
@@ -82,7 +82,7 @@ def quick(
     return judge(look(transports, roots, pythons), gpus=gpus, environment=environment)
 
 
-def judge(looks: Sequence[Look], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
+def judge(looks: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
     """The findings about *looks*, errors first. ``where`` of each is the host's name. Pure."""
     found: list[Finding] = []
     for one in looks:
@@ -102,7 +102,7 @@ def judge(looks: Sequence[Look], *, gpus: int = 0, environment: bool = False) ->
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
 
-def without_torch(looks: Sequence[Look]) -> list[Finding]:
+def without_torch(looks: Sequence[HostFacts]) -> list[Finding]:
     """A warning where not one host has torch: fine for jobs that bring their own Python, and for no others. Pure."""
     answered = [one for one in looks if one.error is None]
     if not answered or any(one.facts["torch"] for one in answered):
@@ -117,7 +117,7 @@ def bad_hosts(findings: Iterable[Finding]) -> list[str]:
     return list(dict.fromkeys(f.where for f in findings if f.level == "error" and f.where))
 
 
-def _alone(one: Look, gpus: int) -> list[Finding]:
+def _alone(one: HostFacts, gpus: int) -> list[Finding]:
     """What is wrong with one host, whatever the others are like."""
     facts, found = one.facts, []
     if tuple(facts["python"]) < (3, 9):
@@ -135,7 +135,7 @@ def _alone(one: Look, gpus: int) -> list[Finding]:
     return [*found, *_gpus(one, gpus)]
 
 
-def _gpus(one: Look, wanted: int) -> list[Finding]:
+def _gpus(one: HostFacts, wanted: int) -> list[Finding]:
     facts, found = one.facts, []
     hint = "See `nvidia-smi` and `dmesg | grep -i xid` there; it may need a reset."
     if facts["gpu_error"]:
@@ -169,7 +169,7 @@ def _number(text: str) -> int:
         return 0
 
 
-def _clocks(looks: Sequence[Look]) -> list[Finding]:
+def _clocks(looks: Sequence[HostFacts]) -> list[Finding]:
     """Clocks that differ from ours, or, when it is ours that is wrong, that differ from the others'."""
     if not looks:
         return []
@@ -198,7 +198,7 @@ def _driver(facts: Mapping[str, Any]) -> str:
     return str(facts["gpus"][0]["driver"]) if facts["gpus"] else ""
 
 
-def _differing(looks: Sequence[Look], what: str, value: Any, level: Any) -> list[Finding]:
+def _differing(looks: Sequence[HostFacts], what: str, value: Any, level: Any) -> list[Finding]:
     """The hosts that are unlike most others in one respect; hosts without a value do not count."""
     values = {one.name: value(one.facts) for one in looks if value(one.facts)}
     if len(set(values.values())) < 2:

@@ -20,7 +20,7 @@ _ORDER = ("error", "warning", "info")
 class Examination:
     """What came out of it. ``bad`` are the hosts that are better left alone, with the reason."""
 
-    looks: Sequence[checks.Look]
+    looks: Sequence[checks.HostFacts]
     speeds: Sequence[all_reduce.Speed] = ()
     findings: Sequence[Finding] = ()
     bad: Mapping[str, str] = field(default_factory=dict)

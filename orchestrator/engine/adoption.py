@@ -67,13 +67,13 @@ def adopt(ws: Workspace, kept: Kept) -> Found:
 
 def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
     """Its attempts, as far as its cluster has them. Raises `LaunchError` when that cannot be asked."""
-    from orc.launchers.backends.base import Placing
+    from orc.launchers.backends.base import SupportsPlacement
 
     backend = ws.backend(job.cluster)
     handles: list[Handle] = []
     while True:
         marker = AttemptId(job.id, len(handles) + 1).marker
-        if isinstance(backend, Placing):
+        if isinstance(backend, SupportsPlacement):
             handle = backend.find(marker, backend.candidates(spec), complete=False)
         else:
             handle = backend.find(marker)
@@ -84,10 +84,10 @@ def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
 
 def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Placement | None:
     """The hosts that the attempt holds, where hosts are reserved in the ledger."""
-    from orc.launchers.backends.base import Placement, Placing
+    from orc.launchers.backends.base import Placement, SupportsPlacement
 
     backend = ws.backend(job.cluster)
-    if not (backend.capabilities.places and isinstance(backend, Placing)):
+    if not (backend.capabilities.places and isinstance(backend, SupportsPlacement)):
         return None
     try:
         slots = backend.place(spec, {}).slots

@@ -28,7 +28,7 @@ PASS_POINTS = (
 )
 
 
-def reach(point: str) -> None:
+def fault_point(point: str) -> None:
     """Kill this process with SIGKILL when ``ORC_FAULT_POINT`` names *point*, stop it (until SIGCONT) the first time
     that ``ORC_FAULT_HOLD`` does; otherwise do nothing."""
     if os.environ.get(VARIABLE) == point:

@@ -59,11 +59,11 @@ def _snapshot(ws: Workspace, job: JobRecord) -> Snapshot:
 
 
 def _recalled(ws: Workspace, job: JobRecord) -> bool:
-    from orc.launchers.backends.base import Handle, Recalling
+    from orc.launchers.backends.base import Handle, SupportsRecall
 
     backend = ws.backend(job.cluster)
     handles = [Handle.from_dict(a.handle) for a in reversed(ws.ledger.attempts(job.id)) if a.handle]
-    if not isinstance(backend, Recalling):
+    if not isinstance(backend, SupportsRecall):
         return False
     for handle in handles:
         try:

@@ -17,7 +17,7 @@ from orc.orchestrator.engine.lifecycle import JobState
 from orc.orchestrator.engine.queueing import Waiting, room, slots_taken, why
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Placement, Placing, Snapshot
+    from orc.launchers.backends.base import Backend, Placement, Snapshot, SupportsPlacement
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
@@ -38,7 +38,7 @@ class Prepared:
 
 
 @dataclass
-class Search:
+class PlacementPlanner:
     """The search for a plan of one attempt, and for the hosts it needs."""
 
     ws: Workspace
@@ -174,11 +174,11 @@ class Search:
         self.progress("finding", {"level": level, "what": what, "where": where, "hint": hint})
 
     @property
-    def _placing(self) -> Placing:
-        from orc.launchers.backends.base import Placing
+    def _placing(self) -> SupportsPlacement:
+        from orc.launchers.backends.base import SupportsPlacement
 
         backend = self.backend
-        if not isinstance(backend, Placing):
+        if not isinstance(backend, SupportsPlacement):
             raise TypeError(f"{backend.kind} says that it places jobs, and does not")
         return backend
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import LaunchError, NoRoom
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Placement, Placing
+    from orc.launchers.backends.base import Placement, SupportsPlacement
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.records import Reservation
 
@@ -40,7 +40,7 @@ def slots_taken(reservations: Iterable[Reservation], *, besides: str = "") -> di
 
 
 def room(
-    backend: Placing,
+    backend: SupportsPlacement,
     spec: JobSpec,
     taken: Mapping[str, int],
     *,

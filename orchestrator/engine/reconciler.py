@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom, PartlyUnreachable
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import claims, job_secrets, submission
-from orc.orchestrator.engine.fault_points import reach
+from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.ingredients import Elsewhere, ingredients
 from orc.orchestrator.engine.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.engine.placement import Search
+from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
 from orc.orchestrator.engine.verdicts import Change, of_cancellation_before_start, of_observation, retry_policy
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
@@ -166,7 +166,7 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         if job.state is JobState.QUEUED:
             _reap(ws.backend(job.cluster), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
-        search = Search(ws, spec, snapshot, AttemptId(job.id, number))
+        search = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number))
         prepared = search.prepare(job)
     except NoRoom as error:
         submission.wait_for_room(ws, job, search.waiting_reason(error))
@@ -181,7 +181,7 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         where = f"{error.where}: " if error.where else ""
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
         return
-    reach("prepared")
+    fault_point("prepared")
     submission.send(ws, search, prepared, secrets, progress=_silent, patient=True)
 
 
@@ -196,12 +196,12 @@ def _reap(backend: Backend, job: JobRecord) -> None:
 
 def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     """Adopt what a cut-off submission left behind; let go of it once it is certainly not there."""
-    from orc.launchers.backends.base import Placing
+    from orc.launchers.backends.base import SupportsPlacement
 
     if job.attempt is None:
         raise ValueError(f"{job.id} has no attempt to look for")
     backend = ws.backend(job.cluster)
-    if backend.capabilities.places and isinstance(backend, Placing):
+    if backend.capabilities.places and isinstance(backend, SupportsPlacement):
         given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
         handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
     else:
@@ -360,12 +360,12 @@ def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, Change]]) -> di
 
 def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, report: PassReport) -> None:
     """Let the backend take the next step of an attempt whose machines are being made, and write down what it saw."""
-    from orc.launchers.backends.base import Provisioning
+    from orc.launchers.backends.base import SupportsProvisioning
 
     job = ws.ledger.job(job_id)
     if job is None or job.attempt is None or job.attempt.state.terminal or job.attempt.marker != handle.marker:
         return
-    if job.cancel_requested_at is not None or not isinstance(backend, Provisioning):
+    if job.cancel_requested_at is not None or not isinstance(backend, SupportsProvisioning):
         return
     if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
         return
@@ -373,12 +373,12 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
         return
     try:
         spec, snapshot, secrets = ingredients(ws, job)
-        plan = Search(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
+        plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
         told = ""
         for _ in range(_STEPS):
-            reach("advancing")
+            fault_point("advancing")
             seen = backend.advance(handle, plan, secrets)
-            reach("advanced")
+            fault_point("advanced")
             if current := ws.ledger.job(job_id):
                 for lost in _write(ws, [(current, seen)]):
                     _end_leftovers(ws, backend, lost, report)

@@ -21,9 +21,9 @@ from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchErro
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import claims, job_files, job_secrets
-from orc.orchestrator.engine.fault_points import reach
+from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.engine.placement import Prepared, Progress, Search
+from orc.orchestrator.engine.placement import PlacementPlanner, Prepared, Progress
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.verdicts import Change, of_cancellation_before_start, of_refusal
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
@@ -47,7 +47,7 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
     backend = ws.backend(job.cluster)
     secrets = resolve_secrets(job.secrets)
     attempt = AttemptId(new_job_id(job.name), 1)
-    search = Search(ws, job, snapshot, attempt, progress=progress)
+    search = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
     new = NewJob(
         id=attempt.job,
         name=job.name,
@@ -64,7 +64,7 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
     except BaseException:
         job_secrets.remove(ws.state_dir, new.id)
         raise
-    reach("prepared")
+    fault_point("prepared")
     recorded = prepared.job if isinstance(prepared, Prepared) else prepared
     job_files.keep(ws.state_dir, new, recorded.created_at)
     ws.on_live_job()
@@ -87,12 +87,12 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
             refuse(ws, prepared.job, redact(error.what, secrets.values()))
         ws.ledger.release(new.id, ws.owner)
         raise
-    reach("claim-released")
+    fault_point("claim-released")
     return record
 
 
 def _examine_and_send(
-    ws: Workspace, search: Search, prepared: Prepared, secrets: Mapping[str, str], progress: Progress
+    ws: Workspace, search: PlacementPlanner, prepared: Prepared, secrets: Mapping[str, str], progress: Progress
 ) -> JobRecord:
     """The preflight, on other hosts where it finds bad ones, then `send`."""
     try:
@@ -101,11 +101,11 @@ def _examine_and_send(
         return wait_for_room(ws, prepared.job, search.waiting_reason(error))
     except Conflict:  # somebody asked to cancel it just now; the next pass sees that
         return ws.ledger.jobs([prepared.job.id])[0]
-    reach("examined")
+    fault_point("examined")
     return send(ws, search, prepared, secrets, progress=progress)
 
 
-def _record(ws: Workspace, new: NewJob, search: Search, secrets: Mapping[str, str]) -> Prepared | JobRecord:
+def _record(ws: Workspace, new: NewJob, search: PlacementPlanner, secrets: Mapping[str, str]) -> Prepared | JobRecord:
     """Make the job durable: with its first attempt, or without one while there is no room."""
     marker = search.attempt.marker
     while True:
@@ -113,15 +113,15 @@ def _record(ws: Workspace, new: NewJob, search: Search, secrets: Mapping[str, st
             plan, placement = search.choose(look=False)
         except NoRoom as error:
             search.render(None)  # what can never be sent is refused now
-            reach("snapshot-taken")
+            fault_point("snapshot-taken")
             job_secrets.keep(ws.state_dir, new.id, secrets)
-            reach("secrets-kept")
+            fault_point("secrets-kept")
             reason = search.waiting_reason(error)
             with ws.ledger.transaction() as tx:
                 return tx.enqueue(new, reason)
-        reach("snapshot-taken")
+        fault_point("snapshot-taken")
         job_secrets.keep(ws.state_dir, new.id, secrets)
-        reach("secrets-kept")
+        fault_point("secrets-kept")
 
         def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
             return tx.create(new, marker, plan.digest, ws.owner, tx.now + claims.TTL_S, placement)
@@ -150,7 +150,7 @@ def _abandon(ws: Workspace, job: JobRecord) -> None:
 
 def send(
     ws: Workspace,
-    search: Search,
+    search: PlacementPlanner,
     prepared: Prepared,
     secrets: Mapping[str, str],
     *,
@@ -250,12 +250,12 @@ def deliver(
     try:
         progress("stage", {})
         _stage(backend, snapshot, plan)
-        reach("staged")
+        fault_point("staged")
         progress("submit", {})
         begun = _begin(ws, job, plan)
         if begun.attempt is None or begun.attempt.state is not AttemptState.SUBMITTING:
             return begun
-        reach("submitting")
+        fault_point("submitting")
         handle = backend.submit(plan, secrets)
     except LedgerError:
         raise  # says nothing about the backend; what was durable stays true
@@ -277,9 +277,9 @@ def deliver(
         if patient:
             return refused
         raise
-    reach("submitted")
+    fault_point("submitted")
     job = _accept(ws, job, handle)
-    reach("handle-stored")
+    fault_point("handle-stored")
     if job.cancel_requested_at is not None and job.state in (JobState.PENDING, JobState.RUNNING):
         job = send_cancel(ws, job, handle)
     return job

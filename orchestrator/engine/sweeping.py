@@ -9,7 +9,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Leftover, Sweeping
+    from orc.launchers.backends.base import Leftover, SupportsCleanup
     from orc.orchestrator.ledger.store import Ledger
     from orc.orchestrator.workspace import Workspace
 
@@ -18,9 +18,9 @@ OVER: Collection[str] = ("over", "idle")  # what nobody has wanted to keep
 
 def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]]:
     """The clusters of clusters.yaml on which something can be left, and why others cannot be told. Contacts none."""
-    from orc.launchers.backends.base import Sweeping
+    from orc.launchers.backends.base import SupportsCleanup
 
-    return ws.clusters_with(Sweeping)
+    return ws.clusters_with(SupportsCleanup)
 
 
 def leftovers(ws: Workspace, cluster: str) -> list[Leftover]:
@@ -51,10 +51,10 @@ def attempts_on(ledger: Ledger, cluster: str) -> tuple[frozenset[str], frozenset
     return frozenset(marker for marker, _, _ in rows) - over, over
 
 
-def _sweeping(ws: Workspace, cluster: str) -> Sweeping:
-    from orc.launchers.backends.base import Sweeping
+def _sweeping(ws: Workspace, cluster: str) -> SupportsCleanup:
+    from orc.launchers.backends.base import SupportsCleanup
 
     backend = ws.backend(cluster)
-    if not isinstance(backend, Sweeping):
+    if not isinstance(backend, SupportsCleanup):
         raise LaunchError(f"on clusters of kind {backend.kind} jobs leave nothing that costs money", where=cluster)
     return backend

@@ -205,7 +205,7 @@ class SlurmBackend:
         return self._submitter.submit(plan, secrets, ())
 
     def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """The same, with ``--dependency``; see `Sequencing`."""
+        """The same, with ``--dependency``; see `SupportsDependencies`."""
         return self._submitter.submit(plan, secrets, after)
 
     def submit_array(
@@ -216,7 +216,7 @@ class SlurmBackend:
         at_once: int | None = None,
         after: Sequence[Dependency] = (),
     ) -> list[Handle]:
-        """One ``sbatch --array`` for all that are not there yet; see `Arraying`."""
+        """One ``sbatch --array`` for all that are not there yet; see `SupportsArrays`."""
         return self._submitter.submit_array(plans, secrets, at_once, after)
 
     def find(self, marker: str) -> Handle | None:

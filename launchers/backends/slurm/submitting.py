@@ -47,7 +47,7 @@ class Submitter:
         self._poll = poll
 
     def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """See `Backend.submit` and `Sequencing.submit_after`."""
+        """See `Backend.submit` and `SupportsDependencies.submit_after`."""
         _need(secrets, [plan])
         if found := self._finder.known([plan.marker]).get(plan.marker):
             return found
@@ -67,7 +67,7 @@ class Submitter:
         at_once: int | None,
         after: Sequence[Dependency],
     ) -> list[Handle]:
-        """See `Arraying.submit_array`."""
+        """See `SupportsArrays.submit_array`."""
         if at_once is not None and at_once < 1:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
         _need(secrets, plans)

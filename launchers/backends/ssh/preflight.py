@@ -13,7 +13,7 @@ from orc.launchers.errors import BackendUnreachable, LaunchError
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import Hosts
-    from orc.launchers.hosts.checks import Look
+    from orc.launchers.hosts.checks import HostFacts
     from orc.launchers.plan import Plan
 
 _ORDER = ("error", "warning", "info")
@@ -42,7 +42,7 @@ def check(hosts: Hosts, plan: Plan) -> list[Finding]:
     return sorted(found, key=lambda finding: _ORDER.index(finding.level))
 
 
-def look(hosts: Hosts, names: Sequence[str]) -> list[Look]:
+def look(hosts: Hosts, names: Sequence[str]) -> list[HostFacts]:
     """What the hosts say about themselves, all asked at once."""
     from orc.launchers.hosts import checks
 
@@ -85,7 +85,7 @@ def report(hosts: Hosts) -> list[HostReport]:
     ]
 
 
-def _report(host: Host, one: Look, found: tuple[Finding, ...]) -> HostReport:
+def _report(host: Host, one: HostFacts, found: tuple[Finding, ...]) -> HostReport:
     facts = one.facts
     if one.error is not None:
         reached = not isinstance(one.error, BackendUnreachable)

@@ -74,12 +74,12 @@ def show_command(name: str, as_json: bool) -> None:
 def check_command(name: str, as_json: bool) -> int:
     """Look whether a cluster can take a job: programs, reachability, disk. Changes nothing."""
     from orc.launchers.backends import open_backend
-    from orc.launchers.backends.base import Surveying
+    from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
     from orc.orchestrator.cli.ui import output
 
     backend = open_backend(get_cluster(name))
-    hosts = backend.survey() if isinstance(backend, Surveying) else None
+    hosts = backend.survey() if isinstance(backend, SupportsHostSurvey) else None
     findings = check(name) if hosts is None else [finding for host in hosts for finding in host.findings]
     if as_json:
         told = {"cluster": name, "findings": [finding_dict(finding) for finding in findings]}
@@ -136,7 +136,7 @@ def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]
 def check(name: str) -> list[Finding]:
     """Render a small job for the cluster and let its backend look at the plan. Raises `LaunchError`."""
     from orc.launchers.backends import open_backend
-    from orc.launchers.backends.base import Checking, Snapshot
+    from orc.launchers.backends.base import Snapshot, SupportsCheck
     from orc.launchers.ids import AttemptId
     from orc.launchers.snapshot.scan import runtime_bundle
     from orc.launchers.spec import JobSpec
@@ -147,7 +147,7 @@ def check(name: str) -> list[Finding]:
     spec = JobSpec.model_validate({"name": "check", "module": "this", "cluster": name})
     runtime = runtime_bundle().bundle
     found = backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
-    if isinstance(backend, Checking) and not any(finding.unreachable for finding in found):
+    if isinstance(backend, SupportsCheck) and not any(finding.unreachable for finding in found):
         found = [*backend.check(), *found]
     return found
 

@@ -32,8 +32,8 @@ from orc.launchers.backends.base import (
     LogSelector,
     Observation,
     Phase,
-    Provisioning,
     Snapshot,
+    SupportsProvisioning,
 )
 from orc.launchers.backends.sagemaker import SagemakerBackend
 from orc.launchers.backends.sagemaker.names import training_job_name
@@ -293,7 +293,7 @@ class Job:
     def poll(self) -> Observation:
         assert self.handle is not None
         seen = self.backend.poll([self.handle])[self.handle]
-        if seen.due and isinstance(self.backend, Provisioning):
+        if seen.due and isinstance(self.backend, SupportsProvisioning):
             return self.backend.advance(self.handle, self.plan, self.secrets)
         return seen
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.errors import BackendUnreachable
-from orc.launchers.hosts.checks import Look, bad_hosts, judge, look, quick, without_torch
+from orc.launchers.hosts.checks import HostFacts, bad_hosts, judge, look, quick, without_torch
 from orc.launchers.remote.programs import source
 from orc.launchers.remote.transport import Completed, LocalTransport
 
@@ -44,14 +44,14 @@ GPU = {
 }
 
 
-def hosts(*changes: dict[str, Any], skews: tuple[float, ...] = ()) -> list[Look]:
+def hosts(*changes: dict[str, Any], skews: tuple[float, ...] = ()) -> list[HostFacts]:
     return [
-        Look(f"node{number}", {**FACTS, **change}, skews[number - 1] if skews else 0.0)
+        HostFacts(f"node{number}", {**FACTS, **change}, skews[number - 1] if skews else 0.0)
         for number, change in enumerate(changes, 1)
     ]
 
 
-def said(looks: list[Look], **options: Any) -> list[tuple[str, str, str]]:
+def said(looks: list[HostFacts], **options: Any) -> list[tuple[str, str, str]]:
     return [(finding.level, finding.where, finding.what) for finding in judge(looks, **options)]
 
 
@@ -116,7 +116,7 @@ def test_a_clock_that_is_wrong_is_named_and_so_is_ours() -> None:
 
 
 def test_a_host_that_does_not_answer_says_nothing_about_the_plan() -> None:
-    (finding,) = judge([*hosts({}), Look("node9", error=BackendUnreachable("no route to host", hint="Is it on?"))])
+    (finding,) = judge([*hosts({}), HostFacts("node9", error=BackendUnreachable("no route to host", hint="Is it on?"))])
     assert (finding.where, finding.unreachable, finding.hint) == ("node9", True, "Is it on?")
     assert bad_hosts([finding]) == ["node9"]
 
@@ -178,14 +178,14 @@ def test_nvidia_smi_is_read(tmp_path: Path) -> None:
     )
     facts = json.loads(done.stdout)
     assert [gpu["name"] for gpu in facts["gpus"]] == ["NVIDIA H100", "NVIDIA H100"]
-    assert [what for _, _, what in said([Look("n", {**facts, "free": 10**12})])] == [
+    assert [what for _, _, what in said([HostFacts("n", {**facts, "free": 10**12})])] == [
         "GPU 1 (NVIDIA H100) is slowed down: too hot"
     ]
 
 
 def test_that_no_host_has_torch_is_said_once() -> None:
     none = {"torch": None}
-    (finding,) = without_torch([*hosts(none, none), Look("node3", error=BackendUnreachable("silent"))])
+    (finding,) = without_torch([*hosts(none, none), HostFacts("node3", error=BackendUnreachable("silent"))])
     assert (finding.level, finding.where) == ("warning", "node1")
     assert finding.what == "/opt/venv/bin/python has no torch, on no host"
     assert without_torch(hosts(none, {})) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers import agent
-from orc.launchers.backends.base import Entering, Handle, NodeEntry
+from orc.launchers.backends.base import Handle, NodeEntry, SupportsExec
 from orc.launchers.backends.local.backend import LocalBackend
 from orc.launchers.backends.ssh.backend import SshBackend
 from orc.launchers.hosts.sessions import on_node
@@ -30,7 +30,7 @@ OPTIONS = {
 def test_hosts_are_entered_with_openssh_and_the_clusters_options() -> None:
     cluster = Cluster(name="lab", kind="ssh", root="~/orc", python="/opt/venv/bin/python", options=OPTIONS)
     backend = SshBackend(cluster)
-    assert isinstance(backend, Entering)
+    assert isinstance(backend, SupportsExec)
     handle = Handle("lab", "ssh", "orc-x-abc123-a2", "~/orc/jobs/x-abc123/a2", 0.0, ("node1", "gpu3"))
     first, second = backend.entries(handle)
     common = "ssh -F /home/me/.ssh/lab -o StrictHostKeyChecking=accept-new -o ConnectTimeout=7 -o LogLevel=ERROR"

@@ -13,7 +13,16 @@ import pytest
 from slurm_testbed import eventually
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.base import Arraying, Cause, Dependency, Handle, LogSelector, Observation, Phase, Sequencing
+from orc.launchers.backends.base import (
+    Cause,
+    Dependency,
+    Handle,
+    LogSelector,
+    Observation,
+    Phase,
+    SupportsArrays,
+    SupportsDependencies,
+)
 from orc.launchers.backends.slurm import SlurmBackend, arrays
 from orc.launchers.backends.slurm.dependencies import dependency_options
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
@@ -150,8 +159,8 @@ def test_an_element_s_handle_survives_the_ledger() -> None:
 def test_capabilities_say_what_a_backend_has(kind: str) -> None:
     options = {"hosts": ["gpu1"]} if kind == "ssh" else {}
     backend = open_backend(Cluster(name="c", kind=kind, root="/r", options=options))
-    assert isinstance(backend, Sequencing) == backend.capabilities.dependencies == (kind == "slurm")
-    assert isinstance(backend, Arraying) == backend.capabilities.arrays == (kind == "slurm")
+    assert isinstance(backend, SupportsDependencies) == backend.capabilities.dependencies == (kind == "slurm")
+    assert isinstance(backend, SupportsArrays) == backend.capabilities.arrays == (kind == "slurm")
 
 
 # -- on the cluster
