@@ -1,0 +1,42 @@
+"""A working tree with every kind of entry, and a store with a snapshot of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.scan import Bundle
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A working tree: nested directories, equal contents, an empty file, an executable, links, odd names."""
+    root = tmp_path / "tree"
+    (root / "pkg/deep").mkdir(parents=True)
+    (root / "train.py").write_text("print('train')\n")
+    (root / "pkg/__init__.py").touch()
+    (root / "pkg/deep/__init__.py").touch()
+    (root / "pkg/größe.py").write_text("x = 1\n")
+    (root / "run.sh").write_text("x = 1\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "only.sh").write_text("#!/bin/sh\n")
+    (root / "only.sh").chmod(0o755)
+    (root / "latest").symlink_to("pkg/deep")
+    (root / "-n a'me").write_text("odd\n")
+    (root / "weights.bin").write_bytes(os.urandom(700_000))
+    for number in range(100):
+        (root / f"pkg/module_{number}.py").write_text(f"value = {number}\n" * 50)
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContentStore:
+    return ContentStore(tmp_path / "laptop/store")
+
+
+@pytest.fixture
+def code(tree: Path, store: ContentStore) -> Bundle:
+    return store.snapshot(tree).bundle
