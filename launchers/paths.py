@@ -19,9 +19,7 @@ def state_dir(*, create: bool = True) -> Path:
     refuse_untrusted(path, "state directory")
     try:
         if create and not path.is_dir():
-            from orc.launchers.snapshot.hashing import make_private  # rarely, and more than a start needs
-
-            make_private(path)
+            strict_modes.make_private(path)
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         raise LaunchError(

@@ -92,3 +92,14 @@ def _upwards(path: str) -> Iterator[str]:
     while os.path.dirname(path) != path:
         path = os.path.dirname(path)
         yield path
+
+
+def make_private(directory: str | os.PathLike[str]) -> None:
+    """Make *directory* and what is missing above it, for this user only. Raises `OSError`."""
+    if not os.path.isdir(directory):
+        make_private(os.path.dirname(os.path.abspath(directory)))
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:  # another process, or another host of a shared file system, was faster
+            if not os.path.isdir(directory):
+                raise

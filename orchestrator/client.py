@@ -108,14 +108,9 @@ class Client(FunctionCalls):
         return get_cluster(name, path=self._clusters_file)
 
     def _open_backend(self, cluster: str) -> Backend:
-        from orc.launchers import paths
         from orc.launchers.backends import open_backend
 
-        known = self._cluster(cluster)
-        if known.root == str(paths.state_dir(create=False)):
-            # A client with a state directory of its own keeps its attempts there as well.
-            known = known.model_copy(update={"root": str(self.workspace.state_dir)})
-        return open_backend(known, self.workspace.state_dir)
+        return open_backend(self._cluster(cluster), self.workspace.state_dir)
 
     # -- making jobs
 
@@ -133,7 +128,7 @@ class Client(FunctionCalls):
         progress = on_progress or _silent
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
-        snapshot = take(self.workspace.store, loaded, progress, getattr(backend, "cluster", None))
+        snapshot = take(self.workspace.store, loaded, progress, backend)
         source = str(loaded.source_path.absolute()) if loaded.source_path else ""
         record = start(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
         return self._submitted(record)
@@ -421,7 +416,7 @@ class Client(FunctionCalls):
         """True when one of them is asked over a network or by its commands, and not by reading files here."""
         for cluster in clusters:
             try:
-                if not self.workspace.backend(cluster).capabilities.self_driving:
+                if not self.workspace.backend(cluster).self_driving:
                     return True
             except LaunchError:
                 return True  # its job's reason says what is wrong with the cluster

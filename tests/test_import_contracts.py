@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,3 +82,62 @@ print(json.dumps(sorted(sys.modules)))
     heavy |= {"boto3", "sagemaker", "google.cloud", "submitit", "pathspec", "importlib.metadata"}
     assert "orc.launchers.snapshot.content_store" in loaded
     assert loaded & heavy == set()
+
+
+# Module pairs that still import each other; empty when all rooms are tidy.
+CYCLES: set[frozenset[str]] = {
+    frozenset({"orc.launchers.backends.slurm.heterogeneous", "orc.launchers.backends.slurm.options"}),
+}
+
+
+def needed_at_run_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements below *node*, those inside functions too, those for type checkers not."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        children = node.orelse
+    for child in children:
+        yield from needed_at_run_time(child)
+
+
+def import_graph(*rooms: str) -> dict[str, set[str]]:
+    """The modules of *rooms*, and which of them each imports at any time."""
+    paths = {name_of(path): path for room in rooms for path in (ROOT / room).rglob("*.py")}
+    graph = {}
+    for name, path in paths.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found: set[str] = set()
+        for node in needed_at_run_time(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+                continue
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            found |= {full if (full := f"{base}.{alias.name}") in paths else base for alias in node.names}
+        graph[name] = (found & paths.keys()) - {name}
+    return graph
+
+
+def name_of(path: Path) -> str:
+    """``orc.launchers.spec.job`` for its file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("orc", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """What *start* imports, and what that imports, and so on."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        for name in graph[left.pop()] - found:
+            found.add(name)
+            left.append(name)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_inside_functions() -> None:
+    graph = import_graph("launchers", "orchestrator")
+    beyond = {name: reachable(graph, name) for name in graph}
+    circles = {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph}
+    assert circles - {frozenset()} == CYCLES

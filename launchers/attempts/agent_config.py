@@ -15,9 +15,9 @@ from orc.launchers.spec.network import fence
 from orc.runtime.config import ConfigError, to_env
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
     from orc.launchers.layout import Layout
+    from orc.launchers.snapshot.trees import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempts.logs import LogChunk, LogSelector
 from orc.launchers.attempts.records import AttemptExit, merge
-from orc.launchers.backends.base import LogChunk, LogSelector
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport

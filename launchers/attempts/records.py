@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orc.launchers.backends.base import Cause
+from orc.launchers.attempts.cause import Cause
 
 
 @dataclass(frozen=True)

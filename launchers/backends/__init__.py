@@ -1,12 +1,11 @@
-"""Backends by kind. A new one is a module or package here with a ``BACKEND`` attribute; nothing else changes."""
+"""Backends by kind: one folder each, with a ``BACKEND`` attribute, or an ``orc.backends`` entry point of a package."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import TYPE_CHECKING, cast
 
 from orc.launchers.errors import SpecError
+from orc.launchers.plugins import BACKENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,24 +14,17 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
 
 
-def backend_kinds() -> list[str]:
-    """The kinds of cluster this installation knows, in alphabetical order; imports none of them."""
-    import pkgutil
-
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
-
-
-def backend_exists(kind: str) -> bool:
-    """Whether this installation has a backend of that kind; imports nothing."""
-    return kind.isidentifier() and kind != "base" and importlib.util.find_spec(f"{__name__}.{kind}") is not None
+def backend_class(kind: str, where: str = "") -> type[Backend]:
+    """Import the backend of *kind*. Raises `SpecError` for an unknown kind."""
+    if not BACKENDS.has(kind):
+        hint = f"known kinds: {', '.join(BACKENDS.kinds())}"
+        raise SpecError(f"unknown cluster kind {kind!r}", where=where, hint=hint)
+    return cast("type[Backend]", BACKENDS.load(kind))
 
 
 def open_backend(cluster: Cluster, state_dir: Path | None = None) -> Backend:
-    """The backend that serves *cluster*, for the orchestrator in *state_dir* (the user's unless given).
+    """Open the backend of *cluster* for the orchestrator in *state_dir* (the user's unless given).
 
-    Imports that kind's module only; contacts nothing.
+    Imports that kind's module only; contacts nothing. Raises `SpecError` for options that are wrong.
     """
-    if not backend_exists(cluster.kind):
-        known = ", ".join(backend_kinds())
-        raise SpecError(f"unknown cluster kind {cluster.kind!r}", where=cluster.name, hint=f"known kinds: {known}")
-    return cast("Backend", importlib.import_module(f"{__name__}.{cluster.kind}").BACKEND(cluster, state_dir=state_dir))
+    return backend_class(cluster.kind, cluster.name)(cluster, state_dir=state_dir)

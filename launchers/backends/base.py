@@ -1,81 +1,56 @@
-"""The contract every backend keeps. One conformance suite (tests/launchers/conformance) holds them to it."""
+"""The contract of a backend. One conformance suite (tests/launchers/conformance) holds all of them to it.
+
+docs/how-to/add-a-backend.md builds one from it.
+"""
 
 from __future__ import annotations
 
+import abc
 import enum
-import shlex
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from orc.launchers.attempts.cause import Cause as Cause
+from orc.launchers.attempts.logs import LogChunk as LogChunk
+from orc.launchers.attempts.logs import LogSelector as LogSelector
+from orc.launchers.backends.reports import HostReport as HostReport
+from orc.launchers.backends.reports import Leftover as Leftover
+from orc.launchers.backends.reports import PartitionReport as PartitionReport
+from orc.launchers.backends.reports import QueuedJob as QueuedJob
+from orc.launchers.backends.reports import QueueReport as QueueReport
+from orc.launchers.errors import BackendError
+from orc.launchers.findings import Finding as Finding
+from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
+from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
+from orc.launchers.snapshot.trees import Snapshot as Snapshot
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.records import AttemptExit
-    from orc.launchers.snapshot.scan import Bundle
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec import JobSpec
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do; the orchestrator asks here instead of naming backends."""
-
-    requeue: bool = False  # puts a preempted attempt back in the queue by itself, same handle
-    elastic: bool = False  # nodes: min:max
-    places: bool = False  # runs on named hosts that orc chooses and keeps other jobs off: see `SupportsPlacement`
-    avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
-    self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
-    dependencies: bool = False  # holds an attempt back until others have ended: see `SupportsDependencies`
-    arrays: bool = False  # takes many attempts at once, and runs only so many at a time: see `SupportsArrays`
-    # How long after a cut-off submit the job may still turn up in `find`, in seconds.
-    visibility_s: float = 5.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something preflight has to say about a plan."""
-
-    level: Literal["info", "warning", "error"]
-    what: str
-    where: str = ""  # the name of a host of the placement when that host is to blame: another may be taken instead
-    hint: str = ""
-    unreachable: bool = False  # an error because nobody answered: it says nothing about the plan
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The trees a job runs from: its code, and the runtime and agent that travel with it."""
-
-    code: Bundle
-    runtime: Bundle
-    environment: Bundle | None = None  # what `environment: copy` or a conda-pack archive brings along
-
-    @property
-    def bundles(self) -> tuple[Bundle, ...]:
-        """What has to be on the cluster before the job can start."""
-        return (self.code, self.runtime, *((self.environment,) if self.environment else ()))
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """``{"code": ..., "runtime": ...}`` as recorded in plans and the ledger."""
-        found = {"code": self.code.digest, "runtime": self.runtime.digest}
-        return {**found, "environment": self.environment.digest} if self.environment else found
+    from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.transfer.targets import Targets
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one attempt runs: hosts in the order of their node numbers, by their names in the cluster."""
+    """Hosts of one attempt in the order of their node numbers, by their names in the cluster."""
 
     hosts: tuple[str, ...]
     slots: int = 1  # taken on each of them: one for each process, or for each GPU where the job asks for GPUs
-    avoid: tuple[str, ...] = ()  # for `Capabilities.avoids`, where ``hosts`` is empty: hosts that failed the job before
+    avoid: tuple[str, ...] = ()  # for `Backend.avoids`, where ``hosts`` is empty: hosts that failed the job before
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What a backend needs to find a submitted attempt again. Survives as JSON in the ledger."""
+    """Reference to a submitted attempt on its backend. Survives as JSON in the ledger."""
 
     cluster: str
     backend: str
@@ -113,7 +88,7 @@ class Handle:
 
 
 class Phase(enum.StrEnum):
-    """What a backend saw. `UNKNOWN` means that nothing can be said now; it is never a failure."""
+    """State of an attempt at its backend. `UNKNOWN` means that it cannot be told now; it is never a failure."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -129,20 +104,9 @@ class Phase(enum.StrEnum):
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED, Phase.LOST)
 
 
-class Cause(enum.StrEnum):
-    """Why an attempt ended without success; the vocabulary of ``retry.on`` plus what is never retried."""
-
-    CRASH = "crash"  # a rank exited non-zero or by a signal, or setup failed
-    NODE_FAILURE = "node_failure"  # a node or its agent went away
-    PREEMPTED = "preempted"  # asked to go, saved or not, should run again
-    TIMEOUT = "timeout"  # time limit reached
-    CANCELLED = "cancelled"  # by a person
-    LAUNCH = "launch"  # could not be started at all (rejected options, missing interpreter)
-
-
 @dataclass(frozen=True)
 class Observation:
-    """One look at one attempt."""
+    """State of one attempt as its backend saw it at one moment."""
 
     phase: Phase
     cause: Cause | None = None  # set when ended without success
@@ -159,221 +123,222 @@ class Observation:
     due: bool = False  # of a backend that is `SupportsProvisioning`: there is a step for `advance` to take
 
 
-@dataclass(frozen=True)
-class LogSelector:
-    """Which log of one attempt: a rank's, what a node's agent and launcher print, or what starts the agents prints."""
+class Backend(abc.ABC):
+    """A platform that runs attempts: the contract, and what most platforms do alike.
 
-    rank: int | None = None
-    node: int | None = None
-    launcher: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.rank is not None) + (self.node is not None) + self.launcher != 1:
-            raise ValueError("a log selector names a rank, a node or the launcher")
-
-
-@dataclass(frozen=True)
-class LogChunk:
-    """A piece of one log. ``offset`` is the byte position of ``data[0]``; the next read starts at `end`."""
-
-    selector: LogSelector
-    offset: int
-    data: bytes
-
-    @property
-    def end(self) -> int:
-        """Where the next chunk starts, in bytes."""
-        return self.offset + len(self.data)
-
-
-class Backend(Protocol):
-    """Where nodes come from and how a plan gets run there. Constructed as ``SomeBackend(cluster, state_dir=None)``.
-
-    *state_dir* is the orchestrator's state directory, whose store holds the snapshots; the user's by default.
+    ``SomeBackend(cluster, state_dir=None)`` reads the cluster's options and contacts nothing; connections are made when
+    they are needed, and `close` ends them. *state_dir* is the orchestrator's state directory, whose store holds the
+    snapshots; the user's by default. What only some platforms can do is a protocol of its own, ``Supports...``, and
+    nothing falls back to this machine: a store that a platform does not have is refused with the platform's name.
     """
 
-    kind: str
-    capabilities: Capabilities
+    kind: ClassVar[str]
+    programs: ClassVar[tuple[str, ...]] = ()  # that clusters of this kind need on this machine, for `orc doctor`
+    local_contract: ClassVar[str] = ""  # KEY=VALUE of a job file that runs the job here as the platform would
+    # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
+    visibility_s: float = 5.0
+    avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
+    self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
 
+    def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
+        self.cluster = cluster
+        self._given_state_dir = state_dir
+
+    @property
+    def state_dir(self) -> Path:
+        """The orchestrator's state directory on this machine."""
+        from orc.launchers.paths import state_dir
+
+        return self._given_state_dir or state_dir()
+
+    @property
+    def store(self) -> ContentStore:
+        """The orchestrator's own store, which holds the snapshots of all jobs."""
+        from orc.launchers.snapshot.content_store import ContentStore
+
+        return ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))
+
+    @property
+    @abc.abstractmethod
+    def root(self) -> str:
+        """The directory of orc's files on the cluster, as people know it: may begin with ``~``, or be a URL."""
+
+    @property
+    @abc.abstractmethod
+    def is_remote(self) -> bool:
+        """True when the root is on other machines: state and home directory of this one mean nothing there."""
+
+    def close(self) -> None:  # noqa: B027 - some have no connections
+        """Close all connections; they are made anew when they are needed again."""
+
+    # -- before the start
+
+    @abc.abstractmethod
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
-        """Pure: no network, no clock, no file system. Raises `RenderError` for what cannot be carried.
+        """Return the plan of an attempt. Pure: no network, no clock, no file system.
 
         *placement* is for backends that place; without it they show where the job would go on an empty cluster.
+        Raises `RenderError` for what cannot be carried.
         """
-        ...
 
+    @abc.abstractmethod
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Look before leaping: reachability, programs, disk. Changes nothing."""
-        ...
+        """Check what the plan needs: reachability, programs, disk. Changes nothing."""
+
+    def check(self) -> list[Finding]:
+        """Check the cluster itself, before there is a job for it. Changes nothing."""
+        return []
+
+    def stores(self, plan: Plan | None = None) -> Targets:
+        """Return the cluster's snapshot stores, or those of the hosts that *plan* uses; `close` closes them.
+
+        `stage`, ``orc sync`` and ``orc gc`` use them. Raises `BackendError` for a platform without stores.
+        """
+        raise BackendError(
+            f"clusters of kind {self.kind} have no snapshot stores that could be reached from here",
+            where=f"cluster {self.cluster.name}",
+            hint="Submitting a job brings its snapshot there.",
+        )
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
-        """Bring the snapshot's trees to the cluster's store, or to those hosts that *plan* uses.
+        """Bring the snapshot's trees to the cluster's stores, or to those of the hosts that *plan* uses.
 
-        Idempotent; interrupted calls leave nothing partial.
+        Idempotent; interrupted calls leave nothing partial. Raises `LaunchError` for the first host that could not be
+        served; the others are, nevertheless.
         """
-        ...
+        from orc.launchers.transfer.targets import deliver
 
+        deliver(snapshot.bundles, self.store, self.stores(plan))
+
+    # -- the start
+
+    @abc.abstractmethod
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Do exactly what the plan says. The snapshot was staged before.
 
-        Raises `BackendError` when the job certainly was not started, `AmbiguousSubmit` when nobody can tell.
+        Raises `BackendError` when the job certainly was not started, `AmbiguousSubmit` when that cannot be known.
         """
-        ...
 
-    def find(self, marker: str) -> Handle | None:
-        """What did an interrupted submit leave behind? `None` means "not seen", which only repeated calls over
-        `Capabilities.visibility_s` turn into "not there". Raises `BackendUnreachable` when it cannot look.
+    @abc.abstractmethod
+    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
+        """Return what an interrupted submit has left behind; `None` means "not seen".
+
+        Only repeated calls over `visibility_s` turn that into "not there". *hosts* are those that the attempt was
+        given, of a backend that places: what others do not answer does not matter. Without *complete*, what was started
+        half is left so: it is about to be cancelled. Raises `BackendUnreachable` when it cannot look.
         """
-        ...
 
+    # -- afterwards
+
+    @abc.abstractmethod
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """One batched look at many attempts; every handle gets an answer. Raises `BackendUnreachable`."""
-        ...
+        """Observe many attempts in one batch; every handle gets an answer. Raises `BackendUnreachable`."""
 
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """The logs that exist so far: ranks in order, then nodes."""
-        ...
-
-    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """What one log holds from *offset* (bytes) on, right now. Following is calling again at the last end."""
-        ...
-
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """What the file *name* in the job's directory, as the attempt's first node has it, holds from *offset* (bytes)
-        on; nothing while it is not there. ``metrics.jsonl`` is such a file.
-        """
-        ...
-
+    @abc.abstractmethod
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Ask all ranks to end (SIGTERM), and make them after *grace*. Returns at once; idempotent."""
-        ...
+
+    def reap(self, handle: Handle) -> None:  # noqa: B027 - agents end what they started
+        """End whatever an attempt that is over may have left running; called before the next attempt starts."""
+
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return the way to an attempt's directory, and its path there, for `logs` and `read_file`."""
+        raise BackendError(f"attempts on clusters of kind {self.kind} have no directory", where=handle.marker)
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Return the logs that exist so far: ranks in order, then nodes, then the launcher's."""
+        from orc.launchers.attempts.reader import log_selectors
+
+        return log_selectors(*self.files(handle))
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """Yield what one log holds now from *offset* (bytes) on. Following is calling again at the last end."""
+        from orc.launchers.attempts.reader import read_log
+
+        return read_log(*self.files(handle), selector, offset)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+        """Return what the file *name* in the job's directory holds from *offset* (bytes) on; empty without a file.
+
+        The attempt's first node has it. ``metrics.jsonl`` is such a file.
+        """
+        from orc.launchers.attempts.reader import read_job_file
+
+        return read_job_file(*self.files(handle), name, offset)
+
+    def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
+        """Return the place of the checkpoints of *job*, for people; *spec* is its specification as in the ledger."""
+        given = spec["checkpoint"]["dir"]
+        if given and "://" in given:
+            return str(given)
+        layout = Layout.at(self.root)
+        return str(layout.job(job) / given if given else layout.checkpoints(job))
+
+
+def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the secrets that *plan* names. Raises `BackendError` for those that have none."""
+    if missing := [name for name in plan.secrets if name not in secrets]:
+        raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+    return {name: secrets[name] for name in plan.secrets}
+
+
+def cancel_request(grace: timedelta) -> dict[str, Any]:
+    """Return the content of ``cancel.json``, which the agents of an attempt read."""
+    return {"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"}
 
 
 @dataclass(frozen=True)
-class NodeEntry:
-    """How a command gets to one node of an attempt: what stands in front of it on this machine."""
-
-    node: int
-    host: str
-    directory: str  # of the attempt, over there; may begin with ~
-    python: str  # an interpreter over there
-    prefix: tuple[str, ...] = ()  # empty: the node is this machine
-    for_terminal: tuple[str, ...] = ()  # instead of *prefix*, for what wants a terminal
-    through_shell: bool = False  # the other side's shell reads the command, so it is quoted
-
-    def argv(self, command: Sequence[str], *, terminal: bool = False) -> list[str]:
-        """The command line for this machine that runs *command* over there."""
-        prefix = self.for_terminal if terminal else self.prefix
-        if not self.through_shell:
-            return [*prefix, *command]
-        program, *words = command
-        home = "~/" if program.startswith("~/") else ""  # a program in the home directory over there
-        return [*prefix, home + shlex.join([program.removeprefix(home), *words])]
-
-
-@runtime_checkable
-class SupportsExec(Protocol):
-    """What a backend whose nodes can be entered has on top of `Backend`."""
-
-    def entries(self, handle: Handle) -> list[NodeEntry]:
-        """The ways to the nodes of an attempt, in node order. Touches no network."""
-        ...
-
-
-@dataclass(frozen=True)
-class HostReport:
-    """What one host of a cluster says about itself, or why it says nothing."""
+class DiscoveredCluster:
+    """Result of a discovery: an entry for clusters.yaml, and the facts that it was made from."""
 
     name: str
-    slots: int  # 0: one job at a time
-    labels: tuple[str, ...] = ()
-    reached: bool = True
-    user: str = ""
-    python: str = ""  # version of the interpreter that runs agents and ranks; empty when it cannot be asked
-    torch: str = ""  # version that it finds; empty without one
-    cpus: int = 0
-    gpus: int = 0
-    memory_bytes: int = 0
-    free_bytes: int = 0  # on the disk of the root
-    root: str = ""
+    entry: str  # YAML text
+    facts: Mapping[str, Any]
     findings: tuple[Finding, ...] = ()
 
 
 @runtime_checkable
-class SupportsHostSurvey(Protocol):
-    """What a backend that knows its hosts one by one has on top of `Backend`."""
+class SupportsDiscovery(Protocol):
+    """Backend class that can describe a cluster which is not in clusters.yaml yet. Asked of the class itself."""
 
-    def survey(self) -> list[HostReport]:
-        """Ask all hosts at once what they are, in the order of the cluster. Changes nothing."""
+    discovery_options: ClassVar[Mapping[str, tuple[str, str]]]  # of `orc clusters discover`: its metavar and its help
+
+    @classmethod
+    def discover(cls, options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
+        """Describe the cluster that *options* lead to, as *name* or by its own name. Raises `LaunchError`."""
         ...
 
 
 @runtime_checkable
-class SupportsCheck(Protocol):
-    """Findings of a backend about its cluster before there is a job for it, on top of `Backend.preflight`."""
+class SupportsExec(Protocol):
+    """Backend whose nodes can run commands beside an attempt."""
 
-    def check(self) -> list[Finding]:
-        """Errors and warnings. Changes nothing."""
+    def entries(self, handle: Handle) -> list[NodeEntry]:
+        """Return the ways to the nodes of an attempt, in node order. Touches no network."""
         ...
 
 
-@dataclass(frozen=True)
-class PartitionReport:
-    """One partition of a cluster that has a queue of its own, as it is now."""
+@runtime_checkable
+class SupportsHostSurvey(Protocol):
+    """Backend that knows its hosts one by one: `Backend.stores` has all of them."""
 
-    name: str
-    default: bool
-    state: str  # "up", "down", "drain", "inact"
-    nodes: int
-    idle_nodes: int
-    cpus: int
-    idle_cpus: int
-    limit_s: float | None  # the longest time limit; `None` for no bound
-    gres: tuple[str, ...] = ()  # per node, like ``gpu:a100:4``; one for each sort of node that has some
-    gres_nodes: tuple[int, ...] = ()  # how many nodes have each of them
-
-    @property
-    def resources(self) -> tuple[str, ...]:
-        """The generic resources as people read them: ``gpu:a100:4 per node``, ``gpu:a100:4 on 2 of 4 nodes``."""
-        return tuple(
-            f"{gres} per node" if nodes == self.nodes else f"{gres} on {nodes} of {self.nodes} nodes"
-            for gres, nodes in zip(self.gres, self.gres_nodes, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """One of our attempts in a cluster's own queue."""
-
-    marker: str
-    native_id: str
-    state: str  # in the words of the cluster
-    partition: str
-    nodes: int
-    reason: str = ""  # why it waits
-    starts_at: float | None = None  # when the cluster expects to start it, in seconds since the epoch
-
-
-@dataclass(frozen=True)
-class QueueReport:
-    """A cluster's own queue: its partitions, and our attempts that wait or run."""
-
-    partitions: tuple[PartitionReport, ...]
-    jobs: tuple[QueuedJob, ...]
+    def survey(self) -> list[HostReport]:
+        """Return a report of each host, in the order of the cluster, all asked at once. Changes nothing."""
+        ...
 
 
 @runtime_checkable
 class SupportsQueue(Protocol):
-    """What a backend whose cluster has a queue of its own has on top of `Backend`."""
+    """Backend whose cluster has a queue of its own."""
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
-        """Ask for the partitions, and for what is known of our attempts' start. Raises `BackendUnreachable`."""
+        """Return the partitions, and the expected start of our attempts. Raises `BackendUnreachable`."""
         ...
 
 
 @runtime_checkable
 class SupportsRecall(Protocol):
-    """What a backend has that can give back what was staged to it: then any machine can make a job's next attempt."""
+    """Backend that can give back what was staged to it: then any machine can make a job's next attempt."""
 
     def recall(self, digest: str, handle: Handle) -> None:
         """Bring the snapshot *digest* into the state directory's store, from the hosts of an attempt that ran from it.
@@ -385,33 +350,27 @@ class SupportsRecall(Protocol):
 
 @runtime_checkable
 class SupportsPlacement(Protocol):
-    """What a backend with `Capabilities.places` has on top of `Backend`."""
+    """Backend that runs attempts on named hosts, which orc chooses and keeps other jobs off."""
 
     def place(self, job: JobSpec, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
-        """Pure: hosts for *job*, where *taken* are the slots of each host that other attempts hold.
+        """Choose hosts for *job*. Pure.
 
-        Hosts in *avoid* have failed this job before; they are used only when it could not run without them at all.
+        *taken* are the slots of each host that other attempts hold. Hosts in *avoid* have failed this job before; they
+        are used only when it could not run without them at all.
         Raises `NoRoom` when the job has to wait for others to end, `RenderError` when the cluster can never carry it.
         """
         ...
 
-    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """`Backend.find` on the *hosts* that the attempt was given: what others do not answer does not matter.
-
-        Without *complete*, what was started half is left so: it is about to be cancelled.
-        """
-        ...
-
     def candidates(self, job: JobSpec) -> Collection[str]:
-        """Pure: every host that *job* could run on, were nothing else there: younger jobs leave them while it waits."""
+        """Return every host that *job* could run on, were it alone: younger jobs leave them while it waits. Pure."""
         ...
 
 
 @dataclass(frozen=True)
 class Dependency:
-    """What has to become of another attempt on the same cluster before one starts.
+    """Condition on another attempt of the same cluster that must hold before one starts.
 
-    It is about that attempt, not its job: an attempt that follows it after a failure is somebody else's to depend on.
+    It is about that attempt, not its job: an attempt that follows it after a failure does not count.
     What the cluster requeues by itself is the same attempt, and is waited for.
     """
 
@@ -421,21 +380,21 @@ class Dependency:
 
 @runtime_checkable
 class SupportsDependencies(Protocol):
-    """What a backend with `Capabilities.dependencies` has on top of `Backend`."""
+    """Backend that holds an attempt back until others have ended."""
 
     def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
         """`Backend.submit` of an attempt that the cluster holds back until all of *after* are met.
 
         Dependencies that are met already are left out. Raises `BackendError` for one that never can be (nothing is
-        submitted), `BackendUnreachable` where nobody can tell. An attempt whose dependency turns out to be impossible
-        later on never runs and ends as `Phase.CANCELLED`, with a reason that says so.
+        submitted), `BackendUnreachable` where that cannot be known. An attempt whose dependency turns out to be
+        impossible later on never runs and ends as `Phase.CANCELLED`, with a reason that says so.
         """
         ...
 
 
 @runtime_checkable
 class SupportsArrays(Protocol):
-    """What a backend with `Capabilities.arrays` has on top of `Backend`."""
+    """Backend that takes many attempts at once, and runs only so many at a time."""
 
     def submit_array(
         self,
@@ -454,14 +413,14 @@ class SupportsArrays(Protocol):
         handles come in the order of *plans*.
 
         Raises what `Backend.submit` and `SupportsDependencies.submit_after` raise: `BackendError` when certainly none
-        was started, `AmbiguousSubmit` when nobody can tell (all or none of them will be found).
+        was started, `AmbiguousSubmit` when that cannot be known (all or none of them will be found).
         """
         ...
 
 
 @runtime_checkable
 class SupportsProvisioning(Protocol):
-    """What a backend that has machines made for an attempt has on top of `Backend`.
+    """Backend that has machines made for an attempt.
 
     `Backend.submit` asks for them and returns; until they are up the attempt is PENDING, and nothing of orc needs to
     run. A later pass that sees `Observation.due` hands over again what the attempt is made from.
@@ -475,24 +434,12 @@ class SupportsProvisioning(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Leftover:
-    """Something that was made for an attempt, costs money, and is not needed by any live job."""
-
-    native_id: str  # what to call it when it is to be removed
-    marker: str  # of the attempt, as far as its name tells
-    what: str  # "queued resource orc-digits-k3f9a2-a1 in us-central2-b"
-    state: str  # in the words of the service
-    why: Literal["over", "idle", "kept", "unknown"]  # its job is over; ... and its idle time too; kept; not our job
-    created_at: float | None = None  # seconds since the epoch
-
-
 @runtime_checkable
 class SupportsCleanup(Protocol):
-    """What a backend that makes things which cost money as long as they exist has on top of `Backend`."""
+    """Backend that makes things which cost money as long as they exist."""
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
-        """What is there and not needed by the attempts *live* (markers); those of *over* have ended.
+        """Return what is there and not needed by the attempts *live* (markers); those of *over* have ended.
 
         What is of neither belongs to another ledger, or to one that was lost. Raises `BackendUnreachable`.
         """

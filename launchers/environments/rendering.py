@@ -9,9 +9,9 @@ from orc.launchers.spec.environment import chosen
 from orc.launchers.spec.source import place_of
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
     from orc.launchers.commands.base import NodeCommand
     from orc.launchers.layout import Layout
+    from orc.launchers.snapshot.trees import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.environment import Environment

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BackendError, LaunchError
+from orc.launchers.findings import Finding
 from orc.launchers.remote.programs import source
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.findings import Finding
 from orc.launchers.remote.programs import Program
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.findings import Finding
 from orc.launchers.hosts import all_reduce, checks, ports
 
 if TYPE_CHECKING:

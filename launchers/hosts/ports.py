@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.findings import Finding
 from orc.launchers.hosts.checks import PROBE
 
 if TYPE_CHECKING:

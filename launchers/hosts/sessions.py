@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import NodeEntry
+    from orc.launchers.hosts.node_entry import NodeEntry
 
 
 @cache

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BundleError
+from orc.launchers.findings import Finding
 from orc.launchers.snapshot.hashing import hash_file
 from orc.launchers.snapshot.listing import encode
 from orc.launchers.snapshot.manifest import EXECUTABLE, SYMLINK, Bundle, Entry

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from orc.launchers.backends.base import Finding
+from orc.launchers.findings import Finding
 
 _SHOWN = 5
 _BYTES = 4096  # in which a file shows that it holds a private key

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orc.launchers.errors import BundleError
+from orc.launchers.strict_modes import make_private
 
 _CHUNK = 1 << 20
 _FORMAT = 1
@@ -19,13 +20,6 @@ _FORMAT = 1
 RACY_NS = 2_000_000_000
 
 Stamp = tuple[int, int, int, int]
-
-
-def make_private(directory: Path) -> None:
-    """Make *directory* and what is missing above it, for this user only. Raises `OSError`."""
-    if not directory.is_dir():
-        make_private(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def stamp(status: os.stat_result) -> Stamp:

@@ -9,8 +9,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BundleError
+from orc.launchers.findings import Finding
 from orc.launchers.snapshot.ignore import IgnoreRules
 
 # Repository metadata and byte code of this machine's Python are never part of a job, whatever the rules say.

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.errors import BundleError
+from orc.launchers.findings import Finding
 from orc.launchers.snapshot.credentials import credential_findings
 from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.listing import encode, list_tree

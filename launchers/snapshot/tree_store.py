@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from orc.launchers.errors import BundleError
-from orc.launchers.snapshot.hashing import make_private
 from orc.launchers.snapshot.manifest import EXECUTABLE, SHA256, SYMLINK, Bundle, Entry
 from orc.launchers.snapshot.presence import has, locked, open_lock, use
-from orc.launchers.strict_modes import Untrusted, check_root
+from orc.launchers.strict_modes import Untrusted, check_root, make_private
 
 CHUNK = 1 << 20
 _STALE_S = 24 * 3600.0

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic_core import SchemaValidator, ValidationError
 from pydantic_core import core_schema as cs
 
-from orc.launchers.backends import backend_exists
 from orc.launchers.errors import SpecError
-from orc.launchers.paths import clusters_file, refuse_untrusted, state_dir
+from orc.launchers.paths import clusters_file, refuse_untrusted
+from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
@@ -28,7 +28,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 
 @model
 class Cluster(Model):
-    """Where jobs can run. `load_clusters` fills in `root` where the file has none: the state directory."""
+    """A place where jobs can run. Without `root` its backend has a default."""
 
     name: str = setting(cs.str_schema(pattern=f"^{_NAME}$"), doc="Its name.")
     kind: str = setting(cs.str_schema(min_length=1, strict=True), doc="The backend: local, slurm, ssh, sagemaker, tpu.")
@@ -60,26 +60,6 @@ class Cluster(Model):
             raise LocatedError((("root",), f"{self.root!r} is not an absolute path"))
 
 
-def is_elsewhere(cluster: Cluster) -> bool:
-    """Whether its root is on other machines: then neither state nor home directory of this one mean anything there."""
-    return cluster.kind in ("ssh", "tpu", "sagemaker") or (
-        cluster.kind == "slurm" and cluster.options.get("login") is not None
-    )
-
-
-def root_of(cluster: Cluster) -> str:
-    """Its root as people know it; on other machines it may begin with ``~``, and it may be in S3."""
-    if cluster.kind == "sagemaker":
-        from orc.launchers.backends.sagemaker.request import home_of
-        from orc.launchers.backends.sagemaker.settings import Settings, read_place
-
-        place = read_place(cluster)
-        return home_of(Settings(place=place), place.region or "<region>").uri
-    from orc.launchers.remote.ssh.options import DEFAULT_ROOT
-
-    return cluster.root or DEFAULT_ROOT
-
-
 def options_document(cluster: Cluster) -> Document:
     """The options of *cluster* with their places in the clusters file, as far as it was read from one."""
     return source.document_of(cluster.options, f"cluster {cluster.name}: options")
@@ -95,7 +75,7 @@ _CLUSTERS = cs.dict_schema(cs.str_schema(), Cluster.core_schema)
 
 def builtin_local() -> Cluster:
     """The cluster that needs no configuration: this machine."""
-    return Cluster(name=LOCAL, kind=LOCAL, root=_root(None))
+    return Cluster(name=LOCAL, kind=LOCAL)
 
 
 def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
@@ -173,22 +153,14 @@ def _clusters(document: Document) -> dict[str, Cluster]:
     except ValidationError as error:
         problems += translate(error, document, _suggest)
     for cluster in clusters.values():
-        if not backend_exists(cluster.kind):
-            from orc.launchers.backends import backend_kinds
-
-            what = f"unknown kind {cluster.kind!r}{choose(cluster.kind, backend_kinds())}"
+        if not BACKENDS.has(cluster.kind):
+            what = f"unknown kind {cluster.kind!r}{choose(cluster.kind, BACKENDS.kinds())}"
             problems.append(at(document, (cluster.name, "kind"), what))
     if problems:
         raise SpecProblems(problems)
-    return {name: _completed(cluster, document) for name, cluster in clusters.items()}
-
-
-def _completed(cluster: Cluster, document: Document) -> Cluster:
-    """With its root, and with the places of its options."""
-    if not is_elsewhere(cluster):
-        cluster = cluster.model_copy(update={"root": _root(cluster.root)})
-    cluster.__dict__["options"] = source.Placed(cluster.options, document, (cluster.name, "options"))
-    return cluster
+    for cluster in clusters.values():
+        cluster.__dict__["options"] = source.Placed(cluster.options, document, (cluster.name, "options"))
+    return clusters
 
 
 def _refuse(name: str, data: Any) -> str:
@@ -210,10 +182,6 @@ def _suggest(path: KeyPath, name: str) -> str:
     from orc.launchers.spec.problems import choose
 
     return choose(name, known_keys(path[1:]) if path[1:] else _KEYS)
-
-
-def _root(given: str | None) -> str:
-    return os.path.expanduser(given) if given else str(state_dir(create=False))  # noqa: PTH111 - a text, not a path here
 
 
 def _reading(path: KeyPath) -> Reading:

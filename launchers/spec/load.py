@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import ValidationError
 
-from orc.launchers.backends import backend_exists
-from orc.launchers.commands import command_exists
 from orc.launchers.errors import SpecError
+from orc.launchers.plugins import BACKENDS, COMMANDS
 from orc.launchers.spec import source
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.model import Model, fields, section_of
@@ -202,19 +201,17 @@ def _placed(text: str, document: Document, path: KeyPath) -> str:
 def _check_kinds(spec: JobSpec, document: Document) -> list[Problem]:
     """Names of launchers and backends exist in this installation."""
     found = []
-    if not command_exists(spec.launcher.kind):
-        from orc.launchers.commands import command_kinds
+    if not COMMANDS.has(spec.launcher.kind):
         from orc.launchers.spec.problems import at, choose
 
-        what = f"unknown launcher {spec.launcher.kind!r}{choose(spec.launcher.kind, command_kinds())}"
+        what = f"unknown launcher {spec.launcher.kind!r}{choose(spec.launcher.kind, COMMANDS.kinds())}"
         long_form: KeyPath = ("launcher", "kind")
         found.append(at(document, long_form if long_form in document.values else ("launcher",), what))
     for kind in spec.resources.options:
-        if not backend_exists(kind):
-            from orc.launchers.backends import backend_kinds
+        if not BACKENDS.has(kind):
             from orc.launchers.spec.problems import at, choose
 
-            what = f"unknown kind of backend {kind!r}{choose(kind, backend_kinds())}"
+            what = f"unknown kind of backend {kind!r}{choose(kind, BACKENDS.kinds())}"
             found.append(at(document, ("resources", "options", kind), what, key=True, shown=("resources", "options")))
     return found
 

@@ -1,24 +1,25 @@
-"""The stores of a cluster: one for each host of an SSH cluster, one for a cluster that is entered here."""
+"""Snapshot stores of a cluster: one for each host, or one that its nodes share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.errors import BundleError, LaunchError
+from orc.launchers.layout import Layout
 from orc.launchers.remote.transport import LocalTransport, Transport
+from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.gc import Collected, Request, collect
 
 if TYPE_CHECKING:
-    from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.snapshot.manifest import Bundle
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a cluster's snapshots go, and how."""
+    """Snapshot stores of one cluster, and the ways there. `Backend.stores` makes them."""
 
     roots: Mapping[str, tuple[Transport, str]]  # by host
     pythons: Mapping[str, str]
@@ -26,81 +27,25 @@ class Targets:
     shared: bool | Literal["auto"] = False
 
 
-@contextmanager
-def open_targets(cluster: Cluster) -> Iterator[Targets]:
-    """The targets of *cluster*, with connections that are closed at the end. Raises `LaunchError`."""
-    if cluster.kind == "slurm":
-        with _of_login_node(cluster) as targets:
-            yield targets
-        return
-    if cluster.kind == "tpu":
-        with _of_workers(cluster) as targets:
-            yield targets
-        return
-    if cluster.kind != "ssh":
-        assert cluster.root is not None
-        yield Targets({cluster.name: (LocalTransport(), cluster.root)}, {})
-        return
-    from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, read_settings
-    from orc.launchers.remote.ssh.hosts import open_transports
+def deliver(bundles: Sequence[Bundle], store: ContentStore, targets: Targets) -> None:
+    """Bring *bundles*, which are in *store*, to all *targets*; on this machine by links where that can be.
 
-    settings = read_settings(cluster)
-    transports = open_transports(cluster)
-    try:
-        yield Targets(
-            {name: (transport, settings.root_of(name)) for name, transport in transports.items()},
-            {name: settings.python_of(name) or DEFAULT_PYTHON for name in transports},
-            settings.options.fan_out,
-            settings.options.shared,
-        )
-    finally:
-        for transport in transports.values():
-            transport.close()
+    Raises the `LaunchError` of the first host that could not be served; the others are, nevertheless.
+    """
+    remote: dict[str, tuple[Transport, str]] = {}
+    for name, (transport, root) in targets.roots.items():
+        if not isinstance(transport, LocalTransport):
+            remote[name] = (transport, root)
+            continue
+        there = ContentStore(Layout.at(transport.expand(root)).store.as_posix())
+        for bundle in bundles:
+            if not there.use(bundle.digest):
+                store.copy_to(there, bundle.digest)
+    if remote:
+        from orc.launchers.transfer import raise_first, sync
 
-
-@contextmanager
-def _of_login_node(cluster: Cluster) -> Iterator[Targets]:
-    """The one store of a Slurm cluster, from where it is entered."""
-    from orc.launchers.backends.slurm.login import entry_python, open_transport, root_of
-    from orc.launchers.backends.slurm.options import read_settings
-    from orc.launchers.spec.clusters import option_place
-
-    settings = read_settings(cluster.options, where=lambda name: option_place(cluster, (name,), key=True))
-    name = settings.login.name if settings.login else cluster.name
-    transport = open_transport(cluster, settings)
-    try:
-        root = transport.expand(root_of(cluster, settings))
-        yield Targets({name: (transport, root)}, {name: entry_python(cluster, settings)} if settings.login else {})
-    finally:
-        transport.close()
-
-
-@contextmanager
-def _of_workers(cluster: Cluster) -> Iterator[Targets]:
-    """The stores of the TPU that the cluster's options name; others come and go with the attempts that they are for."""
-    from orc.launchers.backends.tpu.settings import read_settings
-    from orc.launchers.backends.tpu.workers import worker_transports
-    from orc.launchers.remote.ssh.options import DEFAULT_PYTHON
-
-    settings = read_settings(cluster)
-    if settings.options.name is None:
-        raise LaunchError(
-            "TPUs are made for an attempt and deleted after it: nothing of a job stays there",
-            where=f"cluster {cluster.name}",
-            hint="`orc prune` deletes TPUs that are left. A TPU that `name:` in the options names keeps a store.",
-        )
-    transports = worker_transports(cluster)
-    python = cluster.python or DEFAULT_PYTHON
-    try:
-        yield Targets(
-            {name: (transport, settings.root) for name, transport in transports.items()},
-            dict.fromkeys(transports, python),
-            fan_out=True,
-            shared="auto",
-        )
-    finally:
-        for transport in transports.values():
-            transport.close()
+        options: dict[str, Any] = {"fan_out": targets.fan_out, "shared": targets.shared, "pythons": targets.pythons}
+        raise_first(sync(bundles, store, remote, **options))
 
 
 def collect_garbage(targets: Targets, asked: Request) -> dict[str, Collected | LaunchError]:

@@ -70,13 +70,10 @@ def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
     from orc.launchers.backends.base import SupportsPlacement
 
     backend = ws.backend(job.cluster)
+    hosts = backend.candidates(spec) if isinstance(backend, SupportsPlacement) else ()
     handles: list[Handle] = []
     while True:
-        marker = AttemptId(job.id, len(handles) + 1).marker
-        if isinstance(backend, SupportsPlacement):
-            handle = backend.find(marker, backend.candidates(spec), complete=False)
-        else:
-            handle = backend.find(marker)
+        handle = backend.find(AttemptId(job.id, len(handles) + 1).marker, hosts, complete=False)
         if handle is None:
             return handles
         handles.append(handle)
@@ -87,7 +84,7 @@ def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Pla
     from orc.launchers.backends.base import Placement, SupportsPlacement
 
     backend = ws.backend(job.cluster)
-    if not (backend.capabilities.places and isinstance(backend, SupportsPlacement)):
+    if not isinstance(backend, SupportsPlacement):
         return None
     try:
         slots = backend.place(spec, {}).slots

@@ -57,8 +57,10 @@ class PlacementPlanner:
 
     @property
     def places(self) -> bool:
-        """Whether hosts have to be chosen and kept."""
-        return self.backend.capabilities.places
+        """True where hosts have to be chosen and kept."""
+        from orc.launchers.backends.base import SupportsPlacement
+
+        return isinstance(self.backend, SupportsPlacement)
 
     def prepare(self, job: JobRecord) -> Prepared:
         """A PREPARED attempt: the next one of a QUEUED *job*, or that of a PREPARED one, on its hosts if they will do.
@@ -213,7 +215,7 @@ class PlacementPlanner:
         """For a cluster that chooses the hosts itself: those that it should not choose."""
         from orc.launchers.backends.base import Placement
 
-        if self.attempt.number == 1 or not self.backend.capabilities.avoids:
+        if self.attempt.number == 1 or not self.backend.avoids:
             return None
         earlier = {
             n: hosts for n, hosts in self.ws.ledger.culprits(self.attempt.job).items() if n < self.attempt.number

@@ -78,8 +78,10 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s
 
 
 def _places(ws: Workspace, cluster: str) -> bool:
+    from orc.launchers.backends.base import SupportsPlacement
+
     try:
-        return ws.backend(cluster).capabilities.places
+        return isinstance(ws.backend(cluster), SupportsPlacement)
     except LaunchError:
         return False  # its jobs' turn says what is wrong with the cluster
 
@@ -112,7 +114,7 @@ def _is_left(ws: Workspace, job: JobRecord, patience_s: float) -> bool:
     if job.state is not JobState.QUEUED or not job.number:
         return False
     try:
-        own = ws.backend(job.cluster).capabilities.self_driving
+        own = ws.backend(job.cluster).self_driving
     except LaunchError:
         return False  # its turn says what is wrong with the cluster
     return own and ws.clock() < max(job.next_attempt_at or 0.0, job.updated_at) + patience_s
@@ -189,24 +191,18 @@ def _reap(backend: Backend, job: JobRecord) -> None:
     """Let the backend end what the previous attempt may have left running, so that two attempts never overlap."""
     from orc.launchers.backends.base import Handle
 
-    reap = getattr(backend, "reap", None)
-    if reap is not None and job.attempt is not None and job.attempt.handle:
-        reap(Handle.from_dict(job.attempt.handle))
+    if job.attempt is not None and job.attempt.handle:
+        backend.reap(Handle.from_dict(job.attempt.handle))
 
 
 def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     """Adopt what a cut-off submission left behind; let go of it once it is certainly not there."""
-    from orc.launchers.backends.base import SupportsPlacement
-
     if job.attempt is None:
         raise ValueError(f"{job.id} has no attempt to look for")
     backend = ws.backend(job.cluster)
-    if backend.capabilities.places and isinstance(backend, SupportsPlacement):
-        given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
-        handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
-    else:
-        handle = backend.find(job.attempt.marker)
-    visibility_s = backend.capabilities.visibility_s
+    given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
+    handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
+    visibility_s = backend.visibility_s
 
     def change(current: JobRecord, now: float) -> Change:
         attempt = current.attempt

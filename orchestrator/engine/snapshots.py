@@ -11,9 +11,9 @@ from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
 from orc.launchers.snapshot.ignore import patterns_of
 from orc.launchers.snapshot.scan import Bundle, runtime_bundle
-from orc.launchers.spec.clusters import is_elsewhere
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec, LoadedJob
@@ -24,14 +24,14 @@ def take(
     store: ContentStore,
     loaded: LoadedJob,
     progress: Callable[[str, Mapping[str, Any]], None],
-    cluster: Cluster | None = None,
+    backend: Backend,
 ) -> Snapshot:
-    """What *loaded* needs on *cluster*, stored: its code, this installation's runtime, and the environment that it
-    brings along. Raises `BundleError`, `SpecError`.
+    """Store what *loaded* needs on the cluster of *backend*, and return it: its code, this installation's runtime, and
+    the environment that it brings along. Raises `BundleError`, `SpecError`.
     """
     code = store.snapshot(
         loaded.workdir,
-        code_exclude(loaded, cluster),
+        code_exclude(loaded, backend),
         on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}),
     )
     progress("scan", {"files": len(code.bundle.entries), "bytes": code.bundle.size})
@@ -41,21 +41,21 @@ def take(
         )
     check_script(loaded.spec, code.bundle)
     runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
-    environment = environment_tree(loaded, cluster, store.scan_cache)
+    environment = environment_tree(loaded, backend.cluster, store.scan_cache)
     if environment is not None:
         progress("environment", {"files": len(environment.bundle.entries), "bytes": environment.bundle.size})
         store.ingest(environment, on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}))
     return Snapshot(code.bundle, runtime, environment.bundle if environment else None)
 
 
-def code_exclude(loaded: LoadedJob, cluster: Cluster | None) -> tuple[str, ...]:
+def code_exclude(loaded: LoadedJob, backend: Backend) -> tuple[str, ...]:
     """What is not part of the code: what the job says, an environment that is brought along by itself, and the root of
     the cluster, which holds the snapshots of all jobs.
     """
     exclude = list(loaded.spec.workdir.exclude)
-    if cluster is not None and cluster.root is not None and not is_elsewhere(cluster):
-        exclude += patterns_of(Path(cluster.root), loaded.workdir)
-    environment = environment_of(loaded.spec, cluster) if cluster else loaded.spec.environment
+    if not backend.is_remote:
+        exclude += patterns_of(Path(backend.root), loaded.workdir)
+    environment = environment_of(loaded.spec, backend.cluster)
     if environment.kind in ("copy", "conda"):
         from orc.launchers.environments.packing import travels_apart
 
@@ -63,9 +63,9 @@ def code_exclude(loaded: LoadedJob, cluster: Cluster | None) -> tuple[str, ...]:
     return tuple(exclude)
 
 
-def environment_tree(loaded: LoadedJob, cluster: Cluster | None, cache: Path | None) -> SourceTree | None:
+def environment_tree(loaded: LoadedJob, cluster: Cluster, cache: Path | None) -> SourceTree | None:
     """The environment that the job brings along, if it does. Raises `BundleError`."""
-    environment = environment_of(loaded.spec, cluster) if cluster else loaded.spec.environment
+    environment = environment_of(loaded.spec, cluster)
     if environment.kind not in ("copy", "conda"):
         return None
     from orc.launchers.environments.packing import pack

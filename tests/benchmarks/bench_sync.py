@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,9 +27,9 @@ sys.path[:0] = [str(HERE), str(TESTBED)]
 from harness import Row, report  # noqa: E402
 from hosts_testbed import HostsTestbed  # noqa: E402
 
+from orc.launchers.backends.ssh import SshBackend  # noqa: E402
 from orc.launchers.snapshot.content_store import ContentStore  # noqa: E402
 from orc.launchers.transfer import SyncReport, raise_first, sync  # noqa: E402
-from orc.launchers.transfer.targets import open_targets  # noqa: E402
 
 TURNS = 5
 COLD_BUDGET, UPLINK_BUDGET, UNCHANGED_BUDGET_S = 1.2, 0.5, 1.0
@@ -57,7 +58,8 @@ class Lab:
         """Seconds and reports of a sync that starts with nothing connected and the tree unread."""
         began = time.perf_counter()
         bundle = self.store.snapshot(project).bundle
-        with open_targets(self.hosts.cluster(root=f"/home/trainer/{root}")) as targets:
+        with closing(SshBackend(self.hosts.cluster(root=f"/home/trainer/{root}"))) as backend:
+            targets = backend.stores()
             reports = sync([bundle], self.store, targets.roots, pythons=targets.pythons)
             took = time.perf_counter() - began
         raise_first(reports)

@@ -12,7 +12,7 @@ from typing import Any
 
 from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Cause,
     Finding,
     Handle,
@@ -34,10 +34,17 @@ from orc.launchers.errors import (
 )
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan, PlanFile
+from orc.launchers.spec.clusters import Cluster
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     kind = "fake"
+    root: Any = None
+    is_remote: Any = True
+    self_driving = True
+
+    def __new__(cls, *_: Any, hosts: Mapping[str, int] | None = None, **__: Any) -> FakeBackend:
+        return super().__new__(FakeHosts if hosts else cls)
 
     def __init__(
         self,
@@ -48,12 +55,11 @@ class FakeBackend:
         avoids: bool = False,
     ) -> None:
         """With *hosts*, their slots by name, it places jobs on them."""
+        super().__init__(Cluster(name=name, kind=self.kind))
         self.root = root
         self.name = name
         self.hosts = dict(hosts or {})
-        self.capabilities = Capabilities(
-            self_driving=True, visibility_s=visibility_s, places=bool(hosts), avoids=avoids
-        )
+        self.visibility_s, self.avoids = visibility_s, avoids
         (root / "jobs").mkdir(parents=True, exist_ok=True)
 
     # -- what the test says and sees
@@ -82,23 +88,6 @@ class FakeBackend:
             content |= {"hosts": placement.hosts, "slots": placement.slots, "avoid": placement.avoid}
         files = (PlanFile(f"/fake/{attempt.marker}", json.dumps(content)),)
         return Plan(attempt, self.name, self.kind, files, (), {}, snapshot.digests, tuple(job.secrets))
-
-    def candidates(self, job: Any) -> list[str]:
-        asked = job.resources.options.get("ssh", {}).get("hosts")
-        return [host for host in self.hosts if asked is None or host in asked]
-
-    def place(self, job: Any, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
-        want, least, slots = job.resources.max_nodes, job.resources.min_nodes, job.resources.nproc
-        able = [host for host in self.candidates(job) if self.hosts[host] >= slots]
-        if len(able) < least:
-            raise RenderError(f"{least} hosts with {slots} slots are needed, the cluster has {len(able)}")
-        usable = [host for host in able if host not in avoid]
-        if len(usable) < least:
-            usable += [host for host in able if host in avoid][: least - len(usable)]
-        free = [host for host in usable if self.hosts[host] - taken.get(host, 0) >= slots]
-        if len(free) < least:
-            raise NoRoom(f"{least} hosts with {slots} free slots are needed, {len(free)} are there")
-        return Placement(tuple(free[:want]), slots)
 
     def preflight(self, plan: Plan) -> list[Finding]:
         self._called("preflight", plan.marker)
@@ -156,7 +145,7 @@ class FakeBackend:
         self._called("run", marker)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        self._called("find", " ".join([marker, *hosts, *([] if complete else ["only"])]))
+        self._called("find", " ".join([marker, *hosts, *([] if complete or not self.hosts else ["only"])]))
         if self._behaviour().get("find") == "unreachable":
             raise BackendUnreachable("no answer while looking", where="fake")
         return self._handle(marker) if (self.root / "jobs" / f"{marker}.json").exists() else None
@@ -221,3 +210,24 @@ class FakeBackend:
     def _called(self, name: str, argument: str) -> None:
         with (self.root / f"{name}.log").open("a") as log:
             log.write(argument + "\n")
+
+
+class FakeHosts(FakeBackend):
+    """The same with hosts, on which it places jobs."""
+
+    def candidates(self, job: Any) -> list[str]:
+        asked = job.resources.options.get("ssh", {}).get("hosts")
+        return [host for host in self.hosts if asked is None or host in asked]
+
+    def place(self, job: Any, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
+        want, least, slots = job.resources.max_nodes, job.resources.min_nodes, job.resources.nproc
+        able = [host for host in self.candidates(job) if self.hosts[host] >= slots]
+        if len(able) < least:
+            raise RenderError(f"{least} hosts with {slots} slots are needed, the cluster has {len(able)}")
+        usable = [host for host in able if host not in avoid]
+        if len(usable) < least:
+            usable += [host for host in able if host in avoid][: least - len(usable)]
+        free = [host for host in usable if self.hosts[host] - taken.get(host, 0) >= slots]
+        if len(free) < least:
+            raise NoRoom(f"{least} hosts with {slots} free slots are needed, {len(free)} are there")
+        return Placement(tuple(free[:want]), slots)

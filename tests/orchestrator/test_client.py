@@ -54,9 +54,7 @@ def test_waiting_looks_often_at_first_and_seldom_later(waiting, backend, clock, 
 
 
 def test_a_cluster_is_asked_less_often_than_this_machine(waiting, backend, clock, job_file, after):
-    from dataclasses import replace
-
-    backend.capabilities = replace(backend.capabilities, self_driving=False)
+    backend.self_driving = False
     view = waiting.submit(job_file())
     after(600, lambda: backend.set(view.attempt.marker, Phase.SUCCEEDED))
     waiting.wait([view.id])

@@ -6,23 +6,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Cause,
     Finding,
     Handle,
-    LogChunk,
-    LogSelector,
     NodeEntry,
     Observation,
     Phase,
     Placement,
     Snapshot,
+    cancel_request,
+    require_secrets,
 )
 from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
 from orc.launchers.ids import AttemptId
@@ -32,28 +32,28 @@ from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
+    from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.transfer.targets import Targets
 
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a machine that swaps
 FRESH_S = 60.0  # a heartbeat of this age still shows that a job runs on another machine
 _HELD = 76
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Runs attempts as detached agents on this machine, below the cluster's root directory."""
 
     kind = "local"
-    capabilities = Capabilities(self_driving=True, visibility_s=5.0)
+    self_driving = True
 
-    def __init__(self, cluster: Cluster, state_dir: Path | None = None) -> None:
+    def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
         """*state_dir* is where the controller keeps its ledger, for the pass that an ended attempt starts."""
         from orc.launchers import paths
 
-        self.cluster = cluster
-        self.state_dir = state_dir or paths.state_dir(create=False)
-        self.root = Path(cluster.root).expanduser() if cluster.root else self.state_dir
-        self.layout = Layout.at(self.root.as_posix())
+        super().__init__(cluster, state_dir=state_dir or paths.state_dir(create=False))
+        self.layout = Layout.at(self.root)
         self._config_env = {"ORC_STATE_DIR": str(self.state_dir), "ORC_CONFIG_DIR": str(paths.config_dir())}
         if os.environ.get("ORC_CLUSTERS"):  # a clusters file that is named must exist; the default one need not
             self._config_env["ORC_CLUSTERS"] = str(paths.clusters_file())
@@ -64,6 +64,16 @@ class LocalBackend:
                 f"clusters of kind local have no options, but {', '.join(cluster.options)} is given",
                 where=f"cluster {cluster.name}",
             )
+
+    @property
+    def root(self) -> str:
+        """The directory in clusters.yaml, or the state directory."""
+        return (Path(self.cluster.root).expanduser() if self.cluster.root else self.state_dir).as_posix()
+
+    @property
+    def is_remote(self) -> bool:
+        """False: it is this machine."""
+        return False
 
     # -- before the start
 
@@ -127,8 +137,8 @@ class LocalBackend:
         import json
         import shutil
 
-        findings = []
-        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
+        findings, root = [], Path(self.root)
+        existing = next(path for path in (root, *root.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             hint = "Set ORC_STATE_DIR, or `root:` of the cluster, to a directory that you can write."
             what = f"{existing} cannot be written" if existing.is_dir() else f"{existing} is not a directory"
@@ -166,15 +176,12 @@ class LocalBackend:
             )
             yield Finding("warning", what, self.cluster.name, hint)
 
-    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
-        """Copy the trees from the state directory's store, when the cluster's root is somewhere else."""
-        from orc.launchers.snapshot.content_store import ContentStore
+    def stores(self, plan: Plan | None = None) -> Targets:
+        """Return the one store, below the root."""
+        from orc.launchers.remote.transport import LocalTransport
+        from orc.launchers.transfer.targets import Targets
 
-        here = ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))
-        there = ContentStore(Path(self.layout.store))
-        for bundle in snapshot.bundles:
-            if not there.use(bundle.digest):
-                here.copy_to(there, bundle.digest)
+        return Targets({self.cluster.name: (LocalTransport(), self.root)}, {})
 
     # -- the start
 
@@ -187,16 +194,14 @@ class LocalBackend:
 
         if found := self.find(plan.marker):
             return found
-        missing = [name for name in plan.secrets if name not in secrets]
-        if missing:
-            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        values = require_secrets(plan, secrets)
         transport = LocalTransport()
         directory = str(self.layout.attempt(plan.attempt))
         for file in plan.files:
             transport.write(file.path, file.content.encode(), mode=file.mode)
         secrets_path = f"{directory}/secrets.json"
-        if plan.secrets:
-            transport.write(secrets_path, _json({name: secrets[name] for name in plan.secrets}), mode=0o600)
+        if values:
+            transport.write(secrets_path, _json(values), mode=0o600)
         env = {name: value for name, value in os.environ.items() if name not in DERIVED}
         env["ORC_GANG"] = plan.marker  # whoever submits this from within a job must not end it with itself
         try:
@@ -223,7 +228,7 @@ class LocalBackend:
         said = done.stderr.decode(errors="replace").strip()
         raise BackendError(f"the agent could not start: {said or f'exit status {done.returncode}'}", where=directory)
 
-    def find(self, marker: str) -> Handle | None:
+    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """The gang's lease shows that it started; a process with the marker in its arguments that it is about to."""
 
         from orc.launchers.agent import read_json
@@ -287,26 +292,11 @@ class LocalBackend:
         phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
         return Observation(phase, verdict.cause, verdict.reason, **ended)
 
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """The files below ``logs/``."""
-        from orc.launchers.attempts.reader import log_selectors
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return this machine, and the attempt's directory."""
         from orc.launchers.remote.transport import LocalTransport
 
-        return log_selectors(LocalTransport(), handle.native_id)
-
-    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """Straight from the file."""
-        from orc.launchers.attempts.reader import read_log
-        from orc.launchers.remote.transport import LocalTransport
-
-        return read_log(LocalTransport(), handle.native_id, selector, offset)
-
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """Straight from the job's directory."""
-        from orc.launchers.attempts.reader import read_job_file
-        from orc.launchers.remote.transport import LocalTransport
-
-        return read_job_file(LocalTransport(), handle.native_id, name, offset)
+        return LocalTransport(), handle.native_id
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Every node is this machine."""
@@ -330,9 +320,8 @@ class LocalBackend:
                 continue
             removed = not Path(directory).is_dir()
             if not removed:
-                request = {"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"}
                 try:
-                    transport.write(f"{directory}/cancel.json", _json(request), mode=0o600)
+                    transport.write(f"{directory}/cancel.json", _json(cancel_request(grace)), mode=0o600)
                 except BackendError:  # a full disk: the agents take this signal for the same wish
                     if not _signal_agents(records, signal.SIGINT):
                         raise

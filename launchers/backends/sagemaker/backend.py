@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Finding,
     Handle,
     LogChunk,
@@ -34,17 +34,18 @@ AWS = ""
 LOCAL = ("contract", "docker")
 
 
-class SagemakerBackend:
+class SagemakerBackend(Backend):
     """Attempts as training jobs of one account and region, which *service* (AWS unless given) speaks to.
 
     Attempts under the local contract, or in SageMaker's local mode, run on this machine; their handles say so.
     """
 
     kind = "sagemaker"
-    capabilities = Capabilities(requeue=True, visibility_s=30.0)
+    visibility_s = 30.0
+    local_contract = "resources.options.sagemaker.local=contract"
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None, service: Service | None = None) -> None:
-        self.cluster = cluster
+        super().__init__(cluster, state_dir=state_dir)
         self.place = read_place(cluster)
         if cluster.root is not None:
             raise SpecError(
@@ -61,15 +62,31 @@ class SagemakerBackend:
                 hint="Write it under `options:`, as in  region: us-east-1.",
             )
         self.region = self.place.region
-        self._given_state_dir = state_dir
         self._service = service
         self._sites: dict[str, Site] = {}
 
     @property
-    def _state_dir(self) -> Path:
-        from orc.launchers.paths import state_dir
+    def root(self) -> str:
+        """The prefix in S3."""
+        from orc.launchers.backends.sagemaker.request import home_of
+        from orc.launchers.backends.sagemaker.settings import Settings
 
-        return self._given_state_dir or state_dir()
+        return home_of(Settings(place=self.place), self.region).uri
+
+    @property
+    def is_remote(self) -> bool:
+        """True: the containers are somewhere else, or see nothing of this machine."""
+        return True
+
+    def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
+        """Return the place in S3, or its stand-in on this machine under the local contract."""
+        from orc.launchers.backends.sagemaker.rendering import checkpoints_of
+        from orc.launchers.spec import JobSpec
+
+        given = spec["checkpoint"]["dir"]
+        if given and "://" in given:
+            return str(given)
+        return checkpoints_of(JobSpec.model_validate(dict(spec)), job, self.cluster, self.state_dir)
 
     def _site(self, mode: str) -> Site:
         """AWS, or this machine in one of its modes; spoken to when it is first asked."""
@@ -83,7 +100,7 @@ class SagemakerBackend:
             else:
                 from orc.launchers.backends.sagemaker.local import open_local_service
 
-                service = open_local_service("docker" if mode == "docker" else "contract", self._state_dir)
+                service = open_local_service("docker" if mode == "docker" else "contract", self.state_dir)
             native = f"local:{mode}:" if mode else ""
             self._sites[mode] = Site(service, self.place, self.region, self.cluster.name, native)
         return self._sites[mode]
@@ -93,7 +110,7 @@ class SagemakerBackend:
         return self._site(rest.partition(":")[0] if where == "local" else AWS)
 
     def close(self) -> None:
-        """Let go of connections; they are made anew when they are needed again."""
+        """Close all connections; they are made anew when they are needed again."""
         for site in self._sites.values():
             site.service.close()
 
@@ -109,7 +126,7 @@ class SagemakerBackend:
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Upload the snapshot's trees as one archive, unless they are there."""
-        self._site(local_mode(plan) if plan else AWS).stage(snapshot, self._state_dir, plan)
+        self._site(local_mode(plan) if plan else AWS).stage(snapshot, self.state_dir, plan)
 
     # -- the start
 
@@ -117,9 +134,9 @@ class SagemakerBackend:
         """Upload what the attempt is told, then send the request. A job that is there already is adopted."""
         return self._site(local_mode(plan)).submit(plan, secrets)
 
-    def find(self, marker: str) -> Handle | None:
+    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """On this machine if it was submitted here, else at AWS."""
-        here = LOCAL if (self._state_dir / "sagemaker").is_dir() else ()
+        here = LOCAL if (self.state_dir / "sagemaker").is_dir() else ()
         for mode in here:
             if self._site(mode).knows(marker):
                 return self._site(mode).find(marker)

@@ -10,7 +10,16 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding, Handle, LogChunk, LogSelector, Observation, Phase, Snapshot
+from orc.launchers.backends.base import (
+    Finding,
+    Handle,
+    LogChunk,
+    LogSelector,
+    Observation,
+    Phase,
+    Snapshot,
+    require_secrets,
+)
 from orc.launchers.backends.sagemaker.names import ACCOUNT, Home, default_bucket, training_job_name
 from orc.launchers.backends.sagemaker.rendering import AGENT, LINK, REQUEST, SECRETS, secret_name
 from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError
@@ -108,9 +117,7 @@ class Site:
         """The files, what the agents must know in private, then the request; a job that is there is adopted."""
         from orc.launchers.backends.sagemaker.service import NameTaken
 
-        missing = [name for name in plan.secrets if name not in secrets]
-        if missing:
-            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        secrets = require_secrets(plan, secrets)
         try:
             _log.info("Configuring Amazon SageMaker environment in %s", self.region)
             request = self._upload(plan, secrets)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Dependency,
+    DiscoveredCluster,
     Finding,
     Handle,
-    LogChunk,
-    LogSelector,
     NodeEntry,
     Observation,
     Phase,
     Placement,
     QueueReport,
     Snapshot,
+    cancel_request,
 )
 from orc.launchers.backends.slurm.finding import Finder, of_handles
 from orc.launchers.backends.slurm.login import (
@@ -48,27 +48,50 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.transfer.targets import Targets
 
 
-class SlurmBackend:
+class SlurmBackend(Backend):
     """Jobs on one Slurm cluster, entered through *transport*: this machine, or SSH to its login node, unless given."""
 
     kind = "slurm"
-    capabilities = Capabilities(
-        requeue=True, elastic=True, avoids=True, dependencies=True, arrays=True, visibility_s=20.0
-    )
+    discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "login": ("[USER@]HOST", "Login node, reached over SSH; this machine unless given."),
+        "ssh_config": ("PATH", "SSH configuration instead of ~/.ssh/config."),
+        "conf": ("PATH", "slurm.conf over there, when it is not the system's."),
+        "bin": ("PATH", "Directory of sbatch and so on over there, when not on the PATH."),
+    }
+    programs = ("sbatch", "squeue", "sacct", "scancel", "sinfo")
+    visibility_s = 20.0
+    avoids = True
 
     def __init__(self, cluster: Cluster, transport: Transport | None = None, *, state_dir: Path | None = None) -> None:
-        self.cluster = cluster
-        self._state_dir = state_dir
+        super().__init__(cluster, state_dir=state_dir)
         self._settings = read_settings(cluster.options, where=self._options_where)
         self._transport = transport or open_transport(cluster, self._settings)
         # Behind SSH the home directory is known over there alone; rendering asks nobody.
-        root = root_of(cluster, self._settings)
+        root = root_of(cluster, self._settings, state_dir)
         self.layout = Layout.at(root if self._settings.login else self._transport.expand(root))
 
+    @classmethod
+    def discover(cls, options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
+        """Ask sinfo, scontrol and sacctmgr."""
+        from orc.launchers.backends.slurm.discovery import described
+
+        return described(options, name)
+
+    @property
+    def root(self) -> str:
+        """The directory that the login node and all nodes share."""
+        return str(self.layout.root)
+
+    @property
+    def is_remote(self) -> bool:
+        """True where the login node is another machine."""
+        return self._settings.login is not None
+
     def close(self) -> None:
-        """Let go of the connection; it is made anew when it is needed again."""
+        """Close the connection; it is made anew when it is needed again."""
         self._transport.close()
 
     def _options_where(self, name: str) -> str:
@@ -164,33 +187,21 @@ class SlurmBackend:
         python = self.cluster.python or DEFAULT_PYTHON
         return check_python(self._transport, python, options.modules, self.cluster.name)
 
-    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
-        """Bring the trees from the state directory's store to the cluster's, where that is another one."""
-        from orc.launchers.paths import state_dir
-        from orc.launchers.snapshot.content_store import ContentStore
+    def stores(self, plan: Plan | None = None) -> Targets:
+        """Return the one store, reached where the cluster is entered."""
+        from orc.launchers.transfer.targets import Targets
 
-        here = ContentStore((self._state_dir or state_dir()) / "store")
-        if self._settings.login is not None:
-            from orc.launchers.transfer import raise_first, sync
-
-            name, root = self._settings.login.name, str(self.layout.root)
-            python = {name: self._transport.expand(entry_python(self.cluster, self._settings))}
-            reports = sync(snapshot.bundles, here, {name: (self._transport, root)}, fan_out=False, pythons=python)
-            raise_first(reports)
-            return
-        there = ContentStore(str(self.layout.store))
-        for bundle in snapshot.bundles:
-            if not there.use(bundle.digest):
-                here.copy_to(there, bundle.digest)
+        login, root = self._settings.login, self._transport.expand(self.root)
+        if login is None:
+            return Targets({self.cluster.name: (self._transport, root)}, {})
+        python = self._transport.expand(entry_python(self.cluster, self._settings))
+        return Targets({login.name: (self._transport, root)}, {login.name: python})
 
     def recall(self, digest: str, handle: Handle) -> None:
         """From the store of the cluster."""
-        from orc.launchers.paths import state_dir
-        from orc.launchers.snapshot.content_store import ContentStore
         from orc.launchers.transfer.recall import recall
 
-        store = ContentStore((self._state_dir or state_dir()) / "store")
-        recall(digest, self._transport, str(self.layout.root), store)
+        recall(digest, self._transport, self.root, self.store)
 
     # -- the start
 
@@ -219,7 +230,7 @@ class SlurmBackend:
         """One ``sbatch --array`` for all that are not there yet; see `SupportsArrays`."""
         return self._submitter.submit_array(plans, secrets, at_once, after)
 
-    def find(self, marker: str) -> Handle | None:
+    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Ask the queue, accounting and the attempt directory for the marker."""
         return self._finder.anywhere(marker)
 
@@ -298,23 +309,9 @@ class SlurmBackend:
         own = [(ours.get((job.native_id, job.marker)), job) for job in jobs]
         return QueueReport(tuple(partitions), tuple(replace(job, marker=marker) for marker, job in own if marker))
 
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """The files below ``logs/``."""
-        from orc.launchers.attempts.reader import log_selectors
-
-        return log_selectors(self._transport, self._finder.directory(handle.marker))
-
-    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """Straight from the attempt directory."""
-        from orc.launchers.attempts.reader import read_log
-
-        return read_log(self._transport, self._finder.directory(handle.marker), selector, offset)
-
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """Straight from the job's directory."""
-        from orc.launchers.attempts.reader import read_job_file
-
-        return read_job_file(self._transport, self._finder.directory(handle.marker), name, offset)
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return the machine where the cluster is entered, and the attempt's directory."""
+        return self._transport, self._finder.directory(handle.marker)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return an entry to each node: one more step of the job, beside the agents.
@@ -344,7 +341,7 @@ class SlurmBackend:
         client = self._client
         rows = of_handles(client.queue(handle.native_id for handle in handles), handles)
         living = {handle: row for handle, row in rows.items() if not row.ended}
-        request = _json({"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"})
+        request = _json(cancel_request(grace))
         for handle in living:
             self._transport.write(f"{self._finder.directory(handle.marker)}/cancel.json", request, mode=0o600)
         running = [row.job_id for row in living.values() if row.state == "RUNNING"]

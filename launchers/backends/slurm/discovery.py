@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import PartitionReport
+from orc.launchers.backends.base import DiscoveredCluster, Finding, PartitionReport
 from orc.launchers.backends.slurm.options import read_settings
 from orc.launchers.errors import BackendError, LaunchError
 
@@ -54,6 +54,19 @@ def discover(options: Mapping[str, Any]) -> Facts:
         return _ask(SlurmClient(transport, settings), transport)
     finally:
         transport.close()
+
+
+def described(options: Mapping[str, Any], name: str | None) -> DiscoveredCluster:
+    """Return an entry for the cluster that *options* lead to, called *name* or by its own name."""
+    facts = discover(options)
+    called = name or entry_name(facts)
+    text = entry(called, facts, options)
+    if facts.python and facts.torch:
+        return DiscoveredCluster(called, text, asdict(facts))
+    lacking = f"{facts.python} has no torch" if facts.python else "no Python 3.9 or newer was found"
+    do = f"change `python:` of {called} to one that the nodes have; `orc clusters check {called}` looks at it"
+    warning = Finding("warning", lacking, "where the cluster is entered", do)
+    return DiscoveredCluster(called, text, asdict(facts), (warning,))
 
 
 def _ask(client: SlurmClient, transport: Transport) -> Facts:

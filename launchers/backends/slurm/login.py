@@ -10,12 +10,15 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers import paths
 from orc.launchers.attempts.reader import LAUNCHER_LOG
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from orc.launchers.backends.slurm.options import SlurmSettings
     from orc.launchers.ids import AttemptId
     from orc.launchers.layout import Layout
@@ -43,9 +46,13 @@ def entry_python(cluster: Cluster, settings: SlurmSettings) -> str:
     return own or cluster.python or DEFAULT_PYTHON
 
 
-def root_of(cluster: Cluster, settings: SlurmSettings) -> str:
-    """The cluster's root; may begin with ``~/`` where it is behind a login node. Raises `SpecError`."""
-    root = (cluster.root or DEFAULT_ROOT).rstrip("/") or "/"
+def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = None) -> str:
+    """The cluster's root; may begin with ``~/`` where it is behind a login node. Raises `SpecError`.
+
+    By default it is the state directory, or the default of a login node.
+    """
+    default = DEFAULT_ROOT if settings.login else str(state_dir or paths.state_dir(create=False))
+    root = (cluster.root or default).rstrip("/") or "/"
     if settings.login is not None and not root.startswith(("/", "~/")):
         raise SpecError(
             f"root: {root!r} is neither absolute nor below the home directory on the login node",

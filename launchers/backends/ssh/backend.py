@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Finding,
     Handle,
     HostReport,
@@ -20,6 +20,8 @@ from orc.launchers.backends.base import (
     Phase,
     Placement,
     Snapshot,
+    cancel_request,
+    require_secrets,
 )
 from orc.launchers.backends.ssh import placement as placing
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
@@ -36,13 +38,14 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.transfer.targets import Targets
 
 
-class SshBackend:
+class SshBackend(Backend):
     """Jobs on the hosts of one cluster, which are reached through *open_all* (SSH unless given)."""
 
     kind = "ssh"
-    capabilities = Capabilities(places=True, elastic=True, visibility_s=10.0)
+    visibility_s = 10.0
 
     def __init__(
         self,
@@ -51,9 +54,8 @@ class SshBackend:
         state_dir: Path | None = None,
         open_all: Callable[[], Mapping[str, Transport]] | None = None,
     ) -> None:
-        self.cluster = cluster
+        super().__init__(cluster, state_dir=state_dir)
         self.settings: Settings = read_settings(cluster)
-        self._state_dir = state_dir
         self._open_all = open_all
         self._homes: dict[tuple[str, int | None], str] = {}  # marker, rank -> the host that has its log
 
@@ -63,14 +65,24 @@ class SshBackend:
         from orc.launchers.backends.ssh.hosts import Hosts
 
         def open_all() -> Mapping[str, Transport]:
-            from orc.launchers.remote.ssh.hosts import open_transports
+            from orc.launchers.backends.ssh.transports import open_transports
 
             return open_transports(self.cluster)
 
         return Hosts(self.settings, self._open_all or open_all)
 
+    @property
+    def root(self) -> str:
+        """The root of hosts that have none of their own."""
+        return self.settings.root
+
+    @property
+    def is_remote(self) -> bool:
+        """True: the hosts are other machines."""
+        return True
+
     def close(self) -> None:
-        """Let go of the connections; they are made anew when they are needed again."""
+        """Close the connections; they are made anew when they are needed again."""
         if "hosts" in self.__dict__:
             self.hosts.close()
 
@@ -101,39 +113,26 @@ class SshBackend:
 
         return report(self.hosts)
 
-    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
-        """Bring the snapshot's trees to the hosts of *plan*, of the whole cluster without one.
-
-        One round trip to each where nothing has changed; else the hosts pass the contents on to each other. Raises
-        `LaunchError` for the first host that could not be served; the others are, nevertheless.
-        """
-        from orc.launchers.paths import state_dir
-        from orc.launchers.snapshot.content_store import ContentStore
-        from orc.launchers.transfer import raise_first, sync
+    def stores(self, plan: Plan | None = None) -> Targets:
+        """Return the store of every host, or of those that *plan* uses."""
+        from orc.launchers.transfer.targets import Targets
 
         names = hosts_of(plan) if plan is not None else self.settings.names
-        options = self.settings.options
-        reports = sync(
-            snapshot.bundles,
-            ContentStore((self._state_dir or state_dir()) / "store"),
+        return Targets(
             {name: (self.hosts.transport(name), self.settings.root_of(name)) for name in names},
-            fan_out=options.fan_out,
-            shared=options.shared,
-            pythons={name: self.settings.python_of(name) or DEFAULT_PYTHON for name in names},
+            {name: self.settings.python_of(name) or DEFAULT_PYTHON for name in names},
+            self.settings.options.fan_out,
+            self.settings.options.shared,
         )
-        raise_first(reports)
 
     def recall(self, digest: str, handle: Handle) -> None:
         """From the first of the attempt's hosts that has it."""
-        from orc.launchers.paths import state_dir
-        from orc.launchers.snapshot.content_store import ContentStore
         from orc.launchers.transfer.recall import recall
 
-        store = ContentStore((self._state_dir or state_dir()) / "store")
         errors: list[LaunchError] = []
         for name in handle.hosts:
             try:
-                recall(digest, self.hosts.transport(name), self.settings.root_of(name), store)
+                recall(digest, self.hosts.transport(name), self.settings.root_of(name), self.store)
             except LaunchError as error:
                 errors.append(error)
             else:
@@ -146,11 +145,9 @@ class SshBackend:
         """The files on every host, then the agent of node 0, then the others. What is held already is left."""
         from orc.launchers.backends.ssh.starting import start
 
-        missing = [name for name in plan.secrets if name not in secrets]
-        if missing:
-            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        values = require_secrets(plan, secrets)
         at = time.time()
-        start(self.hosts, plan, secrets)
+        start(self.hosts, plan, values)
         return self._handle(plan.marker, hosts_of(plan), at)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
@@ -236,12 +233,18 @@ class SshBackend:
         return sorted(selectors, key=lambda s: (s.rank is None, s.rank if s.rank is not None else s.node or 0))
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """From the host that runs the rank."""
+        """Yield from the log on the host that runs the rank."""
         from orc.launchers.attempts.reader import read_log
 
-        name = self._host_of(handle, selector)
+        return read_log(*self._files_on(self._host_of(handle, selector), handle), selector, offset)
+
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return the host of node 0, and the attempt's directory there."""
+        return self._files_on(handle.hosts[0], handle)
+
+    def _files_on(self, name: str, handle: Handle) -> tuple[Transport, str]:
         transport = self.hosts.transport(name)
-        return read_log(transport, transport.expand(self.hosts.directory(name, handle.marker)), selector, offset)
+        return transport, transport.expand(self.hosts.directory(name, handle.marker))
 
     def _host_of(self, handle: Handle, selector: LogSelector) -> str:
         """The host that has the log. A launcher may give a rank to another node than its number suggests."""
@@ -265,8 +268,7 @@ class SshBackend:
         from orc.launchers.attempts.reader import log_selectors
 
         def names(name: str) -> list[LogSelector]:
-            transport = self.hosts.transport(name)
-            return log_selectors(transport, transport.expand(self.hosts.directory(name, handle.marker)))
+            return log_selectors(*self._files_on(name, handle))
 
         results = self.hosts.each(handle.hosts, names)
         errors = [result for result in results.values() if isinstance(result, LaunchError)]
@@ -282,21 +284,17 @@ class SshBackend:
             for node, (name, directory) in enumerate(zip(handle.hosts, directories, strict=True))
         ]
 
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """From the job's directory on the host of node 0."""
-        from orc.launchers.attempts.reader import read_job_file
-
-        transport = self.hosts.transport(handle.hosts[0])
-        directory = transport.expand(self.hosts.directory(handle.hosts[0], handle.marker))
-        return read_job_file(transport, directory, name, offset)
+    def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
+        """Return the place below the root, which each host has for itself."""
+        place, given = super().checkpoint_dir(spec, job), str(spec["checkpoint"]["dir"] or "")
+        return place if given.startswith("/") or "://" in given else f"{place} on each host"
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Leave word on every host that answers; the agents pass it on to the others.
 
         Raises `PartlyUnreachable` for the attempts none of whose hosts could be told; the others are told.
         """
-        request = {"request": {"grace_s": grace.total_seconds(), "at": time.time(), "reason": "cancelled"}}
-        results = self._on_each(handles, "cancel", request)
+        results = self._on_each(handles, "cancel", {"request": cancel_request(grace)})
         untold: dict[str, LaunchError] = {}
         for handle in handles:
             told = [results[name] for name in handle.hosts]

@@ -1,16 +1,56 @@
-"""Hostfiles: MPI's (``node1 slots=4``, ``node1:4``) and INI inventories (``[group]``, ``node1 ansible_host=...``)."""
+"""Hosts of a cluster, and the files that list them.
+
+These are hostfiles of MPI (``node1 slots=4``, ``node1:4``) and INI inventories (``[group]``, ``node1
+ansible_host=...``).
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from pydantic_core import ValidationError
+from pydantic_core import core_schema as cs
 
-from orc.launchers.backends.ssh.settings import Host, expand
 from orc.launchers.errors import SpecError
 from orc.launchers.paths import refuse_untrusted
+from orc.launchers.remote.ssh.options import Machine, host_name, maybe, path, read, several, word
+from orc.launchers.spec import grammar
+from orc.launchers.spec.model import model, setting
+
+SLOTS = cs.int_schema(ge=0, le=4096, strict=True)
+
+
+def _names(value: Any) -> str:
+    """A name, or a range of names."""
+    text = grammar.scalar_text(value).strip()
+    for name in expand(text):
+        host_name(name)
+    return text
+
+
+@model
+class Host(Machine):
+    """One machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
+
+    name: str = setting(read(_names), doc="What it is called here, and in ~/.ssh/config.")
+    slots: int | None = setting(maybe(SLOTS), default=None, doc="Processes (or GPUs) for jobs; 0: one job at a time.")
+    labels: tuple[str, ...] = setting(several(read(word)), default=(), doc="What jobs can ask for.")
+    root: str | None = setting(maybe(read(path)), default=None, doc="orc's files there.")
+
+
+def expand(name: str) -> list[str]:
+    """``node[01-03]`` (or ``node[01:03]``) as three names; any other name as itself. Raises `ValueError`."""
+    match = re.fullmatch(r"([^\[\]]*)\[([0-9]+)[-:]([0-9]+)\]([^\[\]]*)", name)
+    if not match:
+        return [name]
+    first, last = int(match[2]), int(match[3])
+    if not first <= last <= first + 10_000:
+        raise ValueError(f"{name!r}: {match[2]} to {match[3]} is no range of hosts")
+    return [f"{match[1]}{number:0{len(match[2])}d}{match[4]}" for number in range(first, last + 1)]
+
 
 # The variables of an inventory, and what the common hostfiles call the same.
 _KEYS = {
@@ -74,8 +114,8 @@ def _hosts(words: list[str], group: str, where: str) -> list[Host]:
     data: dict[str, object] = {"labels": [group] if group and group not in ("all", "ungrouped") else []}
     if count := re.fullmatch(r"([^:\[\]]+):([0-9]+)", first):  # MPICH; an IPv6 address has more colons
         first, data["slots"] = count[1], int(count[2])
-    for setting in settings:
-        key, equals, value = setting.partition("=")
+    for pair in settings:
+        key, equals, value = pair.partition("=")
         known = _KEYS.get(key, key)
         if known not in _KNOWN:
             if key.startswith("ansible_"):

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from orc.launchers.strict_modes import VARIABLE, check
+from orc.launchers.strict_modes import VARIABLE, check, make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -151,16 +151,6 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     create(os.path.join(directory, "link.json"), {"token": request["token"]})
     write(os.path.join(directory, f"{_BEEN}{request['host']}"), "", 0o600)
     return {"state": "ready", "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
-
-
-def make_private(directory: str) -> None:
-    """A directory, and what is missing above it, for this user alone."""
-    if not os.path.isdir(directory):
-        make_private(os.path.dirname(directory))
-        try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:  # another host of a shared file system was faster
-            pass
 
 
 def hosts_in(agent: dict[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Placement
-from orc.launchers.backends.ssh.settings import Host, JobOptions, Settings, read_job_options
+from orc.launchers.backends.ssh.hostfile import Host
+from orc.launchers.backends.ssh.settings import JobOptions, Settings, read_job_options
 from orc.launchers.errors import NoRoom, RenderError
 
 if TYPE_CHECKING:

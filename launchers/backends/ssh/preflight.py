@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Finding, HostReport
+from orc.launchers.backends.ssh.hostfile import Host
 from orc.launchers.backends.ssh.rendering import config_of, hosts_of
-from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Host
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendUnreachable, LaunchError
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from pydantic_core import ValidationError
 from pydantic_core import core_schema as cs
 
+from orc.launchers.backends.ssh.hostfile import SLOTS, Host, expand, read_hostfile
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
 from orc.launchers.remote.ssh.options import (
-    Machine,
     Reaching,
     host_name,
     maybe,
@@ -26,7 +25,6 @@ from orc.launchers.remote.ssh.options import (
     user_name,
     word,
 )
-from orc.launchers.spec import grammar
 from orc.launchers.spec.model import Model, fields, model, setting
 
 if TYPE_CHECKING:
@@ -34,27 +32,6 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document, KeyPath
-
-
-def _names(value: Any) -> str:
-    """A name, or a range of names."""
-    text = grammar.scalar_text(value).strip()
-    for name in expand(text):
-        host_name(name)
-    return text
-
-
-_SLOTS = cs.int_schema(ge=0, le=4096, strict=True)
-
-
-@model
-class Host(Machine):
-    """One machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
-
-    name: str = setting(read(_names), doc="What it is called here, and in ~/.ssh/config.")
-    slots: int | None = setting(maybe(_SLOTS), default=None, doc="Processes (or GPUs) for jobs; 0: one job at a time.")
-    labels: tuple[str, ...] = setting(several(read(word)), default=(), doc="What jobs can ask for.")
-    root: str | None = setting(maybe(read(path)), default=None, doc="orc's files there.")
 
 
 @model
@@ -65,7 +42,7 @@ class Options(Reaching):
         cs.tuple_schema([Host.core_schema], variadic_item_index=0), default=(), doc="The machines, in order of use."
     )
     hostfile: str | None = setting(maybe(read(path)), default=None, doc="More of them: an MPI hostfile or inventory.")
-    slots: int = setting(_SLOTS, default=0, doc="Of hosts that say nothing; 0: one job at a time.")
+    slots: int = setting(SLOTS, default=0, doc="Of hosts that say nothing; 0: one job at a time.")
     user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
     peer_timeout: float = setting(seconds(2, 3600), default=30.0, doc="Silence after which a node is lost.")
     preflight: bool = setting(cs.bool_schema(strict=True), default=True, doc="Probe the hosts before each attempt.")
@@ -132,8 +109,6 @@ def read_settings(cluster: Cluster) -> Settings:
     options = cast(Options, _validate(Options, cluster.options, document))
     hosts = _expanded(options.hosts)
     if options.hostfile is not None:
-        from orc.launchers.backends.ssh.hostfile import read_hostfile
-
         hosts += read_hostfile(options.hostfile, document.origin(("hostfile",)).where)
     if not hosts:
         raise SpecError(
@@ -170,17 +145,6 @@ def read_job_options(job: JobSpec, settings: Settings) -> JobOptions:
             where = document.origin(("labels", number)).where
             raise SpecError(f"labels: no host has the label {label!r}{known}", where=where)
     return options
-
-
-def expand(name: str) -> list[str]:
-    """``node[01-03]`` (or ``node[01:03]``) as three names; any other name as itself. Raises `ValueError`."""
-    match = re.fullmatch(r"([^\[\]]*)\[([0-9]+)[-:]([0-9]+)\]([^\[\]]*)", name)
-    if not match:
-        return [name]
-    first, last = int(match[2]), int(match[3])
-    if not first <= last <= first + 10_000:
-        raise ValueError(f"{name!r}: {match[2]} to {match[3]} is no range of hosts")
-    return [f"{match[1]}{number:0{len(match[2])}d}{match[4]}" for number in range(first, last + 1)]
 
 
 def _validate(kind: type[Model], data: Mapping[str, Any], document: Document) -> Model:

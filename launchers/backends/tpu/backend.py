@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import (
-    Capabilities,
+    Backend,
     Cause,
     Finding,
     Handle,
@@ -28,6 +28,7 @@ from orc.launchers.backends.base import (
     Phase,
     Placement,
     Snapshot,
+    require_secrets,
 )
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.asking import ask, own_sights
@@ -54,24 +55,26 @@ if TYPE_CHECKING:
     from orc.launchers.backends.tpu.kept import Kept
     from orc.launchers.backends.tpu.sights import Board
     from orc.launchers.ids import AttemptId
+    from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.transfer.targets import Targets
 
 
 _IDLE_LOOK_S = 60.0  # between two looks for TPUs that have been idle for too long
 
 
-class TpuBackend:
+class TpuBackend(Backend):
     """Jobs on TPUs of one project, each attempt on one of its own unless the options name one."""
 
     kind = "tpu"
-    capabilities = Capabilities(visibility_s=15.0)
+    visibility_s = 15.0
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
-        self.cluster = cluster
+        super().__init__(cluster, state_dir=state_dir)
         self.settings: Settings = read_settings(cluster)
-        self._state_dir = state_dir
         self._pods = Pods(cluster, self.settings, state_dir, lambda: self.api)
+        self._named_workers: Mapping[str, Transport] | None = None
         self._polling = Polling(self._look)
         self._idle_looked_at = float("-inf")  # monotonic
 
@@ -82,9 +85,22 @@ class TpuBackend:
 
         return TpuApi(self.settings.options)
 
+    @property
+    def root(self) -> str:
+        """The directory on the workers."""
+        return self.settings.root
+
+    @property
+    def is_remote(self) -> bool:
+        """True: the workers are other machines."""
+        return True
+
     def close(self) -> None:
-        """Let go of all connections; they are made anew when they are needed again."""
+        """Close all connections; they are made anew when they are needed again."""
         self._pods.close()
+        for transport in (self._named_workers or {}).values():
+            transport.close()
+        self._named_workers = None
         if "api" in self.__dict__:
             self.api.close()
 
@@ -103,14 +119,30 @@ class TpuBackend:
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Nothing: there are no workers yet. They get the snapshot when they are up, before the agents start."""
 
+    def stores(self, plan: Plan | None = None) -> Targets:
+        """Return the stores of the workers of the TPU that the options name. Raises `BackendError` without one."""
+        from orc.launchers.backends.tpu.workers import worker_transports
+        from orc.launchers.remote.ssh.options import DEFAULT_PYTHON
+        from orc.launchers.transfer.targets import Targets
+
+        if self.settings.options.name is None:
+            raise BackendError(
+                "TPUs are made for an attempt and deleted after it: nothing of a job stays there",
+                where=f"cluster {self.cluster.name}",
+                hint="`orc prune` deletes TPUs that are left. A TPU that `name:` in the options names keeps a store.",
+            )
+        if self._named_workers is None:
+            self._named_workers = worker_transports(self.cluster, state_dir=self._given_state_dir)
+        roots = {name: (transport, self.root) for name, transport in self._named_workers.items()}
+        python = self.cluster.python or DEFAULT_PYTHON
+        return Targets(roots, dict.fromkeys(roots, python), fan_out=True, shared="auto")
+
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Ask for the TPU in the first zone that takes the request; what was asked for before is adopted.
 
         Raises `NoRoom` when no zone takes it now. A TPU that the options name is used at once.
         """
-        missing = [name for name in plan.secrets if name not in secrets]
-        if missing:
-            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
+        secrets = require_secrets(plan, secrets)
         handle = self._handle(plan)
         place = Place.parse(handle.native_id)
         if not place.is_made_for(plan.marker):
@@ -130,7 +162,7 @@ class TpuBackend:
         place = str(request.in_plan(plan)["place"])
         return Handle(self.cluster.name, self.kind, plan.marker, place, time.time(), hosts_of(plan))
 
-    def find(self, marker: str) -> Handle | None:
+    def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """What is there under the attempt's name in any of the cluster's zones; on a TPU that is named, the attempt."""
         options = self.settings.options
         if options.name is not None:
@@ -333,7 +365,7 @@ class TpuBackend:
         """OpenSSH's own client, with the addresses and host keys that were found when the TPU came up."""
         from orc.launchers.backends.tpu.workers import kept_workers
 
-        directory = directory_of(self.cluster, Place.parse(handle.native_id).id, self._state_dir)
+        directory = directory_of(self.cluster, Place.parse(handle.native_id).id, self._given_state_dir)
         return self._pods.hosts(kept_workers(directory)).entries(handle)
 
     def recall(self, digest: str, handle: Handle) -> None:
@@ -446,7 +478,7 @@ class TpuBackend:
     def _kept_of(self, marker: str) -> Kept:
         from orc.launchers.backends.tpu.kept import Kept
 
-        return Kept(directory_of(self.cluster, request.tpu_id(marker), self._state_dir), marker)
+        return Kept(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
 
 
 def _observed(end: End) -> Observation:

@@ -161,9 +161,9 @@ def worker_transports(
     *only* are the numbers of some of the workers. They connect when they are first used; close each when done. Raises
     `SpecError` for options that are wrong, `BackendError` for a TPU that is not there or not up.
     """
+    from orc.launchers.backends.ssh.transports import open_transports
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.settings import read_settings
-    from orc.launchers.remote.ssh.hosts import open_transports
 
     settings = read_settings(cluster)
     api = TpuApi(settings.options)

@@ -1,18 +1,11 @@
-"""Which machine, and how it is reached; and the transports of a cluster's machines."""
+"""Address of one machine, and the way to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
-
-if TYPE_CHECKING:
-    from orc.launchers.remote.transport import Transport
-    from orc.launchers.spec.clusters import Cluster
-
 
 # A ProxyCommand and a `Match exec` get these names through a shell. Refused is what OpenSSH refuses, in user names also
 # `$` and blanks, of which it lets some pass.
@@ -72,17 +65,3 @@ class Access:
         """The SSH configuration files to read, in order; the first value found counts."""
         given = self.ssh_config or os.environ.get("ORC_SSH_CONFIG")
         return (given,) if given else ("~/.ssh/config", "/etc/ssh/ssh_config")
-
-
-def open_transports(cluster: Cluster, names: Iterable[str] | None = None) -> dict[str, Transport]:
-    """The transports of the cluster's hosts (or of those called *names*), by name. They connect when first used.
-
-    They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
-    """
-    from orc.launchers.backends.ssh.settings import read_settings
-    from orc.launchers.remote.ssh.pool import Links
-    from orc.launchers.remote.ssh.transport import SshTransport
-
-    settings = read_settings(cluster)
-    links = Links(settings.options.access)
-    return {name: SshTransport(settings.spec(name), links) for name in (settings.names if names is None else names)}

@@ -13,6 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Finding, HostReport
+    from orc.launchers.spec.clusters import Cluster
 
 
 @click.group("clusters", invoke_without_command=True)
@@ -38,17 +39,27 @@ def list_command(as_json: bool) -> None:
 
 def _list(as_json: bool) -> None:
     from orc.launchers.paths import clusters_file
-    from orc.launchers.spec.clusters import load_clusters, root_of
+    from orc.launchers.spec.clusters import load_clusters
     from orc.orchestrator.cli.ui import output
 
-    clusters = load_clusters()
+    found = [_settings(cluster) for cluster in load_clusters().values()]
     if as_json:
-        output.echo_json(
-            {"file": str(clusters_file()), "clusters": [c.model_dump(mode="json") for c in clusters.values()]}
-        )
+        output.echo_json({"file": str(clusters_file()), "clusters": found})
         return
-    echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c.name, c.kind, root_of(c)) for c in clusters.values()]))
+    echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c["name"], c["kind"], c["root"] or "?") for c in found]))
     echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
+
+
+def _settings(cluster: Cluster) -> dict[str, Any]:
+    """Return the cluster as JSON with the root that it has by default; `None` where its options are wrong."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.errors import LaunchError
+
+    settings: dict[str, Any] = cluster.model_dump(mode="json")
+    try:
+        return {**settings, "root": open_backend(cluster).root}
+    except LaunchError:  # `orc clusters check` says what is wrong
+        return settings
 
 
 @command.command("show")
@@ -59,7 +70,7 @@ def show_command(name: str, as_json: bool) -> None:
     from orc.launchers.spec.clusters import get_cluster
     from orc.orchestrator.cli.ui import output
 
-    settings = get_cluster(name).model_dump(mode="json")
+    settings = _settings(get_cluster(name))
     if as_json:
         output.echo_json(settings)
         return
@@ -136,7 +147,7 @@ def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]
 def check(name: str) -> list[Finding]:
     """Render a small job for the cluster and let its backend look at the plan. Raises `LaunchError`."""
     from orc.launchers.backends import open_backend
-    from orc.launchers.backends.base import Snapshot, SupportsCheck
+    from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
     from orc.launchers.snapshot.scan import runtime_bundle
     from orc.launchers.spec import JobSpec
@@ -147,7 +158,7 @@ def check(name: str) -> list[Finding]:
     spec = JobSpec.model_validate({"name": "check", "module": "this", "cluster": name})
     runtime = runtime_bundle().bundle
     found = backend.preflight(backend.render(spec, Snapshot(runtime, runtime), AttemptId("check-000000", 1)))
-    if isinstance(backend, SupportsCheck) and not any(finding.unreachable for finding in found):
+    if not any(finding.unreachable for finding in found):
         found = [*backend.check(), *found]
     return found
 

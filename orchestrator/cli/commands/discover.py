@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from orc.launchers.plugins import BACKENDS
 from orc.orchestrator.cli.options import json_option
 from orc.orchestrator.cli.ui.output import echo
 
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import SupportsDiscovery
 
-@click.command("discover")
-@click.argument("kind", type=click.Choice(["slurm"]))
-@click.option("--login", metavar="[USER@]HOST", help="Login node, reached over SSH; this machine unless given.")
-@click.option("--ssh-config", metavar="PATH", help="SSH configuration instead of ~/.ssh/config.")
-@click.option("--conf", metavar="PATH", help="slurm.conf over there, when it is not the system's.")
-@click.option("--bin", metavar="PATH", help="Directory of sbatch and so on over there, when not on the PATH.")
+
+class _Kinds(click.Group):
+    """One sub-command for each kind of cluster that can describe itself; its options are the backend's."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the kinds, in alphabetical order."""
+        return [kind for kind in BACKENDS.kinds() if _discovering(kind) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of one kind."""
+        found = _discovering(cmd_name)
+        if found is None:
+            return None
+        params: list[click.Parameter] = [
+            click.Option([f"--{name.replace('_', '-')}"], metavar=metavar, help=text)
+            for name, (metavar, text) in found.discovery_options.items()
+        ]
+        params += _common.params
+        return click.Command(cmd_name, params=params, callback=partial(_discover, found), help=command.help)
+
+
+def _discovering(kind: str) -> type[SupportsDiscovery] | None:
+    from orc.launchers.backends import backend_class
+    from orc.launchers.backends.base import SupportsDiscovery
+
+    found = backend_class(kind) if BACKENDS.has(kind) else None
+    return cast("type[SupportsDiscovery]", found) if isinstance(found, SupportsDiscovery) else None
+
+
+@click.command()
 @click.option("--name", metavar="NAME", help="What the cluster is called in clusters.yaml; its own name unless given.")
 @click.option("--write", is_flag=True, help="Append the entry to clusters.yaml.")
 @json_option
-def command(kind: str, name: str | None, write: bool, as_json: bool, **ways: str | None) -> None:
+def _common(**_: Any) -> None:
+    """Hold the options that all kinds share."""
+
+
+@click.command("discover", cls=_Kinds)
+def command() -> None:
     """Print an entry for clusters.yaml, made from what a cluster says about itself.
 
-    Asks sinfo, scontrol and sacctmgr; changes nothing over there. An entry that exists already is never changed.
+    Changes nothing over there. An entry that exists already is never changed.
     """
-    import dataclasses
 
+
+def _discover(
+    backend: type[SupportsDiscovery], *, name: str | None, write: bool, as_json: bool, **ways: str | None
+) -> None:
     import yaml
 
-    from orc.launchers.backends.base import Finding
-    from orc.launchers.backends.slurm.discovery import discover, entry, entry_name
     from orc.launchers.paths import clusters_file
     from orc.orchestrator.cli.ui import output, reporting
 
     file = clusters_file()
     if name is not None and write:
         refuse_known(name, file)
-    options = {key: value for key, value in ways.items() if value is not None}
-    facts = discover(options)
-    called = name or entry_name(facts)
-    text = entry(called, facts, options)
+    found = backend.discover({key: value for key, value in ways.items() if value is not None}, name)
     if not as_json:
-        echo(text, nl=False)
-    if not (facts.python and facts.torch):
-        lacking = f"{facts.python} has no torch" if facts.python else "no Python 3.9 or newer was found"
-        do = f"change `python:` of {called} to one that the nodes have; `orc clusters check {called}` looks at it"
-        reporting.warn(Finding("warning", lacking, "where the cluster is entered", do))
+        echo(found.entry, nl=False)
+    for finding in found.findings:
+        reporting.warn(finding)
     if write:
-        append(called, text, file)
+        append(found.name, found.entry, file)
     if as_json:
-        found: dict[str, Any] = {"name": called, "entry": yaml.safe_load(text)[called], **dataclasses.asdict(facts)}
-        output.echo_json({**found, "file": str(file), "written": write})
+        entry = yaml.safe_load(found.entry)[found.name]
+        output.echo_json({"name": found.name, "entry": entry, **found.facts, "file": str(file), "written": write})
     else:
         echo(f"\n{'added to' if write else 'not written; --write adds it to'} {file}", err=True)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Finding
 
 FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
-_SLURM = ("sbatch", "squeue", "sacct", "scancel", "sinfo")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def checks(deep: bool) -> Iterator[Check]:
         ("python", _python),
         ("torch", _torch),
         ("git", _git),
-        ("slurm", _slurm),
+        ("programs", _programs),
         ("state directory", _state),
         ("ledger", _ledger),
         ("reconciler", _reconciler),
@@ -95,15 +94,26 @@ def _git() -> Iterator[Check]:
         yield Check("git", "warning", "not found", "without git, snapshots follow the ignore files by orc's own rules")
 
 
-def _slurm() -> Iterator[Check]:
-    found = {program: shutil.which(program) for program in _SLURM}
+def _programs() -> Iterator[Check]:
+    """Check the programs that clusters of each kind need on this machine."""
+    from orc.launchers.backends import backend_class
+    from orc.launchers.plugins import BACKENDS
+
+    for kind in BACKENDS.kinds():
+        yield from _guarded(kind, lambda kind=kind: _programs_of(kind, backend_class(kind).programs))  # type: ignore[misc]
+
+
+def _programs_of(kind: str, programs: tuple[str, ...]) -> Iterator[Check]:
+    found = {program: shutil.which(program) for program in programs}
     missing = [program for program, path in found.items() if path is None]
+    if not found:
+        return
     if not missing:
-        yield Check("slurm", "ok", f"{found['sbatch']} and {len(found) - 1} more programs")
+        yield Check(kind, "ok", f"{found[programs[0]]} and {len(found) - 1} more programs")
     elif len(missing) == len(found):
-        yield Check("slurm", "info", "not installed; only needed for clusters of kind slurm")
+        yield Check(kind, "info", f"not installed; only needed for clusters of kind {kind}")
     else:
-        yield Check("slurm", "warning", f"missing: {', '.join(missing)}", "install the Slurm client programs")
+        yield Check(kind, "warning", f"missing: {', '.join(missing)}", f"install the client programs of {kind}")
 
 
 def _state() -> Iterator[Check]:

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend
     from orc.launchers.hosts.examination import Examination
-    from orc.launchers.spec.clusters import Cluster
 
 
 def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
     """Examine the cluster *name*, show what was found, and return the exit status. Raises `LaunchError`."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
     from orc.orchestrator.cli.ui import output
 
-    cluster = get_cluster(name)
-    if cluster.kind != "ssh":
+    backend = open_backend(get_cluster(name))
+    if not isinstance(backend, SupportsHostSurvey):
         return _without_hosts(name, as_json)
-    made = _examine(cluster, network, silent=as_json)
+    made = _examine(backend, network, silent=as_json)
     failed = any(finding.level == "error" for finding in made.findings)
     if exclude_bad:
         from orc.launchers.paths import state_dir
@@ -41,7 +43,7 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
 
 
 def _without_hosts(name: str, as_json: bool) -> int:
-    """A cluster whose nodes are somebody else's to choose: what its backend can say."""
+    """Show the findings of the backend alone: it does not know its hosts one by one."""
     from orc.orchestrator.cli.commands.clusters import check, finding_dict, findings_text
     from orc.orchestrator.cli.ui import output
 
@@ -54,29 +56,20 @@ def _without_hosts(name: str, as_json: bool) -> int:
     return int(failed)
 
 
-def _examine(cluster: Cluster, network: bool, *, silent: bool) -> Examination:
-    from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, read_settings
-    from orc.launchers.hosts.examination import examine
-    from orc.launchers.remote.ssh.hosts import open_transports
+def _examine(backend: Backend, network: bool, *, silent: bool) -> Examination:
+    from contextlib import closing
 
-    settings = read_settings(cluster)
-    transports = open_transports(cluster)
+    from orc.launchers.hosts.examination import examine
 
     def progress(step: str) -> None:
         if not silent:
             echo(f"{step} ...", err=True)
 
-    try:
-        return examine(
-            transports,
-            {name: settings.root_of(name) for name in transports},
-            {name: settings.python_of(name) or DEFAULT_PYTHON for name in transports},
-            network=network,
-            progress=progress,
-        )
-    finally:
-        for transport in transports.values():
-            transport.close()
+    with closing(backend):
+        stores = backend.stores()
+        transports = {name: transport for name, (transport, _) in stores.roots.items()}
+        roots = {name: root for name, (_, root) in stores.roots.items()}
+        return examine(transports, roots, stores.pythons, network=network, progress=progress)
 
 
 def _show(made: Examination) -> None:

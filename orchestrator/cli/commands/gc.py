@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,8 +54,7 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     from orc.launchers.errors import LaunchError
     from orc.launchers.remote.transport import LocalTransport
     from orc.launchers.snapshot.gc import Request
-    from orc.launchers.spec.clusters import get_cluster
-    from orc.launchers.transfer.targets import Targets, collect_garbage, open_targets
+    from orc.launchers.transfer.targets import Targets, collect_garbage
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.engine.retention import needs
@@ -66,8 +66,8 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
         here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})
         found = collect_garbage(here, asked)
     else:
-        with open_targets(get_cluster(cluster)) as targets:
-            found = collect_garbage(targets, asked)
+        with closing(client.workspace.backend(cluster)) as backend:
+            found = collect_garbage(backend.stores(), asked)
     if as_json:
         output.echo_json({"dry_run": dry_run, "hosts": [_to_dict(host, result) for host, result in found.items()]})
     else:

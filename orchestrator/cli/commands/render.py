@@ -30,16 +30,15 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
     from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree
 
     spec = loaded.spec
-    cluster = get_cluster(spec.cluster)
-    backend = open_backend(cluster)
+    backend = open_backend(get_cluster(spec.cluster))
     state = state_dir(create=False)
     # The hashes that submissions have left; a place without any is left as it is.
     cache = ContentStore(state / "store").scan_cache if state.is_dir() else None
-    code = scan(loaded.workdir, code_exclude(loaded, cluster), cache=cache, skip=(state,))
+    code = scan(loaded.workdir, code_exclude(loaded, backend), cache=cache, skip=(state,))
     check_script(spec, code.bundle)
     runtime = runtime_bundle(cache=cache)
     attempt = AttemptId(placeholder_job_id(spec.name), 1)
-    brought = environment_tree(loaded, cluster, cache)
+    brought = environment_tree(loaded, backend.cluster, cache)
     snapshot = Snapshot(code.bundle, runtime.bundle, brought.bundle if brought else None)
     return backend.render(spec, snapshot, attempt), list(code.findings)
 

@@ -41,27 +41,14 @@ def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
     elif not views:
         echo("no job is under way; `orc list` shows the ended ones", err=True)
     else:
-        echo("\n\n".join(jobtext.details(view, checkpoint_dir(view)) for view in views))
+        echo("\n\n".join(jobtext.details(view, checkpoint_dir(client, view)) for view in views))
 
 
-def checkpoint_dir(view: JobView) -> str | None:
-    """Where the job's checkpoints are: on its cluster, or in an object store."""
-    from orc.launchers.layout import Layout
-    from orc.launchers.paths import state_dir
-    from orc.launchers.spec.clusters import read_clusters, root_of
+def checkpoint_dir(client: Client, view: JobView) -> str | None:
+    """Return the place of the job's checkpoints; `None` when its cluster is not configured any more."""
+    from orc.launchers.errors import LaunchError
 
-    given = view.spec["checkpoint"]["dir"]
-    if given and "://" in given:
-        return str(given)
-    cluster = read_clusters()[0].get(view.cluster)
-    if cluster is None:
+    try:
+        return client.workspace.backend(view.cluster).checkpoint_dir(view.spec, view.id)
+    except LaunchError:
         return None
-    if cluster.kind == "sagemaker":
-        from orc.launchers.backends.sagemaker.rendering import checkpoints_of
-        from orc.launchers.spec import JobSpec
-
-        return checkpoints_of(JobSpec.model_validate(view.spec), view.id, cluster, state_dir())
-    layout = Layout.at(root_of(cluster))
-    where = layout.job(view.id) / given if given else layout.checkpoints(view.id)
-    own = cluster.kind == "ssh" and not str(given or "").startswith("/")
-    return f"{where}{' on each host' if own else ''}"

@@ -69,11 +69,10 @@ def command(
     from orc.launchers.spec import load_job
     from orc.orchestrator.cli.session import open_client
 
-    if local_contract:
-        overrides = (*overrides, "resources.options.sagemaker.local=contract")
     loaded = load_job(job_file, overrides, cluster=cluster)
     if local_contract:
-        _check_contract(loaded.spec.cluster)
+        overrides = (*overrides, _local_contract(loaded.spec.cluster))
+        loaded = load_job(job_file, overrides, cluster=cluster)
     client = open_client(reconciler=reconciler)
     return run(
         client,
@@ -85,17 +84,21 @@ def command(
     )
 
 
-def _check_contract(name: str) -> None:
-    """Only SageMaker has this contract. Raises `SpecError`."""
+def _local_contract(name: str) -> str:
+    """Return the override that runs a job for the cluster *name* here. Raises `SpecError` where there is none."""
+    from orc.launchers.backends import backend_class
     from orc.launchers.errors import SpecError
+    from orc.launchers.plugins import BACKENDS
     from orc.launchers.spec.clusters import get_cluster
 
     cluster = get_cluster(name)
-    if cluster.kind != "sagemaker":
-        raise SpecError(
-            f"--local-contract shows how a job runs on SageMaker, and the cluster {name} is of kind {cluster.kind}",
-            hint="Choose one of kind sagemaker with --cluster, or leave --local-contract out.",
-        )
+    if override := backend_class(cluster.kind).local_contract:
+        return override
+    others = ", ".join(kind for kind in BACKENDS.kinds() if backend_class(kind).local_contract)
+    raise SpecError(
+        f"--local-contract runs a job here as its platform would, and the cluster {name} is of kind {cluster.kind}",
+        hint=f"Choose one of kind {others} with --cluster, or leave --local-contract out.",
+    )
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,9 @@ from orc.orchestrator.cli.options import cluster_option, json_option, set_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.backends.base import Backend, Snapshot
     from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import LoadedJob
-    from orc.launchers.spec.clusters import Cluster
     from orc.launchers.transfer import SyncReport
     from orc.launchers.transfer.comparison import Comparison
     from orc.orchestrator.client import Client
@@ -45,9 +45,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     Submitting does this by itself. Exit status 1 when a host could not be served; the others are.
     """
     from orc.launchers.spec import load_job
-    from orc.launchers.spec.clusters import get_cluster
     from orc.launchers.transfer import sync
-    from orc.launchers.transfer.targets import open_targets
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
 
@@ -56,11 +54,12 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     if job_file is None and overrides:
         raise click.UsageError("--set needs a job file", click.get_current_context())
     loaded = load_job(job_file, overrides, cluster=cluster) if job_file is not None else None
-    known = get_cluster(loaded.spec.cluster if loaded else str(cluster))
     client = open_client()
-    bundles = _bundles(client, loaded, known, explain)
-    trees = _compared(client, loaded, bundles) if explain else []
-    with open_targets(known) as targets:
+    name = loaded.spec.cluster if loaded else str(cluster)
+    with closing(client.workspace.backend(name)) as backend:
+        targets = backend.stores()
+        bundles = _bundles(client, loaded, backend, explain)
+        trees = _compared(client, loaded, bundles) if explain else []
         reports = sync(
             bundles.values(),
             client.workspace.store,
@@ -71,7 +70,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
             look=explain,
         )
     if as_json:
-        output.echo_json(_to_dict(known.name, bundles, trees, reports))
+        output.echo_json(_to_dict(name, bundles, trees, reports))
     elif explain:
         echo(_explanation(trees, reports))
     else:
@@ -82,7 +81,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     return int(any(report.error for report in reports.values()))
 
 
-def _bundles(client: Client, loaded: LoadedJob | None, cluster: Cluster, explain: bool) -> dict[str, Bundle]:
+def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
     """What has to be there, by name; stored here unless it is only to be looked at."""
     from orc.launchers.snapshot.scan import runtime_bundle, scan
     from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree, take
@@ -92,12 +91,12 @@ def _bundles(client: Client, loaded: LoadedJob | None, cluster: Cluster, explain
         runtime = runtime_bundle(cache=store.scan_cache)
         return {"runtime": runtime.bundle if explain else store.ingest(runtime)}
     if not explain:
-        return _named(take(store, loaded, lambda *_: None, cluster))
+        return _named(take(store, loaded, lambda *_: None, backend))
     skip = (client.workspace.state_dir,)
-    code = scan(loaded.workdir, code_exclude(loaded, cluster), cache=store.scan_cache, skip=skip)
+    code = scan(loaded.workdir, code_exclude(loaded, backend), cache=store.scan_cache, skip=skip)
     check_script(loaded.spec, code.bundle)
     found = {"code": code.bundle, "runtime": runtime_bundle(cache=store.scan_cache).bundle}
-    environment = environment_tree(loaded, cluster, store.scan_cache)
+    environment = environment_tree(loaded, backend.cluster, store.scan_cache)
     return {**found, "environment": environment.bundle} if environment else found
 
 

@@ -11,12 +11,13 @@ from pydantic_core import ValidationError
 
 from orc.launchers.attempts.agent_config import agent_config
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.commands import build_command, command_kinds
+from orc.launchers.commands import build_command
 from orc.launchers.commands.base import PLACEHOLDERS
 from orc.launchers.commands.program import program_of
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
+from orc.launchers.plugins import COMMANDS
 from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec, load_job
@@ -37,7 +38,7 @@ def config(made: JobSpec, kind: str) -> dict[str, Any]:
 
 
 def test_kinds_are_found_without_a_list() -> None:
-    assert command_kinds() == KINDS
+    assert COMMANDS.kinds() == KINDS
 
 
 def test_every_placeholder_that_is_used_is_known_to_the_agent() -> None:

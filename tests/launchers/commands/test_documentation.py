@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orc.launchers.commands import build_command, command_kinds, deepspeed, mpirun, torchrun, xla
+from orc.launchers.commands import build_command, deepspeed, mpirun, torchrun, xla
+from orc.launchers.plugins import COMMANDS
 from orc.launchers.spec import JobSpec
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "commands.md").read_text()
@@ -17,7 +18,7 @@ EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_every_command_has_a_section() -> None:
-    assert set(command_kinds()) <= set(SECTIONS)
+    assert set(COMMANDS.kinds()) <= set(SECTIONS)
 
 
 @pytest.mark.parametrize("module", [torchrun, mpirun, deepspeed, xla], ids=lambda module: module.COMMAND.kind)

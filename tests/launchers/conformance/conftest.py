@@ -170,7 +170,7 @@ def sagemaker_backend(sagemaker: SagemakerTestbed) -> Iterator[Backend]:
     options = sagemaker.options(arguments="plain", instance_type="ml.c5.2xlarge")
     backend = open_backend(Cluster(name="sagemaker", kind="sagemaker", options=options))
     yield backend
-    backend.close()  # type: ignore[attr-defined]  # those with connections have it
+    backend.close()
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ class Job:
 
     def submit_elsewhere(self, *, then_die: bool = False) -> subprocess.Popen[bytes]:
         """The same in a process of its own, which may be killed as soon as that has worked."""
-        cluster = self.backend.cluster  # type: ignore[attr-defined]  # all of ours have it
+        cluster = self.backend.cluster
         process = subprocess.Popen([sys.executable, "-c", SUBMIT], stdin=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin:

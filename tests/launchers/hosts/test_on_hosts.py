@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.backends.ssh.transports import open_transports
 from orc.launchers.hosts.checks import quick
 from orc.launchers.hosts.examination import Examination, examine
-from orc.launchers.remote.ssh.hosts import open_transports
 
 pytestmark = pytest.mark.hosts
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from orc.launchers.backends.ssh.transports import open_transports
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.remote.ssh.hosts import open_transports
 from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport
 
 

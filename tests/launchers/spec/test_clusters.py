@@ -40,7 +40,8 @@ def clusters_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_this_machine_needs_no_configuration(orc_home: Path) -> None:
-    assert load_clusters() == {"local": Cluster(name="local", kind="local", root=str(orc_home / "state"))}
+    assert load_clusters() == {"local": Cluster(name="local", kind="local")}
+    assert open_backend(get_cluster("local")).root == str(orc_home / "state")
     assert not (orc_home / "state").exists()
 
 
@@ -59,13 +60,13 @@ def test_clusters_are_read_in_order(clusters_yaml: Path, monkeypatch: pytest.Mon
         setup=("module load cuda", "true"),
         options={"partition": "gpu", "gres": {"gpu": 4}},
     )
-    assert clusters["lab"].root == "/home/ada/orc"
+    assert open_backend(clusters["lab"]).root == "/home/ada/orc"
 
 
 def test_local_can_be_adjusted(clusters_yaml: Path, orc_home: Path) -> None:
     clusters_yaml.write_text("local: {env: {OMP_NUM_THREADS: 2}, options: {max_procs: 8}}\n")
     local = get_cluster("local")
-    assert (local.kind, local.env, local.root) == ("local", {"OMP_NUM_THREADS": "2"}, str(orc_home / "state"))
+    assert (local.kind, local.env, local.root) == ("local", {"OMP_NUM_THREADS": "2"}, None)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])

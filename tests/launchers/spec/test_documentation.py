@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh import settings as ssh_settings
-from orc.launchers.commands import build_command, command_kinds
+from orc.launchers.commands import build_command
+from orc.launchers.plugins import COMMANDS
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, load_clusters
 from orc.launchers.spec.grammar import DERIVED_ENV
@@ -73,7 +74,7 @@ def test_the_tables_have_every_key() -> None:
     hosts = {field.name for kind in _OF_HOSTS for field in fields(kind)}
     assert listed == clusters | hosts
     text = (REFERENCE / "commands.md").read_text()
-    assert set(re.findall(r"^## ([a-z]+)$", text, re.MULTILINE)) == set(command_kinds())
+    assert set(re.findall(r"^## ([a-z]+)$", text, re.MULTILINE)) == set(COMMANDS.kinds())
 
 
 def test_derived_variables_are_named() -> None:

@@ -8,17 +8,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.errors import BackendUnreachable, BundleError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.gc import Collected, Request
 from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.transfer import SyncReport, sync
-from orc.launchers.transfer.targets import Targets, collect_garbage, open_targets
+from orc.launchers.transfer.targets import Targets, collect_garbage
 
 if TYPE_CHECKING:
     from hosts_testbed import HostsTestbed
@@ -36,8 +38,8 @@ def big(tree: Path, store: ContentStore) -> Bundle:
 
 @pytest.fixture
 def lab(hosts: HostsTestbed) -> Iterator[Targets]:
-    with open_targets(hosts.cluster(connect_timeout=8)) as targets:
-        yield targets
+    with closing(SshBackend(hosts.cluster(connect_timeout=8))) as backend:
+        yield backend.stores()
 
 
 def deliver(targets: Targets, store: ContentStore, *bundles: Bundle, **options: Any) -> dict[str, SyncReport]:
@@ -179,14 +181,18 @@ from pathlib import Path
 from hosts_testbed import HostsTestbed
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.transfer import sync
-from orc.launchers.transfer.targets import open_targets
+from orc.launchers.backends.ssh import SshBackend
 store = ContentStore(sys.argv[2])
-with open_targets(HostsTestbed(Path(sys.argv[1])).cluster()) as lab:
+backend = SshBackend(HostsTestbed(Path(sys.argv[1])).cluster())
+lab = backend.stores()
+try:
     def progress(host, sent, total):
         if sent * 4 > total:
             print("under way", flush=True)
             sys.stdin.readline()
     sync([store.load(sys.argv[3])], store, lab.roots, pythons=lab.pythons, on_progress=progress)
+finally:
+    backend.close()
 """
 
 
@@ -215,8 +221,8 @@ def test_two_laptops_at_once_do_not_disturb_each_other(
     found: list[dict[str, SyncReport]] = []
 
     def other() -> None:
-        with open_targets(hosts.cluster()) as targets:
-            found.append(deliver(targets, store, big))
+        with closing(SshBackend(hosts.cluster())) as backend:
+            found.append(deliver(backend.stores(), store, big))
 
     thread = threading.Thread(target=other)
     thread.start()

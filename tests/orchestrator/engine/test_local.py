@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import LogSelector, Phase
 from orc.launchers.snapshot.scan import scan
 from orc.launchers.spec import load_job
@@ -104,7 +105,7 @@ def test_the_root_of_a_cluster_of_this_machine_is_never_part_of_the_code(tmp_pat
     path = work / "job.yaml"
     path.write_text(json.dumps({"name": "j", "script": "train.py", "launcher": "python"}))
     loaded = load_job(path)
-    found = {name: code_exclude(loaded, get_cluster(name)) for name in clusters}
+    found = {name: code_exclude(loaded, open_backend(get_cluster(name))) for name in clusters}
     code = {
         name: {entry.path for entry in scan(loaded.workdir, patterns).bundle.entries}
         for name, patterns in found.items()

@@ -131,7 +131,7 @@ def test_jobs_keep_their_state_while_the_controller_is_away_and_submissions_are_
         assert client.job(cut_off).attempts[0].state == "AMBIGUOUS"
     # Nobody has taken the job: it is not there now, and not after the time in which it could still turn up.
     eventually(lambda: client.refresh() and "not_found" in kinds(client, cut_off), timeout_s=60)
-    clock.offset += client.workspace.backend("testbed").capabilities.visibility_s + 1
+    clock.offset += client.workspace.backend("testbed").visibility_s + 1
     # So it is sent again, once.
     until(client, cut_off, "RUNNING")
     assert client.job(running).state == "RUNNING"

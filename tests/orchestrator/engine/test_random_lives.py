@@ -50,7 +50,7 @@ def _ingredients() -> tuple[JobSpec, Snapshot, ContentStore]:
     (directory / "project" / "job.yaml").write_text(JOB)
     loaded = load_job(directory / "project" / "job.yaml")
     store = ContentStore(directory / "store")
-    return loaded.spec, take(store, loaded, lambda *_: None), store
+    return loaded.spec, take(store, loaded, lambda *_: None, FakeBackend(directory / "cluster")), store
 
 
 class RandomLives(RuleBasedStateMachine):

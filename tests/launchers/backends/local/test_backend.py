@@ -143,7 +143,7 @@ def test_an_attempt_on_another_machine_of_a_shared_root_is_not_called_lost(backe
 
 
 def test_an_attempt_whose_directory_is_gone_is_lost(backend):
-    handle = Handle("local", "local", "orc-x-k3f9a2-a1", str(backend.root / "jobs/x-k3f9a2/a1"))
+    handle = Handle("local", "local", "orc-x-k3f9a2-a1", str(Path(backend.root) / "jobs/x-k3f9a2/a1"))
     seen = look(backend, handle)
     assert seen.phase is Phase.LOST
     assert "was removed" in seen.reason
@@ -154,7 +154,7 @@ def test_an_attempt_whose_directory_is_removed_while_it_runs_is_ended(backend, p
     handle = backend.submit(plan(IDLE), {})
     ready(handle)
     gang = pid_of(handle, "gang.json")
-    removed = Path(handle.native_id).rename(backend.root / "removed")  # in one step: its agent writes into it
+    removed = Path(handle.native_id).rename(Path(backend.root) / "removed")  # in one step: its agent writes into it
     shutil.rmtree(removed)
     if cancel:
         backend.cancel([handle], timedelta(seconds=5))
@@ -217,7 +217,7 @@ def test_a_missing_secret_is_refused_and_leaves_nothing(backend, plan):
     rendered = plan("pass", secrets=["TOKEN", "OTHER"])
     with pytest.raises(BackendError, match="OTHER"):
         backend.submit(rendered, {"TOKEN": "geheim"})
-    assert not (backend.root / "jobs").exists()
+    assert not (Path(backend.root) / "jobs").exists()
 
 
 def test_an_agent_that_cannot_start_is_a_clear_error_and_leaves_no_secret(backend, plan):
@@ -227,7 +227,7 @@ def test_an_agent_that_cannot_start_is_a_clear_error_and_leaves_no_secret(backen
     with pytest.raises(BackendError, match="no memory today") as caught:
         backend.submit(broken, {"TOKEN": "geheim"})
     assert "geheim" not in str(caught.value)
-    assert not list(backend.root.rglob("secrets.json"))
+    assert not list(Path(backend.root).rglob("secrets.json"))
     assert backend.find(rendered.marker) is None
     missing = Plan(**{**vars(rendered), "commands": (type(rendered.commands[0])(("/no/such/python",)),)})
     with pytest.raises(BackendError, match="/no/such/python"):
@@ -237,7 +237,7 @@ def test_an_agent_that_cannot_start_is_a_clear_error_and_leaves_no_secret(backen
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 1 MiB")
 def test_a_full_disk_refuses_the_submission_and_says_so(backend, plan):
     rendered = plan("pass", env={"LARGE": "x" * 100_000})
-    jobs = backend.root / "jobs"
+    jobs = Path(backend.root) / "jobs"
     jobs.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", jobs], check=True)
     try:
@@ -250,7 +250,7 @@ def test_a_full_disk_refuses_the_submission_and_says_so(backend, plan):
 
 
 def test_find_sees_a_gang_that_is_only_just_starting(backend):
-    directory = backend.root / "jobs/x-k3f9a2/a1"
+    directory = Path(backend.root) / "jobs/x-k3f9a2/a1"
     directory.mkdir(parents=True)  # as `submit` has written agent.json into it
     argv = [sys.executable, "-c", "import time; time.sleep(600)", "gang", str(directory / "agent.json")]
     starting = subprocess.Popen([*argv, "--owner", "local:orc-x-k3f9a2-a1"])

@@ -156,11 +156,11 @@ def test_an_element_s_handle_survives_the_ledger() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm", "ssh"])
-def test_capabilities_say_what_a_backend_has(kind: str) -> None:
+def test_only_slurm_has_dependencies_and_arrays(kind: str) -> None:
     options = {"hosts": ["gpu1"]} if kind == "ssh" else {}
     backend = open_backend(Cluster(name="c", kind=kind, root="/r", options=options))
-    assert isinstance(backend, SupportsDependencies) == backend.capabilities.dependencies == (kind == "slurm")
-    assert isinstance(backend, SupportsArrays) == backend.capabilities.arrays == (kind == "slurm")
+    assert isinstance(backend, SupportsDependencies) == (kind == "slurm")
+    assert isinstance(backend, SupportsArrays) == (kind == "slurm")
 
 
 # -- on the cluster

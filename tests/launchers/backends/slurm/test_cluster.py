@@ -338,7 +338,7 @@ def test_a_submission_into_silence_is_ambiguous_and_found_later(runs, tmp_path) 
         with pytest.raises(BackendUnreachable):
             run.backend.find(run.plan.marker)
     # The request waited in the controller's socket and was served when the controller woke up.
-    run.handle = eventually(lambda: run.backend.find(run.plan.marker), timeout_s=run.backend.capabilities.visibility_s)
+    run.handle = eventually(lambda: run.backend.find(run.plan.marker), timeout_s=run.backend.visibility_s)
     assert run.ended().phase is Phase.SUCCEEDED
     assert len(runs.slurm.jobs(run.plan.marker)) == 1
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.backends.ssh.hostfile import parse_hostfile
-from orc.launchers.backends.ssh.settings import Host, read_job_options, read_settings
+from orc.launchers.backends import open_backend
+from orc.launchers.backends.ssh.hostfile import Host, parse_hostfile
+from orc.launchers.backends.ssh.settings import read_job_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
@@ -62,7 +63,7 @@ def test_hosts_are_listed_by_name_by_range_or_in_full(clusters_yaml: Path) -> No
 def test_the_home_directory_of_this_machine_means_nothing_on_the_hosts(clusters_yaml: Path) -> None:
     clusters_yaml.write_text("lab: {kind: ssh, root: ~/orc, options: {hosts: [a]}}\nhere: {kind: local, root: ~/orc}\n")
     assert get_cluster("lab").root == "~/orc"
-    assert str(get_cluster("here").root).startswith("/")
+    assert open_backend(get_cluster("here")).root.startswith("/")
 
 
 def test_a_host_takes_one_job_at_a_time_unless_slots_are_given(settings) -> None:

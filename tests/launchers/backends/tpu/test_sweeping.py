@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.backends.tpu.lifecycle import Node, Queued
 from orc.launchers.backends.tpu.sights import Board
 from orc.launchers.backends.tpu.sweeping import idle_for_too_long, leftovers
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import Cluster
-from orc.launchers.transfer.targets import open_targets
 
 ZONE = "us-central2-b"
 LIVE, OVER, FOREIGN = "orc-live-a1", "orc-over-a1", "orc-foreign-a1"
@@ -95,5 +95,5 @@ def test_a_kept_pod_that_was_preempted_is_worth_nothing() -> None:
 def test_there_is_no_store_to_collect_where_every_attempt_has_machines_of_its_own(
     cluster: Callable[..., Cluster],
 ) -> None:
-    with pytest.raises(LaunchError, match="nothing of a job stays there"), open_targets(cluster()):
-        pass
+    with pytest.raises(LaunchError, match="nothing of a job stays there"):
+        TpuBackend(cluster()).stores()

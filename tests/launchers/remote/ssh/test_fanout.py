@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.backends.ssh.transports import open_transports
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.remote.ssh.fanout import each
-from orc.launchers.remote.ssh.hosts import open_transports
 from orc.launchers.remote.transport import Completed, Transport
 
 

@@ -1,0 +1,17 @@
+"""Findings: what a check says about a plan, a host, a snapshot or a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check, for people: its level, the problem, its place and the remedy."""
+
+    level: Literal["info", "warning", "error"]
+    what: str
+    where: str = ""  # the name of a host of the placement when that host is to blame: another may be taken instead
+    hint: str = ""
+    unreachable: bool = False  # an error because nobody answered: it says nothing about the plan
