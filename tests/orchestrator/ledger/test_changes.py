@@ -13,6 +13,7 @@ from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, NewJob, Reservation, dump
 from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.ledger.transaction import Transaction
 
 TWO = Placement(("n2", "n1"), 4)
 A, B = "a-aaaaaa", "b-bbbbbb"
@@ -226,6 +227,33 @@ def test_columns_are_set_together_with_the_events(ledger, clock):
     assert (ended.attempt.handle, ended.attempt.cause, ended.attempt.exit) == (None, "lost", {"code": 1})
     assert cells(ledger, "SELECT exit, hosts, handle FROM attempts") == [('{"code":1}', '["n1"]', None)]
     assert record(ledger, A, attempt_set={"cause": None}).attempt.cause is None
+
+
+def test_drivers_get_plain_values_each_of_its_kind(ledger, clock):
+    """Not every driver knows enumerations, and not every database makes a number of a text."""
+    bound = []
+
+    class Noting:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def execute(self, sql, parameters):
+            if sql.startswith("UPDATE"):
+                bound.append({name: type(value) for name, value in parameters.items()})
+            return self.connection.execute(sql, parameters)
+
+        def __getattr__(self, name):
+            return getattr(self.connection, name)
+
+    create(ledger)
+    with ledger.database.write() as connection:
+        tx = Transaction(Noting(connection), clock.now)
+        tx.record(tx.find(A), Event(Kind.FAILED, 1), attempt_set={"cause": Kind.LOST, "started_at": 2.0})
+    keys = {"key_job": str, "key_number": int}
+    assert bound == [
+        {"state": str, "updated_at": type(clock.now), "revision": int, **keys},
+        {"state": str, "cause": str, "started_at": float, **keys},
+    ]
 
 
 def test_only_the_newest_attempt_is_changed(ledger):

@@ -126,6 +126,16 @@ def test_who_waits_says_so_once_and_waits_on(opened, tmp_path, monkeypatch, capl
     assert keys(opened) == ["b"]
 
 
+def test_who_has_said_that_it_waits_has_all_its_patience_left(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
+    holder = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("orc.orchestrator.ledger.holders.holders", lambda path: list(holder.execute("COMMIT")))
+    with opened.write() as connection:
+        assert connection.tuples("PRAGMA busy_timeout") == [(120_000,)]
+    holder.close()
+
+
 def test_a_look_that_was_begun_in_vain_leaves_no_transaction_open(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
     monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.05)

@@ -292,5 +292,6 @@ def test_errors_behind_a_url_are_as_clear(tmp_path):
 
 
 def test_a_ledger_whose_directory_is_missing_is_one_clear_error(tmp_path):
-    with pytest.raises(LedgerError, match="No such file or directory"):
+    with pytest.raises(LedgerError, match="No such file or directory") as caught:
         open_database(tmp_path, f"sqlite:///{tmp_path}/missing/ledger.db")
+    assert caught.value.where == f"{tmp_path}/missing/ledger.db"
