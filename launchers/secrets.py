@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from orc.launchers.agent_masking import masked
+from orc.launchers.agent.masking import masked
 from orc.launchers.errors import SpecError
 from orc.launchers.paths import config_dir
 

@@ -27,12 +27,6 @@ def imported(path: Path) -> Iterator[str]:
             yield "." if node.level else str(node.module)
 
 
-def test_the_agent_needs_the_standard_library_alone() -> None:
-    names = {name.partition(".")[0] for name in imported(ROOT / "launchers/agent.py")}
-    assert names <= sys.stdlib_module_names
-    assert "json" in names
-
-
 def imported_on_use(path: Path) -> set[str]:
     """Full names of the modules that a file imports inside functions, or for type checkers alone."""
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""The command lines of docker, podman and apptainer. Pure; shipped as ``orc_container.py``, standard library only.
+"""The command lines of docker, podman and apptainer. Pure; standard library only, Python >= 3.9.
 
 A rank (or the launcher) in a container is meant to be like one outside: the same network, the same process numbers (so
 that the agent can signal, count and end what runs inside), the same shared memory, the same user, the same paths below

@@ -1,6 +1,6 @@
 """A virtual environment that was packed on another machine: whether it works here, and how it is laid out.
 
-Shipped as ``orc_copied.py``: standard library only, Python >= 3.9.
+Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Makes the environment of a job on one node. Shipped as ``orc_environment.py``: standard library, Python >= 3.9.
+"""Makes the environment of a job on one node. Standard library only, Python >= 3.9: it travels with the agent.
 
-    python orc_environment.py prepare <agent.json> <answer.json>     once per node, before the setup lines
-    python orc_environment.py run [--tty] -- program args...         one rank (or the launcher) in its container
-    python orc_environment.py clean <agent.json> <node>              ends what a container runtime has left running
+    environment prepare <agent.json> <answer.json>     once per node, before the setup lines
+    environment run [--tty] -- program args...         one rank (or the launcher) in its container
+    environment clean <agent.json> <node>              ends what a container runtime has left running
 
 An environment is built once per digest under ``<root>/envs/<digest>`` and then kept for all jobs. The digest covers
 what goes in (files, options, interpreter, platform). One process builds, others wait for its lock; ``<digest>.json``
@@ -22,17 +22,12 @@ import subprocess
 import sys
 import time
 
+from orc.launchers.environments import container, copied, requirements
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
-if TYPE_CHECKING or __package__:
-    from orc.launchers.environments import container, copied, requirements
-else:  # on a node, beside this file
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    import orc_container as container
-    import orc_copied as copied
-    import orc_requirements as requirements
 
 Unusable = requirements.Unusable
 file_digest = requirements.file_digest
@@ -423,7 +418,7 @@ def prepare_container(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dic
         run(container.pull_argv(ready), what=f"fetching the image {spec['image']}", env=env)
     home = os.path.join(str(config["job_dir"]), "home")
     os.makedirs(home, mode=0o700, exist_ok=True)
-    own = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+    own = [sys.executable, "-I", "-S", str(config["runtime_tree"]), "environment"]
     return {"python": str(spec["python"]), "path": [], "env": {}, "prefix": [*own, "run", "--"], "container": ready}
 
 
@@ -540,7 +535,3 @@ def main(arguments: Sequence[str]) -> int:
         say(f"environment: {error.filename or ''}: {error.strerror or error}")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ def environment_of(job: JobSpec, cluster: Cluster) -> Environment:
 def render_environment(
     job: JobSpec, cluster: Cluster, snapshot: Snapshot, layout: Layout, command: NodeCommand
 ) -> dict[str, Any] | None:
-    """The ``environment`` of ``agent.json``, which ``orc_environment.py`` reads; `None` for the Python of the node.
+    """The ``environment`` of ``agent.json``, which the environment step reads; `None` for the Python of the node.
 
     Raises `RenderError` for a file that does not travel with the job, and for launchers that cannot be contained.
     """

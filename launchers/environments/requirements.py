@@ -1,6 +1,6 @@
 """What a requirements file stands for: the files it names, and what of it cannot be in a shared environment.
 
-Shipped as ``orc_requirements.py``: standard library only, Python >= 3.9.
+Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations

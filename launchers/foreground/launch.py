@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orc.launchers import agent, agent_network
+from orc.launchers.agent import network
+from orc.launchers.agent.cleanup import kill_descendants
+from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.processes import background, become_subreaper, exit_of, how_it_ended, shell_status, spawn
+from orc.launchers.agent.procfs import children
+from orc.launchers.agent.signals import next_signal, release_signals, signal_process, take_signals
+from orc.launchers.agent.state import FAILURE_GRACE_S
+from orc.launchers.agent.variables import DERIVED, prepend_path, rank_variables
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
 from orc.launchers.rank_hooks.startup import GATE, PRELOAD, modules_in
@@ -87,8 +94,8 @@ def launch(request: LocalLaunch) -> int:
             raise LaunchError(
                 f"the log directory cannot be made: {error.strerror}", where=str(error.filename)
             ) from None
-    agent.become_subreaper()
-    agent.take_signals()
+    become_subreaper()
+    take_signals()
     try:
         for restart in range(request.max_restarts + 1):
             end = _Round(request, argv, env, restart).run()
@@ -98,10 +105,10 @@ def launch(request: LocalLaunch) -> int:
                 break
             _say(f"restart {restart + 1} of {request.max_restarts}")
         return end.status
-    except agent.LaunchFailure as error:
+    except LaunchFailure as error:
         raise LaunchError(str(error)) from None
     finally:
-        agent.release_signals()
+        release_signals()
 
 
 def _say(text: str) -> None:
@@ -141,15 +148,15 @@ def runtime_path() -> Path:
 
 
 def _environment(request: LocalLaunch) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in agent.DERIVED}
+    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
-    env.update(agent_network.on_loopback(env))
+    env.update(network.on_loopback(env))
     if request.nprocs > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
         env["ORC_WHOLE_LINES"] = "1"  # launchers/rank_hooks/startup.py
-    agent.prepend_path(env, str(runtime_path()))
+    prepend_path(env, str(runtime_path()))
     return env
 
 
@@ -180,7 +187,7 @@ class _Round:
         self.alive: dict[int, int] = {}  # pid -> rank
         self.preloader: tuple[int, int] | None = None  # its pid, and the pipe through which it names the ranks
         self.tees: list[int] = []
-        self.others = set(agent.children())  # of the calling program; not ours to touch
+        self.others = set(children())  # of the calling program; not ours to touch
         self.started = False
         self.ranks: list[dict[str, str]] = []
         self.failed: tuple[int, int | None, str | None] | None = None
@@ -188,10 +195,10 @@ class _Round:
         self.interrupted: signal.Signals | None = None
 
     def run(self) -> _End:
-        port = agent_network.Port()
+        port = network.Port()
         try:
             self.ranks = [
-                agent.rank_variables(rank, rank, 0, 1, self.request.nprocs, "127.0.0.1", port.number)
+                rank_variables(rank, rank, 0, 1, self.request.nprocs, "127.0.0.1", port.number)
                 for rank in range(self.request.nprocs)
             ]
             if _may_preload(self.request, self.env):
@@ -206,10 +213,10 @@ class _Round:
         if self.failed is None:
             return _End(0) if self.interrupted is None or self.started else self._never_started()
         rank, code, name = self.failed
-        status = agent.shell_status(code, name)
+        status = shell_status(code, name)
         if self.interrupted is not None:
             return _End(status, f"stopped by {self.interrupted.name}", interrupted=True)
-        return _End(status, f"rank {rank} {agent.how_it_ended(code, name)}")
+        return _End(status, f"rank {rank} {how_it_ended(code, name)}")
 
     def _never_started(self) -> _End:
         number = self.interrupted or signal.SIGTERM
@@ -225,7 +232,7 @@ class _Round:
             "ranks": self.ranks,
         }
         try:
-            pid = agent.spawn(self.argv, {**self.env, PRELOAD: json.dumps(orders)}, session=False, keep=(write,))
+            pid = spawn(self.argv, {**self.env, PRELOAD: json.dumps(orders)}, session=False, keep=(write,))
         finally:
             os.close(write)
         self.preloader = (pid, read)
@@ -241,9 +248,9 @@ class _Round:
             self.alive = {pid: rank for rank, pid in enumerate(json.loads(said))}
             self.started = True
             for pid in self.alive if self.interrupted else ():
-                agent.signal_process(pid, self.interrupted or signal.SIGTERM)
+                signal_process(pid, self.interrupted or signal.SIGTERM)
         elif self.interrupted is None:
-            agent.kill_descendants("", spare=self.others)  # a rank that was forked before it failed
+            kill_descendants("", spare=self.others)  # a rank that was forked before it failed
             self._start()
 
     def _start(self) -> None:
@@ -255,7 +262,7 @@ class _Round:
                 keep = (gate if rank else opener,) if self.request.nprocs > 1 else ()
                 gate_variable = {GATE: str(keep[0])} if keep else {}
                 output = self._tee(rank) if self.request.log_dir is not None else (None, None)
-                pid = agent.spawn(
+                pid = spawn(
                     self.argv,
                     {**self.env, **own, **gate_variable},
                     stdin=null if rank else None,
@@ -288,17 +295,17 @@ class _Round:
             os.close(err)
             _copy({out_read: 1, err_read: 2}, log)
 
-        self.tees.append(agent.background(copy))
+        self.tees.append(background(copy))
         for fd in (out_read, err_read, log):
             os.close(fd)
         return out, err
 
     def _tick(self) -> None:
         left = _REACTION_S if self.kill_at is None else self.kill_at - time.monotonic()
-        received = agent.next_signal(left)
+        received = next_signal(left)
         if received is None and self.kill_at is not None:
             for pid in self._processes():
-                agent.signal_process(pid, signal.SIGKILL)
+                signal_process(pid, signal.SIGKILL)
             self.kill_at = None
         elif received is not None and received.si_signo != signal.SIGCHLD:
             self._on_signal(signal.Signals(received.si_signo), from_terminal=received.si_code == _TERMINAL)
@@ -307,7 +314,7 @@ class _Round:
     def _on_signal(self, number: signal.Signals, from_terminal: bool) -> None:
         if not from_terminal:
             for pid in self._processes():
-                agent.signal_process(pid, number)
+                signal_process(pid, number)
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             return  # the script's own business
         if self.interrupted is not None and number == signal.SIGINT:
@@ -327,23 +334,23 @@ class _Round:
             if not done:
                 continue
             del self.alive[pid]
-            code, name = agent.exit_of(status)
+            code, name = exit_of(status)
             if (code != 0 or name is not None) and self.failed is None:
                 self.failed = (rank, code, name)
                 if self.interrupted is None:
                     for other in self.alive:
-                        agent.signal_process(other, signal.SIGTERM)
-                    self.kill_at = time.monotonic() + min(self.request.grace_s, agent.FAILURE_GRACE_S)
+                        signal_process(other, signal.SIGTERM)
+                    self.kill_at = time.monotonic() + min(self.request.grace_s, FAILURE_GRACE_S)
 
     def _clean_up(self) -> None:
         """Nothing that the ranks have put into the background survives; their last output does."""
-        agent.kill_descendants("", spare={*self.others, *self.tees})
+        kill_descendants("", spare={*self.others, *self.tees})
         deadline = time.monotonic() + 5.0
         for pid in self.tees:
             while os.waitpid(pid, os.WNOHANG)[0] == 0:
                 if time.monotonic() > deadline:
-                    agent.signal_process(pid, signal.SIGKILL)
-                agent.next_signal(0.05)
+                    signal_process(pid, signal.SIGKILL)
+                next_signal(0.05)
 
 
 def _copy(pipes: Mapping[int, int], log: int) -> None:

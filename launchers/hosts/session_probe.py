@@ -48,13 +48,12 @@ def config_of(directory: str) -> dict[str, Any]:
     return config
 
 
-def agent_of(config: dict[str, Any]) -> Any:
-    """The agent's module, as this job runs it."""
+def find_agent(config: dict[str, Any]) -> None:
+    """Let ``orc.launchers.agent`` be imported as this job runs it."""
     tree = str(config["runtime_tree"])
-    if not os.path.exists(os.path.join(tree, "orc_agent.py")):
+    if not os.path.exists(os.path.join(tree, "orc", "launchers", "agent")):
         raise Refused(f"the job's runtime tree {tree} was removed")
     sys.path.insert(0, tree)
-    return __import__("orc_agent")
 
 
 def environ_of(pid: int) -> dict[str, str]:
@@ -155,17 +154,20 @@ def rank_environment(directory: str, node: int, rank: str) -> dict[str, str]:
 
 def node_environment(config: dict[str, Any], node: int, answer: dict[str, Any]) -> dict[str, str]:
     """What all processes of the job on this node are started with; the agent's own surroundings are the base."""
-    agent = agent_of(config)
+    find_agent(config)
+    from orc.launchers.agent.node import Node
+    from orc.launchers.agent.ranks import job_environment
+
     directory = str(config["attempt_dir"])
     lease = read(os.path.join(directory, f"node-{node}", "lease.json")) or {}
     surroundings = environ_of(int(lease.get("pid") or 0)) if lease else {}
     if surroundings:
         os.environ.clear()
         os.environ.update(surroundings)
-    one = agent.Node(config, node, str(lease.get("owner") or ""), int(lease.get("restart") or 0))
+    one = Node(config, node, str(lease.get("owner") or ""), int(lease.get("restart") or 0))
     one.prepared = answer
     one.secrets = {name: str(value) for name, value in (read(os.path.join(directory, "secrets.json")) or {}).items()}
-    return dict(one.environment())
+    return job_environment(one)
 
 
 # --- sample --------------------------------------------------------------------------------------------------------
@@ -308,7 +310,10 @@ def main(arguments: Sequence[str]) -> int:
         elif mode == "sample":
             sample(directory, node, float(rest[0]), int(rest[1]))
         elif mode == "stacks":
-            return int(agent_of(config_of(directory)).run(["stacks", directory, "--timeout", rest[0]]))
+            find_agent(config_of(directory))
+            from orc.launchers.agent.__main__ import run
+
+            return run(["stacks", directory, "--timeout", rest[0]])
     except Refused as error:
         sys.stderr.write(f"orc: {error}\n")
         return 125

@@ -28,7 +28,7 @@ LEAD_S = 0.01  # and how far ahead rank 0 is then
 LINES = "ORC_WHOLE_LINES"  # set where several ranks write to one place
 PRELOAD = "ORC_PRELOAD"  # what `fork_ranks` is to do, in JSON
 
-STACKS_SIGNAL = 13  # above SIGRTMIN; orc_agent_stacks.py sends it
+STACKS_SIGNAL = 13  # above SIGRTMIN; orc.launchers.agent.stacks sends it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,25 +19,8 @@ from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.listing import encode, list_tree
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
 
-__all__ = ["Bundle", "Entry", "Preview", "SourceTree", "preview", "runtime_bundle", "scan", "size_findings"]
+__all__ = ["Bundle", "Entry", "Preview", "SourceTree", "preview", "scan", "size_findings"]
 
-AGENT_NAME = "orc_agent.py"
-# What travels beside the runtime: the agent, what starts it from byte code, and the start-up hook of the ranks.
-_AGENT_MODULES = (
-    *("calls", "channel", "exchange", "fence", "gang", "host", "hub"),
-    *("joiner", "link", "masking", "network", "shared", "shim", "stacks"),
-)
-BESIDE_RUNTIME = {
-    AGENT_NAME: b"agent.py",
-    **{f"orc_agent_{name}.py": b"agent_%s.py" % name.encode() for name in _AGENT_MODULES},
-    "orc_environment.py": b"environments/node.py",
-    "orc_container.py": b"environments/container.py",
-    "orc_copied.py": b"environments/copied.py",
-    "orc_requirements.py": b"environments/requirements.py",
-    "orc_sagemaker_entry.py": b"backends/sagemaker/entry.py",
-    "__main__.py": b"agent_start.py",
-    "sitecustomize.py": b"rank_hooks/startup.py",
-}
 _EXCLUDE_HINT = "Exclude it in .orcignore or workdir.exclude"
 TOTAL_WARNING = 100 * 1000**2  # bytes
 FILE_WARNING = 50 * 1000**2
@@ -87,7 +70,7 @@ def scan(
     listing = list_tree(root, exclude, [os.path.realpath(os.fsencode(path)) for path in skip])
     entries: list[Entry] = []
     sources: dict[str, bytes] = {}
-    with StatCache(_cache_file(cache, root)) as hashes:
+    with StatCache(cache_file(cache, root)) as hashes:
         for path, status in listing.files.items():
             full = os.path.join(root, encode(path))
             try:
@@ -111,42 +94,6 @@ def scan(
     bundle = Bundle.of(entries)
     findings = (*listing.findings, *dangling, *size_findings(bundle), *credential_findings(sources))
     return SourceTree(bundle, sources, findings)
-
-
-def runtime_bundle(*, cache: Path | None = None) -> SourceTree:
-    """What travels to every node beside the code: the source of ``orc.runtime``, the agent as ``orc_agent.py``, and
-    the ranks' start-up hook as ``sitecustomize.py``.
-
-    Works from a checkout, an editable install and a wheel: the files are found next to this one.
-    """
-    launchers = os.path.dirname(os.path.dirname(os.path.realpath(os.fsencode(__file__))))
-    runtime = os.path.join(os.path.dirname(launchers), b"runtime")
-    found = {name: os.path.join(launchers, source) for name, source in BESIDE_RUNTIME.items()}
-    for directory, subdirectories, names in os.walk(runtime):
-        subdirectories[:] = [name for name in subdirectories if name != b"__pycache__"]
-        for name in names:
-            if name.endswith(b".py"):
-                full = os.path.join(directory, name)
-                found["orc/runtime/" + os.fsdecode(os.path.relpath(full, runtime))] = full
-    if len(found) == len(BESIDE_RUNTIME):
-        raise BundleError(
-            "this installation of orc is incomplete: orc.runtime is missing",
-            where=os.fsdecode(runtime),
-            hint="Install orc-launch again.",
-        )
-    entries = []
-    with StatCache(_cache_file(cache, runtime)) as hashes:
-        for path, full in found.items():
-            try:
-                digest, status = hashes.digest(path, full, os.stat(full))
-            except OSError as error:
-                raise BundleError(
-                    f"this installation of orc is incomplete: {error.strerror}",
-                    where=os.fsdecode(full),
-                    hint="Install orc-launch again.",
-                ) from None
-            entries.append(Entry(path, FILE, digest, status.st_size))
-    return SourceTree(Bundle.of(entries), found)
 
 
 def preview(bundle: Bundle, largest: int = 5) -> Preview:
@@ -182,7 +129,8 @@ def format_size(size: int) -> str:
     return f"{value / 1000:.1f} TB"
 
 
-def _cache_file(cache: Path | None, root: bytes) -> Path | None:
+def cache_file(cache: Path | None, root: bytes) -> Path | None:
+    """Return the file in *cache* that keeps the hashes of the tree at *root*."""
     return cache / f"{hashlib.sha256(root).hexdigest()[:32]}.json" if cache is not None else None
 
 

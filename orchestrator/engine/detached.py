@@ -124,7 +124,7 @@ def ensure(state_dir: Path, ledger_url: str, clusters_file: Path | None = None) 
 
 def _start(state_dir: Path, ledger_url: str, clusters_file: Path | None) -> subprocess.Popen[bytes]:
     from orc.launchers import paths
-    from orc.launchers.agent import DERIVED
+    from orc.launchers.agent.variables import DERIVED
 
     # Not those of a rank: a job that submits another one must neither end it nor name its ranks.
     own = {*DERIVED, "ORC_GANG", fault_points.VARIABLE, fault_points.HOLD}

@@ -10,7 +10,8 @@ from orc.launchers.backends.base import Snapshot
 from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
 from orc.launchers.snapshot.ignore import patterns_of
-from orc.launchers.snapshot.scan import Bundle, runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
+from orc.launchers.snapshot.scan import Bundle
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend

@@ -403,7 +403,7 @@ class _Here(_Place):
         return local_executor(job, self._cluster, folder, at_once, timeouts)
 
     def start_of(self, native_id: str) -> str:
-        from orc.launchers.agent import process_start
+        from orc.launchers.agent.procfs import process_start
 
         return str(process_start(int(native_id)) or "")
 

@@ -189,7 +189,7 @@ class LocalBackend(Backend):
         """Write the files, start the gang, return when it holds the attempt."""
         import subprocess
 
-        from orc.launchers.agent import DERIVED
+        from orc.launchers.agent.variables import DERIVED
         from orc.launchers.remote.transport import LocalTransport
 
         if found := self.find(plan.marker):
@@ -231,7 +231,7 @@ class LocalBackend(Backend):
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """The gang's lease shows that it started; a process with the marker in its arguments that it is about to."""
 
-        from orc.launchers.agent import read_json
+        from orc.launchers.agent.records import read_json
 
         directory = str(self.layout.attempt(AttemptId.from_marker(marker)))
         lease = read_json(f"{directory}/gang.json")
@@ -280,7 +280,7 @@ class LocalBackend(Backend):
         if agents == "elsewhere":
             return _seen_from_afar(records, common)
         if agents == "gone":
-            from orc.launchers.agent import kill_attempt
+            from orc.launchers.agent.cleanup import kill_attempt
 
             kill_attempt(records.directory)
         if verdict is None or (verdict.succeeded and not records.complete) or verdict.cause is Cause.NODE_FAILURE:
@@ -300,7 +300,7 @@ class LocalBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Every node is this machine."""
-        from orc.launchers.agent import read_json
+        from orc.launchers.agent.records import read_json
 
         config = read_json(f"{handle.native_id}/agent.json") or {}
         return [
@@ -310,7 +310,7 @@ class LocalBackend(Backend):
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Leave word for the agents; where they are gone, end what they have left behind."""
-        from orc.launchers.agent import kill_attempt
+        from orc.launchers.agent.cleanup import kill_attempt
         from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.remote.transport import LocalTransport
 
@@ -366,7 +366,7 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 def _agents(records: AttemptRecords) -> str:
     """``alive``, ``gone``, or ``elsewhere``: the root is shared and the attempt was started on another machine."""
-    from orc.launchers.agent import is_running
+    from orc.launchers.agent.procfs import is_running
 
     leases = [*records.leases.values(), *([records.gang] if records.gang else [])]
     for lease in leases:
@@ -377,7 +377,8 @@ def _agents(records: AttemptRecords) -> str:
 
 def _signal_agents(records: AttemptRecords, number: signal.Signals) -> bool:
     """Send a signal to the agents that run on this machine; False when there are none."""
-    from orc.launchers.agent import is_running, signal_process
+    from orc.launchers.agent.procfs import is_running
+    from orc.launchers.agent.signals import signal_process
 
     alive = [
         int(lease["pid"])
@@ -397,7 +398,7 @@ def _seen_from_afar(records: AttemptRecords, common: Mapping[str, Any]) -> Obser
 
 
 def _lost_reason(records: AttemptRecords) -> str:
-    from orc.launchers.agent import boot_id
+    from orc.launchers.agent.procfs import boot_id
 
     if not Path(records.directory).is_dir():
         return f"{records.directory} was removed"

@@ -1,6 +1,6 @@
 """What runs in every container of a SageMaker training job: it gets the job's files ready and runs the agent.
 
-Shipped as ``orc_sagemaker_entry.py``: standard library only, Python >= 3.9, run as ``python -I -S`` with nothing else
+Standard library only, Python >= 3.9; run as ``python -I -S`` with nothing else
 of orc beside it. SageMaker tells a container who it is through files below ``/opt/ml`` and reads what it prints, its
 exit status and ``/opt/ml/output/failure``; docs/explanation/sagemaker-container.md describes both sides.
 """
@@ -296,7 +296,7 @@ def restart_of_hub(hosts: Sequence[str], port: int) -> int:
 
 
 def _greeting(sock: socket.socket) -> dict[str, Any]:
-    """The hub's first frame, see `orc_agent_channel`."""
+    """The hub's first frame, see `orc.launchers.agent.link.channel`."""
     data = b""
     while len(data) < 4 or len(data) < 4 + struct.unpack_from(">I", data)[0]:
         if len(data) > 8192:

@@ -12,7 +12,7 @@ MAX_NAME = 63
 # What stands for the number of the AWS account until a submission has asked for it.
 ACCOUNT = "<account>"
 SOURCE = "source.tar.gz"
-ENTRY = "orc_sagemaker_entry.py"
+ENTRY = "entry.py"
 
 
 def training_job_name(attempt: AttemptId, base: str | None = None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.snapshot.listing import encode
+from orc.launchers.snapshot.runtime_tree import SAGEMAKER_ENTRY
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -46,6 +47,6 @@ def _add(archive: tarfile.TarFile, name: str, bundle: Bundle, store: ContentStor
             archive.addfile(info, content)
 
 
-def entry_program(snapshot: Snapshot, store: ContentStore, name: str) -> bytes:
+def entry_program(snapshot: Snapshot, store: ContentStore) -> bytes:
     """The program that the container starts, which travels in the runtime's tree. Raises `OSError`."""
-    return (Path(store.tree_path(snapshot.runtime.digest)) / name).read_bytes()
+    return (Path(store.tree_path(snapshot.runtime.digest)) / SAGEMAKER_ENTRY).read_bytes()

@@ -104,7 +104,7 @@ class Site:
             with tempfile.TemporaryDirectory(prefix="sagemaker-", dir=state_dir) as directory:
                 archive = Path(directory) / SOURCE
                 pack(snapshot, store, archive)
-                self.service.put(place + ENTRY, entry_program(snapshot, store, ENTRY), kms_key=key)
+                self.service.put(place + ENTRY, entry_program(snapshot, store), kms_key=key)
                 self.service.put(place + SOURCE, archive, kms_key=key)
         except OSError as error:
             raise BackendError(

@@ -143,7 +143,7 @@ class SlurmBackend(Backend):
         agents = agent_file({**config, "notice_s": made.lead_s, **counted})
         python = self.cluster.python or DEFAULT_PYTHON
         # -I -S: nothing of the user's Python environment can get into the agent.
-        agent = (python, "-I", "-S", f"{config['runtime_tree']}/orc_agent.py", "node", agents.path)
+        agent = (python, "-I", "-S", str(config["runtime_tree"]), "node", agents.path)
         script = PlanFile(
             f"{config['attempt_dir']}/{SCRIPT_NAME}",
             render_script(

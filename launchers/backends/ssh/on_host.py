@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -194,48 +195,7 @@ def start(request: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    become(argv)
     os.execvp(argv[0], argv)
-
-
-def become(argv: list[str]) -> None:
-    """Go on as the program *argv* where this is its interpreter, which spares a new one; else return.
-
-    Who looks for the agent sees its command line all the same.
-    """
-    program, *flags, tree, _ = argv[:5]
-    as_here = path_of(program) == sys.executable and flags == ["-I", "-S"] and sys.flags.isolated and sys.flags.no_site
-    agent = all(os.path.isfile(os.path.join(tree, name)) for name in ("__main__.py", "orc_agent.py"))
-    if not as_here or not agent or not show_as(argv):
-        return
-    sys.argv = argv[3:]
-    sys.path.insert(0, tree)
-    import orc_agent  # type: ignore[import-not-found]  # in the snapshot of the runtime, on the host
-
-    sys.exit(orc_agent.run(argv[4:]))
-
-
-def path_of(program: str) -> str | None:
-    """Where *program* would be found."""
-    if "/" in program:
-        return program
-    places = (os.path.join(place, program) for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
-    return next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
-
-
-def show_as(argv: list[str]) -> bool:
-    """Show *argv* as the command line of this process; False where there is no room for it, or no way."""
-    text = b"".join(os.fsencode(word) + b"\0" for word in argv)
-    try:
-        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-            begin, end = (int(word) for word in file.read().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
-        if not 0 < len(text) <= end - begin:
-            return False
-        with open("/proc/self/mem", "r+b", buffering=0) as memory:
-            memory.seek(begin)
-            return memory.write(text.ljust(end - begin, b"\0")) == end - begin
-    except OSError:
-        return False
 
 
 def drop_link_if_shared(directory: str) -> None:
@@ -308,10 +268,7 @@ def end(directory: str, config: dict[str, Any]) -> None:
     tree = os.path.expanduser(str(config["runtime_tree"]))
     for path in (directory, tree):
         check(path)
-    sys.path.insert(0, tree)
-    import orc_agent  # in the snapshot of the runtime
-
-    orc_agent.kill_attempt(directory)
+    subprocess.run([sys.executable, "-I", "-S", tree, "kill", directory], check=False)
 
 
 def main() -> None:

@@ -149,7 +149,7 @@ def check(name: str) -> list[Finding]:
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
-    from orc.launchers.snapshot.scan import runtime_bundle
+    from orc.launchers.snapshot.runtime_tree import runtime_bundle
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import get_cluster
 

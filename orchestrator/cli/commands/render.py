@@ -25,7 +25,8 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
     from orc.launchers.ids import AttemptId, placeholder_job_id
     from orc.launchers.paths import state_dir
     from orc.launchers.snapshot.content_store import ContentStore
-    from orc.launchers.snapshot.scan import runtime_bundle, scan
+    from orc.launchers.snapshot.runtime_tree import runtime_bundle
+    from orc.launchers.snapshot.scan import scan
     from orc.launchers.spec.clusters import get_cluster
     from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree
 

@@ -83,7 +83,8 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 
 def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
     """What has to be there, by name; stored here unless it is only to be looked at."""
-    from orc.launchers.snapshot.scan import runtime_bundle, scan
+    from orc.launchers.snapshot.runtime_tree import runtime_bundle
+    from orc.launchers.snapshot.scan import scan
     from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree, take
 
     store = client.workspace.store

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,26 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import agent as agent_module
-from orc.launchers.agent import marked_processes
+from orc.launchers.agent.procfs import descendants, is_running, marked_processes
+from orc.launchers.agent.records import read_json
+from orc.launchers.agent.signals import signal_process
+from orc.launchers.snapshot.runtime_tree import runtime_files
 
-AGENT = Path(agent_module.__file__)
+FILES = runtime_files()
+RUNTIME = [path for path in FILES if path == "__main__.py" or path.startswith("orc/launchers/")]
 TOKEN = "7e57" * 16
+
+
+def lay_out(runtime: Path) -> None:
+    """The agent's part of a runtime tree."""
+    for path in RUNTIME:
+        (runtime / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(FILES[path], runtime / path)
+
+
+_TREE = tempfile.TemporaryDirectory(prefix="orc-runtime-")
+AGENT = Path(_TREE.name)  # for what needs no attempt of its own
+lay_out(AGENT)
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
@@ -53,7 +69,7 @@ class Attempt:
 
     def start(self, node: int = 0, *, owner: str = "test:1", restart: int = 0, **environ: str) -> subprocess.Popen[str]:
         """A ``node`` agent, in the background."""
-        argv = [sys.executable, "-I", "-S", str(AGENT), "node", str(self.directory / "agent.json")]
+        argv = [sys.executable, "-I", "-S", self.config["runtime_tree"], "node", str(self.directory / "agent.json")]
         argv += ["--owner", owner, "--node-rank", str(node), "--restart", str(restart)]
         process = subprocess.Popen(
             argv, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -67,7 +83,7 @@ class Attempt:
         return process.returncode
 
     def record(self, name: str, node: int = 0) -> dict[str, Any] | None:
-        return agent_module.read_json(str(self.directory / f"node-{node}" / name))
+        return read_json(str(self.directory / f"node-{node}" / name))
 
     def exit(self, node: int = 0) -> dict[str, Any]:
         record = self.record("exit.json", node)
@@ -98,7 +114,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
         root = tmp_path / "root"
         code, runtime, job = root / "store/trees/code", root / "store/trees/runtime", root / "jobs/job-1"
         code.mkdir(parents=True)
-        (runtime / "orc").mkdir(parents=True)
+        lay_out(runtime)
         (code / "train.py").write_text(textwrap.dedent(source))
         config: dict[str, Any] = {
             "format": 1,
@@ -135,7 +151,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
                 process.kill()
             process.communicate()
         for pid in one.remains():
-            agent_module.signal_process(pid, signal.SIGKILL)  # they are ending already
+            signal_process(pid, signal.SIGKILL)  # they are ending already
         shutil.rmtree(one.root, ignore_errors=True)
 
 
@@ -155,7 +171,15 @@ class Linked:
         if node:
             link["hub"] = {"port": port or self.hub["port"], "addresses": [address]}
         (job.directory / "link.json").write_text(json.dumps({**link, **given}))
-        argv = [sys.executable, "-I", "-S", *before, str(AGENT), "start", str(job.directory / "agent.json")]
+        argv = [
+            sys.executable,
+            "-I",
+            "-S",
+            *before,
+            job.config["runtime_tree"],
+            "start",
+            str(job.directory / "agent.json"),
+        ]
         argv += ["--node-rank", str(node), "--owner", "ssh:orc-job-1-a1"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         answer = json.loads(done.stdout)
@@ -170,11 +194,11 @@ class Linked:
             assert answer["state"] == "held", answer
 
     def lease(self, node: int) -> dict:
-        return agent_module.read_json(str(self.nodes[node].directory / f"node-{node}/lease.json")) or {}
+        return read_json(str(self.nodes[node].directory / f"node-{node}/lease.json")) or {}
 
     def over(self, node: int) -> bool:
         lease = self.lease(node)
-        return bool(lease) and not agent_module.is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
+        return bool(lease) and not is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
 
     def until_over(self, *nodes: int, timeout_s: float = 60.0) -> None:
         for node in nodes or range(len(self.nodes)):
@@ -192,12 +216,12 @@ class Linked:
                 job.until_log("ready", rank)
 
     def link(self, node: int) -> dict:
-        return agent_module.read_json(str(self.nodes[node].directory / f"node-{node}/link.json")) or {}
+        return read_json(str(self.nodes[node].directory / f"node-{node}/link.json")) or {}
 
     def process_of_link(self, node: int) -> int:
         """The process that keeps the records in step."""
         pid = self.lease(node)["pid"]
-        return until(lambda: next((c for c in agent_module.descendants(pid) if _is_link(c, pid)), None))
+        return until(lambda: next((c for c in descendants(pid) if _is_link(c, pid)), None))
 
 
 def _is_link(pid: int, agent: int) -> bool:
@@ -213,7 +237,7 @@ def _is_guard(pid: int) -> bool:
 
 def guard_of(pid: int) -> int:
     """The process that ends the ranks of the agent *pid* when their term is over; 0 without one."""
-    return next((p for p in agent_module.descendants(pid) if _is_guard(p)), 0)
+    return next((p for p in descendants(pid) if _is_guard(p)), 0)
 
 
 def _cmdline(pid: int) -> bytes:
@@ -243,5 +267,5 @@ def linked(attempt: Callable[..., Attempt], tmp_path: Path) -> Iterator[Callable
     for one in made:
         for node, job in enumerate(one.nodes):
             if one.lease(node) and not one.over(node):
-                agent_module.signal_process(one.lease(node)["pid"], signal.SIGKILL)
+                signal_process(one.lease(node)["pid"], signal.SIGKILL)
             until(lambda job=job: not job.remains(), what="the end of the ranks")

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from orc.launchers import agent, agent_calls
+from orc.launchers.agent import calls
+from orc.launchers.agent.node import Node
 
 from .conftest import until
 
@@ -188,7 +189,7 @@ def test_what_a_launcher_may_ask_a_host(called, arguments, answer):
 def test_names_and_addresses_of_the_hosts_are_understood(tmp_path):
     config = {"nnodes": 2, "hosts": [{"name": "gpu1", "address": "10.0.0.1"}, {"name": "gpu2", "address": "fd00::2"}]}
     found = {
-        name: agent_calls.node_called(name, config, str(tmp_path))
+        name: calls.node_called(name, config, str(tmp_path))
         for name in ("gpu1", "gpu2", "gpu2.cluster.example", "10.0.0.1", "fd00::2", "node-1", "gpu3")
     }
     assert list(found.values()) == [0, 1, 1, 0, 1, 1, None]
@@ -227,7 +228,7 @@ def test_a_cancellation_that_has_ended_the_first_node_already_is_the_reason_on_t
     (job.directory / "cancel.json").write_text('{"grace_s": 0}')
     over = {"restart": 0, "outcome": "cancelled", "reason": "cancelled", "exit_status": 143}
     (job.directory / "node-0/exit.json").write_text(json.dumps(over))
-    node = agent.Node(job.config, 1, "test:1")
+    node = Node(job.config, 1, "test:1")
     with (job.root / "log").open("wb") as log:
         node.log_fd = log.fileno()
         ending = node.follow_first()
@@ -238,7 +239,7 @@ def test_outside_of_an_attempt_rsh_says_what_it_is(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("ORC_")}
     import subprocess
 
-    argv = [sys.executable, agent.__file__, "rsh", "host", "true"]
+    argv = [sys.executable, "-m", "orc.launchers.agent", "rsh", "host", "true"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 77
     assert "ORC_ATTEMPT_DIR must be set" in done.stderr

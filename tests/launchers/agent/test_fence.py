@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from orc.launchers import agent
-from orc.launchers.agent import process_start
+from orc.launchers.agent.procfs import descendants, process_start, process_stat
+from orc.launchers.agent.records import read_json, write_json
 
 from .conftest import Attempt, guard_of, until
 
@@ -50,7 +50,7 @@ def assert_one_after_the_other(job: Attempt, older: str, newer: str) -> None:
 def elsewhere(job: Attempt, node: int = 0) -> None:
     """Have the lease say that its holder runs on another machine, where nobody can look."""
     path = job.directory / f"node-{node}" / "lease.json"
-    agent.write_json(str(path), {**(agent.read_json(str(path)) or {}), "boot_id": "of another machine"})
+    write_json(str(path), {**(read_json(str(path)) or {}), "boot_id": "of another machine"})
 
 
 def successor(job: Attempt, source: str) -> Attempt:
@@ -60,7 +60,7 @@ def successor(job: Attempt, source: str) -> Attempt:
 
 
 def children_of(pid: int) -> list[int]:
-    return [p for p in agent.descendants(pid) if process_start(p)]
+    return [p for p in descendants(pid) if process_start(p)]
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def test_a_run_whose_file_system_hangs_ends_before_its_successor_begins(attempt)
         until(lambda: time.time() - job.record("heartbeat.json")["at"] > 0.5 * TIMEOUT_S, what="a heartbeat that hangs")
         second = job.start(owner="slurm:7", restart=1)
         assert second.wait(60) == 0, second.communicate()
-        assert agent.process_stat(first.pid)[0] == "T", "its end would be the end of the newer run's step"
+        assert process_stat(first.pid)[0] == "T", "its end would be the end of the newer run's step"
     assert_one_after_the_other(job, "1.0", "1.1")
 
 

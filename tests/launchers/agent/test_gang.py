@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent, agent_network
+from orc.launchers.agent import network
+from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.node import Node
+from orc.launchers.agent.procfs import is_running
+from orc.launchers.agent.records import read_json
+from orc.launchers.agent.rendezvous import address
 
 from .conftest import AGENT, until
 
@@ -30,7 +35,7 @@ def gang(job, owner="local:orc-job-1-a1", **environ):
 
 
 def gang_pid(job):
-    return agent.read_json(str(job.directory / "gang.json"))["pid"]
+    return read_json(str(job.directory / "gang.json"))["pid"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 1 MiB")
@@ -52,8 +57,8 @@ def test_ranks_that_fill_the_disk_of_all_logs_leave_a_record(attempt, tmp_path):
 
 
 def gone(job):
-    lease = agent.read_json(str(job.directory / "gang.json"))
-    return not agent.is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
+    lease = read_json(str(job.directory / "gang.json"))
+    return not is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
 
 
 def test_nodes_that_start_apart_meet_at_one_address(attempt):
@@ -270,19 +275,19 @@ def test_nodes_outlive_their_gang_process_and_start_the_next_pass_themselves(att
 
 
 def test_two_jobs_never_choose_the_same_port():
-    ports = [agent_network.Port() for _ in range(20)]
+    ports = [network.Port() for _ in range(20)]
     try:
         numbers = {port.number for port in ports}
         assert len(numbers) == 20
-        only = agent_network.Port(first=min(numbers), last=max(numbers))
+        only = network.Port(first=min(numbers), last=max(numbers))
         assert only.number not in numbers
         only.close()
-        with pytest.raises(agent.LaunchFailure, match="no free TCP port"):
-            agent_network.Port(first=ports[0].number, last=ports[0].number)
+        with pytest.raises(LaunchFailure, match="no free TCP port"):
+            network.Port(first=ports[0].number, last=ports[0].number)
     finally:
         for port in ports:
             port.close()
-    again = agent_network.Port(first=ports[0].number, last=ports[0].number)
+    again = network.Port(first=ports[0].number, last=ports[0].number)
     assert again.number == ports[0].number
     again.close()
 
@@ -290,7 +295,7 @@ def test_two_jobs_never_choose_the_same_port():
 def test_whoever_is_to_have_a_port_can_listen_on_it_while_it_is_held():
     import socket
 
-    port = agent_network.Port()
+    port = network.Port()
     with socket.create_server(("", port.number)), pytest.raises(OSError, match="in use"):
         socket.create_server(("", port.number))
     port.close()
@@ -302,20 +307,20 @@ def test_choosing_a_port_touches_no_file(monkeypatch):
 
     for name in ("mkdir", "open", "makedirs"):
         monkeypatch.setattr(os, name, refuse)
-    agent_network.Port().close()
+    network.Port().close()
 
 
 def test_a_port_that_somebody_listens_on_is_not_chosen():
     import socket
 
     with socket.socket() as listener:
-        free = agent_network.Port()
+        free = network.Port()
         number = free.number
         free.close()
         listener.bind(("127.0.0.1", number))
         listener.listen()
-        with pytest.raises(agent.LaunchFailure):
-            agent_network.Port(first=number, last=number)
+        with pytest.raises(LaunchFailure):
+            network.Port(first=number, last=number)
 
 
 def test_the_address_of_a_host_whose_name_is_its_loopback_is_its_real_one(monkeypatch):
@@ -346,7 +351,7 @@ def test_the_address_of_a_host_whose_name_is_its_loopback_is_its_real_one(monkey
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "socket", Probe)
-    assert agent_network.own_address(["unknown", "peer"]) == "10.1.2.3"
+    assert network.own_address(["unknown", "peer"]) == "10.1.2.3"
 
 
 def test_without_any_route_the_host_name_is_the_address(monkeypatch):
@@ -356,13 +361,13 @@ def test_without_any_route_the_host_name_is_the_address(monkeypatch):
         raise socket.gaierror("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert agent_network.own_address(["peer"]) == os.uname().nodename
+    assert network.own_address(["peer"]) == os.uname().nodename
 
 
 def test_an_address_given_by_configuration_or_scheduler_is_taken(attempt):
     far = [{"host": "other", "boot_id": "other", "net": "other"}]
     job = attempt("pass", nnodes=2)
-    node = agent.Node(job.config, 0, "x:1", master_host="login-1")
-    assert node.address(far) == "login-1"
+    node = Node(job.config, 0, "x:1", master_host="login-1")
+    assert address(node, far) == "login-1"
     job.write(rendezvous={"addr": "10.0.0.9"})
-    assert agent.Node(job.config, 0, "x:1", master_host="login-1").address(far) == "10.0.0.9"
+    assert address(Node(job.config, 0, "x:1", master_host="login-1"), far) == "10.0.0.9"

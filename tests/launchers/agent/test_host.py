@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-from orc.launchers import agent, agent_host
+from orc.launchers.agent.procfs import is_running
+from orc.launchers.agent.signals import signal_process
+from orc.launchers.agent.start import Slots
 
 from .conftest import AGENT, until
 
@@ -37,7 +39,7 @@ def lease(job):
 
 def over(job):
     held = lease(job)
-    return not agent.is_running(held["pid"], held["pid_start"], held["boot_id"])
+    return not is_running(held["pid"], held["pid_start"], held["boot_id"])
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def placed(attempt):
     yield make
     for job in made:
         if lease(job) and not over(job):
-            agent.signal_process(lease(job)["pid"], signal.SIGKILL)
+            signal_process(lease(job)["pid"], signal.SIGKILL)
         until(lambda job=job: not job.remains())
 
 
@@ -163,10 +165,10 @@ def test_two_starts_at_once_have_one_winner(placed):
 
 
 def test_slots_belong_to_one_machine_though_its_root_be_shared(tmp_path):
-    slots = agent_host.Slots(str(tmp_path))
+    slots = Slots(str(tmp_path))
     assert slots.take(2, 1, "orc-a-a1") == []
     assert (tmp_path / "slots" / os.uname().nodename / "0").exists()
-    again = agent_host.Slots(str(tmp_path))
+    again = Slots(str(tmp_path))
     assert again.take(2, 2, "orc-b-a1") == ["orc-a-a1"]
     assert again.held == {}, "all or nothing"
     slots.close()

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from orc.launchers import agent
+from orc.launchers.agent.procfs import identity, is_running
+from orc.launchers.agent.records import create_json
 
 COUNT = """
 import os
@@ -80,7 +81,7 @@ def test_one_of_many_creators_wins_and_readers_never_see_a_part(tmp_path: Path):
 
     def create(number: int) -> None:
         barrier.wait()
-        if agent.create_json(path, {"owner": number, "padding": "x" * 100_000}):
+        if create_json(path, {"owner": number, "padding": "x" * 100_000}):
             with wins.get_lock():
                 wins.value += 1
 
@@ -97,7 +98,7 @@ def test_one_of_many_creators_wins_and_readers_never_see_a_part(tmp_path: Path):
 
 
 def test_a_lease_tells_a_process_from_a_later_one_with_its_number():
-    me = agent.identity()
-    assert agent.is_running(me["pid"], me["pid_start"], me["boot_id"])
-    assert not agent.is_running(me["pid"], "1", me["boot_id"])
-    assert not agent.is_running(me["pid"], me["pid_start"], "another boot")
+    me = identity()
+    assert is_running(me["pid"], me["pid_start"], me["boot_id"])
+    assert not is_running(me["pid"], "1", me["boot_id"])
+    assert not is_running(me["pid"], me["pid_start"], "another boot")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent, agent_network
+from orc.launchers.agent import network
+from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.records import merge
 
 from .conftest import guard_of, until
@@ -169,7 +170,7 @@ def test_a_stopped_host_is_lost_after_the_time_out_and_stops_itself(linked):
     for woken in (pid, guard):
         os.kill(woken, signal.SIGCONT)
     until(lambda: "stopping: " in both.log(1))  # before the link brings what node 0 has said
-    agent.signal_process(link, signal.SIGCONT)
+    signal_process(link, signal.SIGCONT)
     both.until_over(1)
     assert both.exit(1)["outcome"] == "peer"
     assert "node 1 was stopped for" in both.exit(1)["reason"], "it does not wait for others to be silent again"
@@ -402,11 +403,11 @@ def test_clocks_that_differ_by_an_hour_do_no_harm(linked, tmp_path):
 
 
 def test_addresses_are_those_of_the_kernel():
-    found = agent_network.own_addresses()
+    found = network.own_addresses()
     assert ("lo", "127.0.0.1") in found
-    assert agent_network.interface_of("127.0.0.1") == "lo"
-    assert agent_network.interface_of("192.0.2.1") is None
-    assert [agent_network.plain(a) for a in ("::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.1")] == [
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("192.0.2.1") is None
+    assert [network.plain(a) for a in ("::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.1")] == [
         "10.0.0.1",
         "fe80::1",
         "10.0.0.1",

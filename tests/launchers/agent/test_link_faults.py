@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 from hosts_testbed import USER, HostsTestbed, eventually
 
-from orc.launchers import agent
-from orc.launchers.snapshot.scan import BESIDE_RUNTIME
+from orc.launchers.agent.records import read_json
+from orc.launchers.snapshot.runtime_tree import runtime_files
 
 from .conftest import TOKEN
 
@@ -59,12 +60,13 @@ class Job:
             "hosts": [{"name": name, "address": testbed.address(name)} for name in self.names],
             **changes,
         }
-        launchers = Path(agent.__file__).parent
         for name in self.names:
             tree = self.outside(name, "runtime_tree")
             tree.mkdir(parents=True)
-            for target, source in BESIDE_RUNTIME.items():
-                (tree / target).write_bytes((launchers / os.fsdecode(source)).read_bytes())
+            for path, source in runtime_files().items():
+                if path == "__main__.py" or path.startswith("orc/launchers/agent/"):
+                    (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, tree / path)
             self.outside(name, "code_tree").mkdir()
             (self.outside(name, "code_tree") / "train.py").write_text(script)
             self.outside(name, "attempt_dir").mkdir(parents=True)
@@ -100,7 +102,7 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def exit(self, node: int) -> dict | None:
-        return agent.read_json(str(self.outside(self.names[node], "attempt_dir") / f"node-{node}/exit.json"))
+        return read_json(str(self.outside(self.names[node], "attempt_dir") / f"node-{node}/exit.json"))
 
     def until_exit(self, node: int, timeout_s: float = 120) -> dict:
         return eventually(lambda: self.exit(node), timeout_s=timeout_s)

@@ -11,8 +11,10 @@ import time
 
 import pytest
 
-from orc.launchers import agent, agent_channel, agent_shared
-from orc.launchers.agent_joiner import Joiner
+from orc.launchers.agent.link.channel import Broken, Channel
+from orc.launchers.agent.link.joiner import Joiner
+from orc.launchers.agent.link.records import concerns, is_record, may_send
+from orc.launchers.agent.records import read_json
 
 from .conftest import TOKEN, Linked, until
 from .test_link import IDLE
@@ -24,7 +26,7 @@ def pair(server_token=TOKEN, client_token=TOKEN):
     return Loop(left, server_token.encode()), Loop(right, client_token.encode())
 
 
-class Loop(agent_channel.Channel):
+class Loop(Channel):
     """A channel over a pair of Unix sockets, which know no TCP options."""
 
     def __init__(self, sock, token):
@@ -76,7 +78,7 @@ def test_messages_arrive_whole_and_in_order_in_both_directions():
 @pytest.mark.parametrize(("server", "client"), [(TOKEN, "other"), ("other", TOKEN)])
 def test_who_does_not_know_the_token_does_not_get_past_the_handshake(server, client):
     hub, joiner = pair(server, client)
-    with pytest.raises(agent_channel.Broken, match="token"):
+    with pytest.raises(Broken, match="token"):
         shake(hub, joiner)
 
 
@@ -112,7 +114,7 @@ def test_what_is_changed_on_the_way_ends_the_connection(change):
     joiner.read()
     if change == "repeated":
         assert joiner.receive() == {"number": 0}
-    with pytest.raises(agent_channel.Broken, match="changed on the way"):
+    with pytest.raises(Broken, match="changed on the way"):
         joiner.receive()
 
 
@@ -121,7 +123,7 @@ def test_a_stranger_cannot_make_it_wait_for_a_gigabyte():
     joiner._out += struct.pack(">I", 1 << 30) + b"x" * 100
     joiner.flush()
     hub.read()
-    with pytest.raises(agent_channel.Broken, match="does not speak"):
+    with pytest.raises(Broken, match="does not speak"):
         hub.greeting(b"join")
 
 
@@ -142,22 +144,22 @@ def test_a_stranger_cannot_make_it_wait_for_a_gigabyte():
     ],
 )
 def test_only_records_travel(name):
-    assert not agent_shared.is_record(name)
-    assert not agent_shared.may_send(1, name)
+    assert not is_record(name)
+    assert not may_send(1, name)
 
 
 def test_a_node_speaks_for_itself_alone():
     own = ["node-1/lease.json", "node-1/heartbeat.json", "node-1/exit.json", "stacks/1.node-1.json"]
     common = ["stop-r0.json", "cancel.json", "calls/1-2-3.json", "calls/1-2-3.done.json", "stacks/1.json"]
-    assert all(agent_shared.is_record(name) and agent_shared.may_send(1, name) for name in own + common)
-    assert not any(agent_shared.may_send(2, name) for name in own)
-    assert not agent_shared.may_send(1, "rendezvous-r0.json")
+    assert all(is_record(name) and may_send(1, name) for name in own + common)
+    assert not any(may_send(2, name) for name in own)
+    assert not may_send(1, "rendezvous-r0.json")
 
 
 def test_records_go_to_those_whom_they_concern():
     call = {"node": 2, "from": 1}
     told = {
-        name: [node for node in (1, 2, 3) if agent_shared.concerns(node, name, call)]
+        name: [node for node in (1, 2, 3) if concerns(node, name, call)]
         for name in (
             "node-0/heartbeat.json",
             "node-1/heartbeat.json",
@@ -206,12 +208,12 @@ def test_what_is_nested_without_end_ends_the_connection():
         there = socket.create_connection(server.getsockname())
         here, _ = server.accept()
     with here, there:
-        channel = agent_channel.Channel(here, TOKEN.encode())
+        channel = Channel(here, TOKEN.encode())
         payload = b"[" * 4000
         there.sendall(len(payload).to_bytes(4, "big") + payload + b"\0" * 32)
         here.setblocking(True)
         channel.read()
-        with pytest.raises(agent_channel.Broken):
+        with pytest.raises(Broken):
             channel.greeting(b"")
 
 
@@ -240,7 +242,7 @@ class Many:
         self.channels = {}
         self.got = {node: set() for node in range(1, count + 1)}
         for node in range(1, count + 1):
-            channel = agent_channel.Channel(socket.create_connection(("127.0.0.1", port)), TOKEN.encode())
+            channel = Channel(socket.create_connection(("127.0.0.1", port)), TOKEN.encode())
             self.channels[node] = channel
             self.selector.register(channel.sock, selectors.EVENT_READ, (node, channel))
 
@@ -249,7 +251,7 @@ class Many:
             node, channel = key.data
             try:
                 channel.read()
-            except agent_channel.Broken:  # node 0 has ended
+            except Broken:  # node 0 has ended
                 self.selector.unregister(channel.sock)
                 continue
             if channel.keys is None:
@@ -313,7 +315,7 @@ def test_256_nodes_meet_and_stop_over_one_node(attempt):
             many.step()
         # It makes 255 records durable before.
         until(lambda: first.over(0), timeout_s=120, what="the end of node 0")
-        assert agent.read_json(str(job.directory / "node-255/exit.json"))["outcome"] == "cancelled"
+        assert read_json(str(job.directory / "node-255/exit.json"))["outcome"] == "cancelled"
     finally:
         if not first.over(0):
             os.kill(first.lease(0)["pid"], signal.SIGKILL)

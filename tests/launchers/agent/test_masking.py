@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent
-from orc.launchers.agent_masking import masked
+from orc.launchers.agent.masking import masked
+from orc.launchers.agent.records import TAIL_BYTES, log_tail
 
 TOKEN = "hf_Ab'c\"d$e/f+g=h \\i\u00e4"
 KEY = (
@@ -68,12 +68,12 @@ def test_what_is_not_there_changes_nothing() -> None:
 @pytest.mark.parametrize("offset", [*range(0, 200, 7), 300])
 def test_a_tail_is_masked_before_it_is_cut(tmp_path: Path, offset: int) -> None:
     log = tmp_path / "rank-0.log"
-    one_line = TOKEN * 6 + "-" * (agent.TAIL_BYTES - offset)
+    one_line = TOKEN * 6 + "-" * (TAIL_BYTES - offset)
     log.write_text("x" * 900 + one_line)
-    tail = agent.log_tail(str(log), 0, [TOKEN])
+    tail = log_tail(str(log), 0, [TOKEN])
     assert tail.lstrip("x*-") == ""
-    log.write_text(KEY * 5 + "-" * (agent.TAIL_BYTES - offset) + "\nerror\n")
-    tail = agent.log_tail(str(log), 0, [KEY])
+    log.write_text(KEY * 5 + "-" * (TAIL_BYTES - offset) + "\nerror\n")
+    tail = log_tail(str(log), 0, [KEY])
     assert tail.replace("*", "").replace("-", "") in ("\nerror", "error")
 
 
@@ -106,20 +106,18 @@ def test_ranks_with_secrets_leave_no_core_file_unless_that_is_asked_for(attempt,
 
 def test_where_core_files_are_forbidden_already_secrets_can_be_had_without_being_root() -> None:
     source = """import os, resource, sys
-sys.path.insert(0, sys.argv[1])
-import agent
+from orc.launchers.agent import preparation
+from orc.launchers.agent.node import Node
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 if not os.geteuid():
     os.setuid(65534)
-node = agent.Node.__new__(agent.Node)
+node = Node.__new__(Node)
 node.config, node.private = {"secrets": ["KEY"]}, ""
-agent.read_json = lambda path: {"KEY": "geheim-4711"}
-node.load_secrets()
+preparation.read_json = lambda path: {"KEY": "geheim-4711"}
+preparation.load_secrets(node)
 print(*resource.getrlimit(resource.RLIMIT_CORE))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(Path(agent.__file__).parent)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.stdout == "0 0\n", done.stderr
 
 

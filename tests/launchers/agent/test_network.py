@@ -7,8 +7,9 @@ import stat
 
 import pytest
 
-from orc.launchers import agent as agent_module
-from orc.launchers import agent_network
+from orc.launchers.agent import network as host_network
+from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.records import read_json
 
 TELL = """
     import os
@@ -64,7 +65,7 @@ def test_hosts_make_the_token_of_their_ranks_from_that_of_their_link(linked):
     assert first[3] == second[3]
     assert len(first[3]) == 64
     for job in both.nodes:
-        assert "token" not in (agent_module.read_json(str(job.directory / "rendezvous-r0.json")) or {})
+        assert "token" not in (read_json(str(job.directory / "rendezvous-r0.json")) or {})
 
 
 def test_nodes_meet_where_the_network_of_their_job_is(attempt):
@@ -94,8 +95,8 @@ def test_a_node_outside_of_the_network_of_its_job_says_so(attempt):
     ],
 )
 def test_the_network_names_one_address(monkeypatch, network, found):
-    monkeypatch.setattr(agent_network, "own_addresses", lambda: ADDRESSES)
-    assert agent_network.fenced_address(network) == found
+    monkeypatch.setattr(host_network, "own_addresses", lambda: ADDRESSES)
+    assert host_network.fenced_address(network) == found
 
 
 @pytest.mark.parametrize(
@@ -106,9 +107,9 @@ def test_the_network_names_one_address(monkeypatch, network, found):
     ],
 )
 def test_a_network_that_is_not_there_is_named_with_what_is(monkeypatch, network, complaint):
-    monkeypatch.setattr(agent_network, "own_addresses", lambda: ADDRESSES)
-    with pytest.raises(agent_module.LaunchFailure, match=complaint):
-        agent_network.fenced_address(network)
+    monkeypatch.setattr(host_network, "own_addresses", lambda: ADDRESSES)
+    with pytest.raises(LaunchFailure, match=complaint):
+        host_network.fenced_address(network)
 
 
 def test_a_crash_in_c_shows_where_python_was(attempt):

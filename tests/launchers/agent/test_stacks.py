@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers import agent_stacks
+from orc.launchers.agent import stacks
 from orc.launchers.rank_hooks import startup
 
 from .conftest import AGENT, until
@@ -177,12 +177,12 @@ while True:
 
 
 def test_an_answer_is_read_to_its_end_however_slowly_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_stacks, "ANSWER_S", 600.0)
-    argv = [sys.executable, "-c", RESTS, tmp_path / "stacks-0.txt", str(agent_stacks.number())]
+    monkeypatch.setattr(stacks, "ANSWER_S", 600.0)
+    argv = [sys.executable, "-c", RESTS, tmp_path / "stacks-0.txt", str(stacks.number())]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        threads, why = agent_stacks.Question(str(tmp_path), 0, process.pid).answer()
+        threads, why = stacks.Question(str(tmp_path), 0, process.pid).answer()
         process.kill()
     assert ([thread["frames"][0]["function"] for thread in threads], why) == (["first", "second"], "")
 
@@ -195,7 +195,7 @@ def test_what_faulthandler_writes_is_read():
 Current thread 0x00007f2 (most recent call first):
   <no Python frame>
 """
-    assert agent_stacks.parse(text) == [
+    assert stacks.parse(text) == [
         {
             "name": "loader",
             "main": False,

@@ -50,7 +50,7 @@ def test_every_placeholder_that_is_used_is_known_to_the_agent() -> None:
             text = " ".join([*command.launcher, *command.env.values()])
             used |= {name for name in PLACEHOLDERS if f"{{{name}}}" in text}
     assert used == set(PLACEHOLDERS)
-    agent = (Path(__file__).parents[3] / "launchers" / "agent.py").read_text()
+    agent = (Path(__file__).parents[3] / "launchers" / "agent" / "ranks.py").read_text()
     assert [name for name in PLACEHOLDERS if f'"{name}": ' not in agent] == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.agent_network import Port
+from orc.launchers.agent.network import Port
 from orc.launchers.commands import build_command
 from orc.launchers.spec import JobSpec
 

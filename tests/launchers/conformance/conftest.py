@@ -24,7 +24,7 @@ from hosts_testbed import USER, HostsTestbed
 from sagemaker_testbed import SagemakerTestbed, in_containers
 from tpu_testbed import Pods
 
-from orc.launchers.agent import marked_processes
+from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import (
     Backend,
@@ -44,7 +44,7 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, builtin_local
 

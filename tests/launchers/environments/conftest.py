@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import environments
-
-ROOM = Path(environments.__file__).parent
+from orc.launchers.snapshot.runtime_tree import runtime_files
 
 
 def make_wheel(directory: Path, name: str = "tinypkg", version: str = "1.0", *, needs: str = "") -> Path:
@@ -76,6 +74,7 @@ class Node:
             "job_dir": str(self.root / "jobs/job-1"),
             "attempt_dir": str(self.attempt),
             "code_tree": str(self.code),
+            "runtime_tree": str(self.root / "store/trees/runtime"),
             "marker": "orc-job-1-a1",
             "python": None,
             "command": {"env": {}},
@@ -88,7 +87,7 @@ class Node:
         return path
 
     def argv(self, *words: str) -> list[str]:
-        return [sys.executable, "-I", "-S", str(self.root / "store/trees/runtime/orc_environment.py"), *words]
+        return [sys.executable, "-I", "-S", str(self.root / "store/trees/runtime"), "environment", *words]
 
     def start(
         self, answer: str = "environment.json", /, *, env: dict[str, str] | None = None, **environment: Any
@@ -121,9 +120,10 @@ def node(tmp_path: Path) -> Callable[[str], Node]:
         runtime = made.root / "store/trees/runtime"
         runtime.mkdir(parents=True)
         made.code.mkdir(parents=True)
-        shutil.copyfile(ROOM / "node.py", runtime / "orc_environment.py")
-        for name in ("container", "copied", "requirements"):
-            shutil.copyfile(ROOM / f"{name}.py", runtime / f"orc_{name}.py")
+        for path, source in runtime_files().items():
+            if path == "__main__.py" or path.startswith("orc/launchers/"):
+                (runtime / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, runtime / path)
         return made
 
     return make

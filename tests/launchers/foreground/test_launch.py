@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import agent
+from orc.launchers.agent.procfs import process_start
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.launch import LocalLaunch, launch
 
@@ -148,7 +148,7 @@ def test_the_first_of_several_ranks_that_fail_while_the_launcher_sleeps_is_named
     process.send_signal(signal.SIGSTOP)
     for rank in ("1", "0"):
         (tmp_path / f"go-{rank}").touch()
-        until(lambda rank=rank: agent.process_start(int(pids[rank])) is None)
+        until(lambda rank=rank: process_start(int(pids[rank])) is None)
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (41, "orc launch: rank 1 exited with 41\n")
@@ -191,7 +191,7 @@ def test_what_the_ranks_put_into_the_background_ends_with_them(script, tmp_path)
     open("pid", "w").write(str(child.pid))
     """
     assert run(script(source)).returncode == 0
-    assert agent.process_start(int((tmp_path / "pid").read_text())) is None
+    assert process_start(int((tmp_path / "pid").read_text())) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -233,7 +233,7 @@ def test_ranks_die_with_a_killed_launcher(script):
     process = start(script("import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"), nprocs=2)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.kill()
-    until(lambda: all(agent.process_start(pid) is None for pid in pids))
+    until(lambda: all(process_start(pid) is None for pid in pids))
     process.communicate()
 
 

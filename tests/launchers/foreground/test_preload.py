@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import agent
+from orc.launchers.agent.procfs import process_start
 from orc.launchers.foreground.preload import begins_with_torch, shadows_a_library
 
 DRIVER = """
@@ -204,7 +204,7 @@ def test_forked_ranks_die_with_a_killed_launcher(launch, tmp_path):
     pids = [int(process.stdout.readline()) for _ in range(3)]
     process.kill()
     deadline = time.monotonic() + 60
-    while any(agent.process_start(pid) for pid in pids):
+    while any(process_start(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.communicate()

@@ -30,8 +30,7 @@ def test_programs_for_nodes_are_python_3_9_and_import_the_standard_library_only(
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for module in ([str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
-    # `orc` is what stands in for the others where the module is imported instead of sent.
-    assert imported <= {*sys.stdlib_module_names, "orc", "orc_container", "orc_copied", "orc_requirements"}
+    assert imported <= {*sys.stdlib_module_names, "orc"}
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not used & {"pairwise", "batched", "StrEnum"}  # newer than 3.9
     strict = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,10 +93,8 @@ def test_a_program_ends_when_nobody_listens_any_more(tmp_path: Path) -> None:
     """As over SSH without a terminal: the closed channel is all that the other side sees."""
     (tmp_path / "a1/node-0").mkdir(parents=True)
     (tmp_path / "work").mkdir()
-    tree = Path(agent.__file__).parent
-    (tmp_path / "tree").mkdir()
-    for source in tree.glob("agent*.py"):
-        (tmp_path / "tree" / f"orc_{source.name}").write_text(source.read_text())
+    tree = tmp_path / "tree" / "orc" / "launchers"
+    shutil.copytree(Path(agent.__file__).parent, tree / "agent")
     config = {
         "job": "x",
         "name": "x",

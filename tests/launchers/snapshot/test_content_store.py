@@ -20,7 +20,8 @@ from orc.launchers.errors import BundleError
 from orc.launchers.snapshot import content_store as store_module
 from orc.launchers.snapshot import hashing
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import SourceTree, runtime_bundle, scan
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
+from orc.launchers.snapshot.scan import SourceTree, scan
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
-import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from orc.launchers.errors import BundleError
 from orc.launchers.snapshot import hashing
 from orc.launchers.snapshot import scan as bundle
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE
-from orc.launchers.snapshot.scan import BESIDE_RUNTIME, SourceTree, runtime_bundle, scan
+from orc.launchers.snapshot.runtime_tree import runtime_bundle, runtime_files
+from orc.launchers.snapshot.scan import SourceTree, scan
 
 
 def git(directory: Path, *words: str) -> None:
@@ -606,15 +608,23 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_scan(plain: Path, tmp_pa
 def test_the_runtime_travels_with_its_agent_and_nothing_else(tmp_path: Path) -> None:
     tree = runtime_bundle(cache=tmp_path)
     names = paths(tree)
-    own = set(BESIDE_RUNTIME)
-    assert {*own, "orc/runtime/__init__.py", "orc/runtime/config.py"} <= set(names)
-    assert all(n in own or (n.startswith("orc/runtime/") and n.endswith(".py")) for n in names)
-    assert "orc/__init__.py" not in names  # `orc` is a namespace on the nodes too
+    own = {"__main__.py", "sitecustomize.py", "orc/launchers/backends/sagemaker/entry.py"}
+    assert {*own, "orc/runtime/__init__.py", "orc/runtime/config.py", "orc/launchers/agent/node.py"} <= set(names)
+    rooms = ("orc/runtime/", "orc/launchers/agent/", "orc/launchers/environments/")
+    assert all(n in own or (n.startswith(rooms) and n.endswith(".py")) for n in names)
+    # Namespace packages on the nodes too: what is installed there stays to be found.
+    assert not {"orc/__init__.py", "orc/launchers/__init__.py"} & set(names)
     assert runtime_bundle(cache=tmp_path) == tree
     assert runtime_bundle() == tree
 
 
-def test_every_module_that_an_agent_asks_for_travels_beside_it() -> None:
-    sources = [Path(bundle.__file__).parents[1] / os.fsdecode(source) for source in BESIDE_RUNTIME.values()]
-    wanted = {name for path in sources for name in re.findall(r'\bbeside\("(\w+)"\)', path.read_text())}
-    assert {f"orc_agent_{name}.py" for name in wanted} <= set(BESIDE_RUNTIME)
+def test_what_travels_imports_the_standard_library_and_what_travels(tmp_path: Path) -> None:
+    files = {path: source for path, source in runtime_files().items() if path.startswith("orc/launchers/")}
+    for path, source in files.items():
+        tree = ast.parse(Path(os.fsdecode(source)).read_bytes(), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                own = f"{name.replace('.', '/')}.py" in files or f"{name.replace('.', '/')}/__init__.py" in files
+                assert own or name.partition(".")[0] in sys.stdlib_module_names, f"{path} imports {name}"

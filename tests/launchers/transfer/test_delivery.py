@@ -19,7 +19,8 @@ import pytest
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError
 from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import Bundle, runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.transfer import exchange, program, sync
 from orc.launchers.transfer.delivery import SyncReport, raise_first
 from orc.launchers.transfer.wire import deflate

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 
-from orc.launchers.agent import marked_processes
+from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends.base import LogSelector
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.errors import BackendUnreachable

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orc.launchers.agent_network import Port
+from orc.launchers.agent.network import Port
 from orc.launchers.backends.sagemaker.local.containers import NamespaceContainers
 from orc.launchers.backends.sagemaker.local.docker import DockerContainers
 from orc.launchers.backends.sagemaker.local.storage import LocalStorage

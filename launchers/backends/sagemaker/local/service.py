@@ -111,7 +111,7 @@ class LocalService:
             os.close(lock)
 
     def _start(self, directory: Path, lock: int) -> None:
-        from orc.launchers.agent import DERIVED
+        from orc.launchers.agent.variables import DERIVED
 
         env = {name: value for name, value in os.environ.items() if name not in DERIVED}
         env["ORC_GANG"] = directory.name  # whoever submits this from within a job must not end it with itself

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from orc.launchers import agent
+from orc.launchers.agent.procfs import marked_processes, process_start
+from orc.launchers.agent.records import read_json
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
 from orc.launchers.backends.local.backend import LocalBackend, _gpu_count
 from orc.launchers.errors import BackendError
@@ -26,7 +27,7 @@ from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, builtin_local
 
@@ -70,7 +71,7 @@ def ready(handle: Handle, rank: int = 0) -> None:
 
 
 def pid_of(handle: Handle, name: str) -> int:
-    record = agent.read_json(f"{handle.native_id}/{name}")
+    record = read_json(f"{handle.native_id}/{name}")
     assert record is not None
     return int(record["pid"])
 
@@ -90,7 +91,7 @@ def test_an_attempt_whose_agents_were_killed_is_lost_and_has_no_process_left(bac
     seen = until(lambda: (o := look(backend, handle)).phase.ended and o)
     assert (seen.phase, seen.cause) == (Phase.LOST, Cause.NODE_FAILURE)
     assert seen.reason == "the agent of node 0 was killed"
-    assert agent.marked_processes(handle.native_id) == []
+    assert marked_processes(handle.native_id) == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -117,7 +118,7 @@ def test_after_a_restart_of_the_machine_the_attempt_is_lost(backend, plan):
     handle = backend.submit(plan(IDLE), {})
     ready(handle)
     kill_all(handle)
-    until(lambda: not agent.marked_processes(handle.native_id))
+    until(lambda: not marked_processes(handle.native_id))
     for name in ("gang.json", "node-0/lease.json"):
         path = Path(handle.native_id, name)
         lease = json.loads(path.read_text())
@@ -131,7 +132,7 @@ def test_an_attempt_on_another_machine_of_a_shared_root_is_not_called_lost(backe
     handle = backend.submit(plan(IDLE), {})
     ready(handle)
     kill_all(handle)
-    until(lambda: not agent.marked_processes(handle.native_id))
+    until(lambda: not marked_processes(handle.native_id))
     for name in ("gang.json", "node-0/lease.json"):
         path = Path(handle.native_id, name)
         path.write_text(json.dumps({**json.loads(path.read_text()), "host": "far-away", "boot_id": "other"}))
@@ -160,8 +161,8 @@ def test_an_attempt_whose_directory_is_removed_while_it_runs_is_ended(backend, p
         backend.cancel([handle], timedelta(seconds=5))
     else:
         assert look(backend, handle).phase is Phase.LOST
-    assert agent.marked_processes(handle.native_id) == []
-    until(lambda: agent.process_start(gang) is None)
+    assert marked_processes(handle.native_id) == []
+    until(lambda: process_start(gang) is None)
 
 
 def test_cancelling_an_attempt_whose_agents_are_gone_ends_what_they_left(backend, plan):
@@ -170,9 +171,9 @@ def test_cancelling_an_attempt_whose_agents_are_gone_ends_what_they_left(backend
     )
     ready(handle)
     kill_all(handle)
-    until(lambda: len(agent.marked_processes(handle.native_id)) == 1)
+    until(lambda: len(marked_processes(handle.native_id)) == 1)
     backend.cancel([handle], timedelta(seconds=5))
-    assert agent.marked_processes(handle.native_id) == []
+    assert marked_processes(handle.native_id) == []
 
 
 def test_a_crash_counts_though_the_agent_was_killed_before_its_record(backend, plan):
@@ -206,7 +207,7 @@ def test_files_are_private(backend, plan):
     handle = backend.submit(plan("pass", secrets=["TOKEN"]), {"TOKEN": "x"})
     until(lambda: look(backend, handle).phase.ended)
     gang = pid_of(handle, "gang.json")
-    until(lambda: agent.process_start(gang) is None)  # it tidies up behind the last record
+    until(lambda: process_start(gang) is None)  # it tidies up behind the last record
     directory = Path(handle.native_id)
     for path in (directory, directory.parent, *directory.rglob("*")):
         mode = stat.S_IMODE(path.stat().st_mode)

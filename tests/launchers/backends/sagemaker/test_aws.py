@@ -21,7 +21,7 @@ from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
@@ -150,13 +150,15 @@ def test_an_unchanged_snapshot_is_uploaded_once_and_holds_no_local_path(sagemake
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         members = {member.name: member for member in archive.getmembers()}
         content = b"".join(archive.extractfile(each).read() for each in members.values() if each.isfile())  # type: ignore[union-attr]
-    assert {"code/train.py", "code/link.py", "runtime/orc_agent.py", "runtime/orc_sagemaker_entry.py"} <= set(members)
+    assert {"code/train.py", "code/link.py", "runtime/__main__.py", "runtime/orc/launchers/agent/node.py"} <= set(
+        members
+    )
     assert members["code/run.sh"].mode == 0o755
     assert members["code/link.py"].linkname == "train.py"
     assert all((m.uid, m.mtime, m.uname) == (0, 0, "") for m in members.values())
     assert str(tmp_path).encode() not in data
     assert str(tmp_path).encode() not in content
-    entry = s3.get_object(Bucket=BUCKET, Key=key.replace("source.tar.gz", "orc_sagemaker_entry.py"))["Body"].read()
+    entry = s3.get_object(Bucket=BUCKET, Key=key.replace("source.tar.gz", "entry.py"))["Body"].read()
     assert entry == (Path(__file__).parents[4] / "launchers/backends/sagemaker/entry.py").read_bytes()
 
 

@@ -17,7 +17,7 @@ from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Backend, Cause, Handle, LogSelector, Observation, Phase, Snapshot
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 

@@ -417,7 +417,7 @@ def test_the_commands_for_docker(tmp_path: Path) -> None:
         "name": "algo-1",
         "ml": "/state/run-1/algo-1/ml",
         "scratch": "/state/run-1/algo-1/scratch",
-        "argv": ["python3", "-I", "-S", "/opt/ml/input/data/orc/orc_sagemaker_entry.py"],
+        "argv": ["python3", "-I", "-S", "/opt/ml/input/data/orc/entry.py"],
         "binds": {"input/data/train": "/home/ada/data"},
         "env": {"PATH": "/usr/bin", "HOME": "/tmp", "TRAINING_JOB_NAME": "orc-digits-k3f9a2-a1", "NAME": "a\nb"},
     }

@@ -19,7 +19,8 @@ from orc.launchers.paths import state_dir
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle, runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
+from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from slurm_testbed import SlurmTestbed, eventually
 
-from orc.launchers.agent import read_json
+from orc.launchers.agent.records import read_json
 from orc.launchers.backends.base import Phase
 
 # Trains one sample after the other, and notes each with the run and the time of the machine that all nodes share.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.agent import marked_processes
+from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Observation, Phase, Placement, Snapshot
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.ssh.rendering import hosts_of
@@ -20,7 +20,7 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
 from orc.launchers.remote.transport import CommandTimeout, Completed, LocalTransport
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.scan import runtime_bundle
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
@@ -259,7 +259,7 @@ def test_what_was_started_half_waits_for_a_host_that_another_has_taken_meanwhile
 
 def test_a_host_that_refuses_ends_what_was_started_on_the_others(lab: Lab) -> None:
     plan = lab.plan()
-    agent = lab.hosts["b"].root / "store" / "trees" / plan.trees["runtime"] / "orc_agent_host.py"
+    agent = lab.hosts["b"].root / "store" / "trees" / plan.trees["runtime"] / "orc/launchers/agent/start.py"
     agent.chmod(0o600)
     agent.write_text("raise OSError('no more')")
     with pytest.raises(BackendError) as caught:

@@ -1,6 +1,6 @@
 """What an agent holds of the link to the agents on other hosts: the process that keeps the records in step.
 
-Shipped as ``orc_agent_link.py`` beside the agent: standard library only, Python >= 3.9. Loaded only where the hosts of
+Loaded only where the hosts of
 an attempt share no file system; docs/explanation/agent.md says how it works.
 """
 
@@ -12,17 +12,21 @@ import socket
 import sys
 import time
 
+from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.link.hub import Hub
+from orc.launchers.agent.link.joiner import Joiner
+from orc.launchers.agent.network import Port, reachable_addresses
+from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, prctl
+from orc.launchers.agent.procfs import process_start
+from orc.launchers.agent.records import read_json, remove
+from orc.launchers.agent.signals import ENDING, next_signal, signal_process
+from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S, NodeState
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 CLOSE_S = 10.0  # for the process to finish what it is just writing, on a disk that is slow
 
@@ -30,15 +34,15 @@ CLOSE_S = 10.0  # for the process to finish what it is just writing, on a disk t
 class Link:
     """What the agent holds of its link: the process, and what that says."""
 
-    def __init__(self, node: agent.Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self.node = node
         self.path = os.path.join(node.private, "link.json")
-        given = agent.read_json(self.path)
+        given = read_json(self.path)
         if given is None or not given.get("token"):
-            raise agent.LaunchFailure(f"{self.path} is missing: nodes on several hosts need it to know each other")
+            raise LaunchFailure(f"{self.path} is missing: nodes on several hosts need it to know each other")
         self.hub = given.get("hub") or node.config.get("hub")
         if node.node and not self.hub:
-            raise agent.LaunchFailure(f"{self.path} does not say where node 0 is")
+            raise LaunchFailure(f"{self.path} does not say where node 0 is")
         self.given = given
         self.listener: socket.socket | None = None
         self.port: Any = None
@@ -51,13 +55,13 @@ class Link:
         if self.hub:
             number = int(self.hub["port"])
         else:
-            self.port = agent.beside("network").Port()
+            self.port = Port()
             number = int(self.port.number)
         try:
             self.listener = _listener(number)
         except OSError as error:
-            raise agent.LaunchFailure(f"cannot listen on port {number} of this host: {error.strerror}") from None
-        return {"port": number, "addresses": agent.beside("network").reachable_addresses()}
+            raise LaunchFailure(f"cannot listen on port {number} of this host: {error.strerror}") from None
+        return {"port": number, "addresses": reachable_addresses()}
 
     def start(self) -> None:
         """Fork the process that does the work; it dies with the agent."""
@@ -77,7 +81,7 @@ class Link:
             "hurry": node.first_alone,  # its launcher's calls are files that others write
         }
         listener = self.listener
-        agent.remove(os.path.join(node.dir, "link.json"))
+        remove(os.path.join(node.dir, "link.json"))
         self.started = time.monotonic()
         woken, waker = os.pipe()
         for end in (woken, waker):
@@ -87,19 +91,19 @@ class Link:
             os.close(waker)
             # Not SIGKILL: what it is just writing is finished or taken back.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            agent.prctl(agent.PR_SET_PDEATHSIG, signal.SIGTERM)
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if node.slots:
                 node.slots.close()  # the agent's copy counts
             try:
                 if listener is not None:
-                    agent.beside("hub").Hub(settings, listener).run(woken)
+                    Hub(settings, listener).run(woken)
                 else:
-                    agent.beside("joiner").Joiner(settings).run(woken)
+                    Joiner(settings).run(woken)
             except SystemExit:
                 os._exit(0)
 
         try:
-            self.pid = agent.background(work, node.log_fd)
+            self.pid = background(work, node.log_fd)
         finally:
             os.close(woken)
             if self.waker >= 0:  # of one that has ended
@@ -122,7 +126,7 @@ class Link:
 
     def state(self) -> dict[str, Any]:
         """What it has said last."""
-        return agent.read_json(os.path.join(self.node.dir, "link.json")) or {}
+        return read_json(os.path.join(self.node.dir, "link.json")) or {}
 
     def gone(self) -> dict[str, str]:
         """Peers whose agents are known to have ended, and how."""
@@ -152,7 +156,7 @@ class Link:
             return  # it could not be started
         node = self.node
         lost = node.stop is not None and node.stop.lost
-        patience = 1.0 if lost and node.node else node.peer_timeout_s + agent.FAILURE_GRACE_S
+        patience = 1.0 if lost and node.node else node.peer_timeout_s + FAILURE_GRACE_S
         deadline = time.monotonic() + patience
         alone_at = float("inf")
         signs: dict[int, tuple[object, float]] = {}
@@ -168,11 +172,11 @@ class Link:
             else:
                 waiting = [peer for peer in range(1, node.nnodes) if not self._is_over(peer, state, signs, now)]
                 alone_at = alone_at if waiting else min(alone_at, now)
-                over = not waiting and (bool(state.get("delivered")) or now > alone_at + agent.FAILURE_GRACE_S)
+                over = not waiting and (bool(state.get("delivered")) or now > alone_at + FAILURE_GRACE_S)
             if over:
                 return
-            received = agent.next_signal(agent.HURRY_S)
-            if received is not None and received.si_signo in agent.ENDING:
+            received = next_signal(HURRY_S)
+            if received is not None and received.si_signo in ENDING:
                 return
             node.reap()
 
@@ -192,10 +196,10 @@ class Link:
         """No link any more."""
         pid, self.pid = self.pid, 0
         deadline = time.monotonic() + CLOSE_S
-        if pid and agent.signal_process(pid, signal.SIGTERM):
-            while agent.process_start(pid) and time.monotonic() < deadline:
+        if pid and signal_process(pid, signal.SIGTERM):
+            while process_start(pid) and time.monotonic() < deadline:
                 time.sleep(0.002)
-            agent.signal_process(pid, signal.SIGKILL)
+            signal_process(pid, signal.SIGKILL)
         if self.port:
             self.port.close()
 

@@ -1,7 +1,4 @@
-"""The side of every other node: connected to node 0, or trying to be.
-
-Shipped as ``orc_agent_joiner.py`` beside the agent: standard library only, Python >= 3.9.
-"""
+"""The side of every other node: connected to node 0, or trying to be."""
 
 from __future__ import annotations
 
@@ -11,34 +8,24 @@ import selectors
 import socket
 import time
 
+from orc.launchers.agent.errors import complain
+from orc.launchers.agent.link.channel import VERSION, Broken, Channel, nonce_in
+from orc.launchers.agent.link.endpoint import Side
+from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
+from orc.launchers.agent.network import interface_of, plain
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from orc.launchers import agent
-    from orc.launchers import agent_channel as channels
-    from orc.launchers import agent_exchange as exchange
-    from orc.launchers import agent_network as network
-    from orc.launchers import agent_shared as shared
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
-    channels, exchange, network, shared = (
-        agent.beside("channel"),
-        agent.beside("exchange"),
-        agent.beside("network"),
-        agent.beside("shared"),
-    )
 
 CONNECT_S = 2.0
 STAGGER_S = 0.05  # between the addresses of node 0, in their order
 BACKOFF_S = (0.05, 1.0)
 
 
-class Joiner(exchange.Side):
+class Joiner(Side):
     """The side of every other node: connected to node 0, or trying to be."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -46,13 +33,13 @@ class Joiner(exchange.Side):
         hub = settings["hub"]
         self.port = int(hub["port"])
         self.addresses = [str(address) for address in hub["addresses"]]
-        self.tries: dict[channels.Channel, str] = {}  # connections that are being made -> address
+        self.tries: dict[Channel, str] = {}  # connections that are being made -> address
         self.queue = [(self.begun + STAGGER_S * n, address) for n, address in enumerate(self.addresses)]
-        self.speaking: channels.Channel | None = None  # one at a time says who it is: node 0 takes the last that does
+        self.speaking: Channel | None = None  # one at a time says who it is: node 0 takes the last that does
         self.refused = False
         self.pause_s = BACKOFF_S[0]
         self.good: str | None = None  # the address that has worked
-        self.joined: channels.Channel | None = None
+        self.joined: Channel | None = None
         self.refused_since: float | None = None
         self.errors: dict[str, str] = {}
 
@@ -62,7 +49,7 @@ class Joiner(exchange.Side):
         for channel, address in list(self.tries.items()):
             try:
                 self.shake_hands(channel)
-            except channels.Broken as error:
+            except Broken as error:
                 self.drop(channel, str(error))
                 continue
             if now - channel.opened > CONNECT_S:
@@ -126,7 +113,7 @@ class Joiner(exchange.Side):
 
     def on_event(self, key: selectors.SelectorKey, events: int) -> None:
         """A connection is made, refused, or speaks."""
-        channel: channels.Channel = key.data
+        channel: Channel = key.data
         if channel in self.tries and channel.keys is None:
             error = channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
@@ -135,15 +122,15 @@ class Joiner(exchange.Side):
                 return
         super().on_event(key, events)
 
-    def shake_hands(self, channel: channels.Channel) -> None:
+    def shake_hands(self, channel: Channel) -> None:
         """Node 0's two frames: its random number, then the proof that it knows the token."""
         if not channel.nonces:
             if self.speaking is not None or (first := channel.greeting(b"")) is None:
                 return
-            if first.get("orc-link") != channels.VERSION:
-                raise channels.Broken("it does not speak this protocol")
+            if first.get("orc-link") != VERSION:
+                raise Broken("it does not speak this protocol")
             self.speaking = channel
-            channel.nonces = channels.nonce_in(first)
+            channel.nonces = nonce_in(first)
             nonce = os.urandom(32)
             channel.greet(
                 b"join", {"node": self.node, "marker": self.marker, "restart": self.restart, "nonce": nonce.hex()}
@@ -167,9 +154,9 @@ class Joiner(exchange.Side):
 
     def is_for_hub(self, name: str, record: Mapping[str, Any]) -> bool:
         """Whether node 0 needs this: own records, and what is for others."""
-        if shared.CALL.fullmatch(name):
+        if CALL.fullmatch(name):
             return record.get("from" if name.endswith(".done.json") else "node") != self.node
-        return shared.may_send(self.node, name)
+        return may_send(self.node, name)
 
     def publish(self, name: str, record: dict[str, Any]) -> None:
         """To the hub, now or when there is a connection."""
@@ -178,11 +165,11 @@ class Joiner(exchange.Side):
             if self.joined is not None:
                 self.joined.pending[name] = None
 
-    def on_record(self, channel: channels.Channel, name: str, record: Any) -> None:
+    def on_record(self, channel: Channel, name: str, record: Any) -> None:
         """Keep it. Where node 0 can be reached depends on who asks."""
         if name.startswith(f"node-{self.node}/"):
-            raise channels.Broken(f"it may not send {name}")
-        if isinstance(record, dict) and shared.RENDEZVOUS.fullmatch(name):
+            raise Broken(f"it may not send {name}")
+        if isinstance(record, dict) and RENDEZVOUS.fullmatch(name):
             record = {**record, "addr": self.good}
         if self.accept_record(name, record) and name == "node-0/exit.json":
             self.hub_is_over = True
@@ -192,7 +179,7 @@ class Joiner(exchange.Side):
         self.refused = True
         self.gone[0] = why
 
-    def on_dropped(self, channel: channels.Channel, why: str, by_peer: bool) -> None:
+    def on_dropped(self, channel: Channel, why: str, by_peer: bool) -> None:
         """Try again, at once if it had worked."""
         address = self.tries.pop(channel, None)
         if address is not None:
@@ -201,14 +188,14 @@ class Joiner(exchange.Side):
             self.speaking = None
         if channel is self.joined:
             self.joined = None
-            agent.complain(f"link: the connection to node 0 is lost: {why}")
+            complain(f"link: the connection to node 0 is lost: {why}")
             self.queue = [(time.monotonic() + self.pause_s, str(self.good))]
 
     def place(self) -> dict[str, Any]:
         """The two ends of the connection."""
         if self.joined is None:
             return {name: (self.told_state or {}).get(name) for name in ("address", "interface", "hub")}
-        address = network.plain(self.joined.sock.getsockname()[0])
+        address = plain(self.joined.sock.getsockname()[0])
         if self.told_state and self.told_state.get("address") == address:
             return {name: self.told_state[name] for name in ("address", "interface", "hub")}
-        return {"address": address, "interface": network.interface_of(address), "hub": self.good}
+        return {"address": address, "interface": interface_of(address), "hub": self.good}

@@ -1,7 +1,7 @@
 """One connection of the link: both sides prove that they know the attempt's token, then every message is signed.
 
-Shipped as ``orc_agent_channel.py`` beside the agent: standard library only, Python >= 3.9. What a message says is
-`agent_link`'s business.
+What a message says is
+decided by the endpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""All nodes of an attempt on one machine: one forked agent each, and a parent that sees them end.
-
-Shipped as ``orc_agent_gang.py`` beside the agent: standard library only, Python >= 3.9.
-"""
+"""All nodes of an attempt on one machine: one forked agent each, and a parent that sees them end."""
 
 from __future__ import annotations
 
@@ -9,39 +6,19 @@ import os
 import sys
 import time
 
+from orc.launchers.agent.cleanup import kill_attempt, kill_descendants
+from orc.launchers.agent.completion import finish_gang
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, complain
+from orc.launchers.agent.node import Node
+from orc.launchers.agent.processes import become_subreaper, exit_of, how_it_ended, load_libc
+from orc.launchers.agent.procfs import identity, is_running
+from orc.launchers.agent.records import create_json, read_json, remove
+from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
+from orc.launchers.agent.state import FAILURE_GRACE_S
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import Any
-
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
-
-
-def finish(config: Mapping[str, Any]) -> None:
-    """What happens once when all nodes of a gang have ended: no secret stays, and the next decision gets made."""
-    attempt_dir = str(config["attempt_dir"])
-    agent.remove(os.path.join(attempt_dir, "secrets.json"))
-    on_exit = config.get("on_exit")
-    if not on_exit or not agent.create_json(os.path.join(attempt_dir, "finished.json"), agent.identity()):
-        return
-    env = {name: value for name, value in os.environ.items() if name not in agent.DERIVED}
-    env.update(on_exit.get("env") or {}, ORC_GANG=config["marker"])
-    sys.stderr.flush()
-    if os.fork() == 0:
-        try:
-            os.setsid()
-            agent.release_signals()
-            os.umask(agent.users_umask)
-            os.execvpe(on_exit["argv"][0], on_exit["argv"], env)
-        except OSError as error:
-            agent.complain(f"cannot start {on_exit['argv'][0]}: {error}")
-        finally:
-            os._exit(127)
 
 
 class Gang:
@@ -62,9 +39,9 @@ class Gang:
         if pid:
             os.close(write)
             answer = os.read(read, 1)
-            return answer[0] if answer else agent.EXIT_LAUNCH
+            return answer[0] if answer else EXIT_LAUNCH
         os.close(read)
-        status = agent.EXIT_LAUNCH
+        status = EXIT_LAUNCH
         try:
             os.setsid()
             os.chdir("/")
@@ -76,7 +53,7 @@ class Gang:
             if status == 0:
                 self.supervise()
         except OSError as error:
-            agent.complain(str(error))
+            complain(str(error))
         finally:
             os._exit(status)
 
@@ -84,17 +61,17 @@ class Gang:
         """The gang's own lease: a second copy of the same submission ends here."""
         path = os.path.join(self.attempt_dir, "gang.json")
         os.makedirs(os.path.join(self.attempt_dir, "logs"), mode=0o700, exist_ok=True)
-        lease = {"owner": self.owner, "restart": 0, "marker": self.config["marker"], **agent.identity()}
-        if agent.create_json(path, lease):
+        lease = {"owner": self.owner, "restart": 0, "marker": self.config["marker"], **identity()}
+        if create_json(path, lease):
             return 0
-        held = agent.read_json(path) or {}
-        agent.complain(
+        held = read_json(path) or {}
+        complain(
             f"{self.config['marker']} is held by {held.get('owner')} (pid {held.get('pid')} on "
             f"{held.get('host')}); nothing was started"
         )
-        if not agent.is_running(int(held.get("pid", 0)), str(held.get("pid_start")), str(held.get("boot_id"))):
-            agent.remove(os.path.join(self.attempt_dir, "secrets.json"))  # nobody is left to remove it
-        return agent.EXIT_HELD
+        if not is_running(int(held.get("pid", 0)), str(held.get("pid_start")), str(held.get("boot_id"))):
+            remove(os.path.join(self.attempt_dir, "secrets.json"))  # nobody is left to remove it
+        return EXIT_HELD
 
     def detach(self) -> None:
         """Let go of the caller's terminal and pipes."""
@@ -108,32 +85,32 @@ class Gang:
 
     def supervise(self) -> None:
         """Start one agent per node and wait for all of them."""
-        agent.take_signals()
-        agent.become_subreaper()
+        take_signals()
+        become_subreaper()
         me = os.getpid()
-        agent.load_libc()
+        load_libc()
         for node in range(int(self.config["nnodes"])):
             pid = os.fork()
             if pid == 0:
-                status = agent.EXIT_LAUNCH
+                status = EXIT_LAUNCH
                 try:
                     os.setsid()
-                    status = agent.Node(self.config, node, self.owner, gang_pid=me).run()
+                    status = Node(self.config, node, self.owner, gang_pid=me).run()
                 except BaseException:
                     import traceback
 
-                    agent.complain(traceback.format_exc())
+                    complain(traceback.format_exc())
                 finally:
                     os._exit(status)
             self.agents[pid] = node
         while self.agents:
-            received = agent.next_signal(3600.0)
-            if received is not None and received.si_signo in agent.ENDING:
+            received = next_signal(3600.0)
+            if received is not None and received.si_signo in ENDING:
                 for pid in self.agents:
-                    agent.signal_process(pid, received.si_signo)
+                    signal_process(pid, received.si_signo)
             self.reap()
-        agent.kill_descendants(self.config["marker"])
-        finish(self.config)
+        kill_descendants(self.config["marker"])
+        finish_gang(self.config)
 
     def reap(self) -> None:
         """Collect the children that have ended."""
@@ -146,14 +123,14 @@ class Gang:
                 return
             node = self.agents.pop(pid, None)
             exited = os.path.join(self.attempt_dir, f"node-{node}", "exit.json")
-            if node is not None and agent.read_json(exited) is None:
-                self.on_lost_agent(node, agent.how_it_ended(*agent.exit_of(status)))
+            if node is not None and read_json(exited) is None:
+                self.on_lost_agent(node, how_it_ended(*exit_of(status)))
 
     def on_lost_agent(self, node: int, how: str) -> None:
         """An agent was killed: what it had started must not run on, and the others need not wait for a time-out."""
-        agent.complain(f"the agent of node {node} {how}")
-        agent.kill_attempt(self.attempt_dir, node)
-        agent.create_json(
+        complain(f"the agent of node {node} {how}")
+        kill_attempt(self.attempt_dir, node)
+        create_json(
             os.path.join(self.attempt_dir, "stop-r0.json"),
             {
                 "node": node,
@@ -161,7 +138,7 @@ class Gang:
                 "outcome": "node_failure",
                 "reason": f"the agent of node {node} {how}",
                 "forward": True,
-                "grace_s": agent.FAILURE_GRACE_S,
+                "grace_s": FAILURE_GRACE_S,
                 "exit_status": 1,
                 "first_failure": None,
                 "lost_node": node,

@@ -1,24 +1,18 @@
-"""The records that travel between hosts without a shared file system: which they are, and who needs which.
-
-Shipped as ``orc_agent_shared.py`` beside the agent: standard library only, Python >= 3.9.
-"""
+"""The records that travel between hosts without a shared file system: which they are, and who needs which."""
 
 from __future__ import annotations
 
 import os
 import re
 
+from orc.launchers.agent.errors import complain
+from orc.launchers.agent.records import create_json, read_json, refresh_json
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 OWN = re.compile(r"node-(\d{1,6})/(lease|heartbeat|exit)\.json")
 COMMON = re.compile(r"(stop-r\d{1,6}|cancel)\.json")
@@ -52,7 +46,7 @@ class Files:
             signature = _signature(path)
             if signature is None or signature == self.known.get(name) or not is_record(name):
                 continue
-            record = agent.read_json(path)
+            record = read_json(path)
             if record is not None:
                 self.known[name] = signature
                 found[name] = record
@@ -64,16 +58,16 @@ class Files:
         if not os.path.isdir(self.directory):
             return False
         try:
-            if agent.read_json(path) == record:
+            if read_json(path) == record:
                 return True
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             if name.startswith("stop-"):  # the first one counts, on every host
-                if not agent.create_json(path, record):
+                if not create_json(path, record):
                     return False
             else:
-                agent.refresh_json(path, record, durable=name.endswith("/exit.json"))
+                refresh_json(path, record, durable=name.endswith("/exit.json"))
         except OSError as error:
-            agent.complain(f"link: cannot write {path}: {error}")
+            complain(f"link: cannot write {path}: {error}")
             return True  # the others may have room for it
         signature = _signature(path)
         if signature is not None:

@@ -1,6 +1,6 @@
 """Calls: how a launcher starts something on another node of its attempt without SSH between the hosts.
 
-Shipped as ``orc_agent_calls.py`` beside the agent: standard library only, Python >= 3.9. `rsh` is what the launcher
+`rsh` is what the launcher
 runs in place of ``ssh``: it leaves a call in the attempt directory and waits for its end. `Calls` is the other
 side: the agent of the node that is named runs it. Format: docs/explanation/attempt-directory.md.
 """
@@ -12,17 +12,20 @@ import signal
 import sys
 import time
 
+from orc.launchers.agent.config import load_config
+from orc.launchers.agent.errors import LaunchFailure, complain
+from orc.launchers.agent.processes import agent_argv, exit_of, make_private, shell_status, spawn, users_umask
+from orc.launchers.agent.procfs import identity, is_running, process_start
+from orc.launchers.agent.records import read_json, write_json
+from orc.launchers.agent.shim import node_of
+from orc.launchers.agent.signals import signal_group
+from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S, LOOK_S, NodeState
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 EXIT_NO_CONNECTION = 255  # what ssh exits with when it could not do it
 HURRY_FOR_S = 30.0
@@ -38,7 +41,7 @@ _WITH_ARGUMENT = "BbcDEeFIiJLlmOoPpQRSWw"
 def node_called(host: str, config: Mapping[str, Any], attempt_dir: str) -> int | None:
     """The node that a launcher means by *host*: by any name it may know it by."""
     nnodes = int(config["nnodes"])
-    leases = [agent.read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
+    leases = [read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
     machines = [str(lease.get("host") or "") for lease in leases]
     known: dict[str, int] = {}
     for node in range(nnodes):
@@ -56,7 +59,7 @@ def node_called(host: str, config: Mapping[str, Any], attempt_dir: str) -> int |
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, str]:
-    """``(host, shell text)`` of a command line for ssh or rsh. Raises `agent.LaunchFailure`."""
+    """``(host, shell text)`` of a command line for ssh or rsh. Raises `LaunchFailure`."""
     host = ""
     rest = list(arguments)
     while rest:
@@ -75,9 +78,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, str]:
             rest.insert(0, word)
             break
     if not host or not rest:
-        raise agent.LaunchFailure(
-            "usage: rsh [options] [user@]host command ...: what it runs, it runs without a terminal"
-        )
+        raise LaunchFailure("usage: rsh [options] [user@]host command ...: what it runs, it runs without a terminal")
     return host, " ".join(rest)
 
 
@@ -85,16 +86,16 @@ def rsh(arguments: Sequence[str]) -> int:
     """Have a command run on another node of this attempt; returns its exit status, 255 when it could not be done."""
     attempt_dir = os.environ.get("ORC_ATTEMPT_DIR")
     if attempt_dir is None:
-        raise agent.LaunchFailure("rsh runs below a launcher of an orc agent: ORC_ATTEMPT_DIR must be set")
+        raise LaunchFailure("rsh runs below a launcher of an orc agent: ORC_ATTEMPT_DIR must be set")
     host, text = parse(arguments)
-    config = agent.load_config(os.path.join(attempt_dir, "agent.json"))
+    config = load_config(os.path.join(attempt_dir, "agent.json"))
     node = node_called(host, config, attempt_dir)
     if node is None:
         names = ", ".join(str(entry["name"]) for entry in config.get("hosts") or ()) or "node-0, node-1 and so on"
-        agent.complain(f"{host} is no host of this attempt; they are {names}")
+        complain(f"{host} is no host of this attempt; they are {names}")
         return EXIT_NO_CONNECTION
-    own = agent.beside("shim").node_of(attempt_dir)
-    me = agent.identity()
+    own = node_of(attempt_dir)
+    me = identity()
     call = {
         "id": f"{own[0] if own else 0}-{me['pid']}-{time.time_ns()}",
         "node": node,
@@ -104,13 +105,13 @@ def rsh(arguments: Sequence[str]) -> int:
         "caller": {name: me[name] for name in ("pid", "pid_start", "boot_id")},
         "at": me["at"],
     }
-    agent.private()
+    make_private()
     os.makedirs(os.path.join(attempt_dir, "calls"), mode=0o700, exist_ok=True)
     base = os.path.join(attempt_dir, "calls", str(call["id"]))
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: told.append(number))
-    agent.write_json(f"{base}.json", call, durable=False)
+    write_json(f"{base}.json", call, durable=False)
     return _wait(base, attempt_dir, call, told)
 
 
@@ -119,16 +120,16 @@ def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], told: Sequence[i
     patience = None
     pause = 0.005
     while True:
-        done = agent.read_json(f"{base}.done.json")
+        done = read_json(f"{base}.done.json")
         if done is not None:
             sys.stdout.write(str(done.get("output") or ""))
             sys.stdout.flush()
             return int(done["status"])
         now = time.monotonic()
         if told and patience is None:
-            agent.write_json(f"{base}.end.json", {"id": call["id"], "node": call["node"]}, durable=False)
-            patience = now + agent.FAILURE_GRACE_S + 2.0
-        over = agent.read_json(ended)
+            write_json(f"{base}.end.json", {"id": call["id"], "node": call["node"]}, durable=False)
+            patience = now + FAILURE_GRACE_S + 2.0
+        over = read_json(ended)
         if over is not None and int(over.get("restart", 0)) == call["restart"] and patience is None:
             patience = now + 1.0  # its last word may be on the way
         if patience is not None and now > patience:
@@ -140,12 +141,12 @@ def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], told: Sequence[i
 # --- the side that is asked ------------------------------------------------------------------------------------------
 
 
-def install(directory: str) -> str:
+def install(directory: str, runtime_tree: str) -> str:
     """Put the look-alikes of ``ssh`` and ``rsh`` into *directory*, which goes first on a launcher's PATH."""
     import shlex
 
     os.makedirs(directory, mode=0o700, exist_ok=True)
-    words = " ".join(shlex.quote(word) for word in (*agent.own_argv(), "rsh"))
+    words = " ".join(shlex.quote(word) for word in (*agent_argv(runtime_tree), "rsh"))
     for name in NAMES:
         path = os.path.join(directory, name)
         with open(path, "w", encoding="utf-8") as file:
@@ -157,7 +158,7 @@ def install(directory: str) -> str:
 class Calls:
     """What other nodes ask of this one, for as long as its agent runs."""
 
-    def __init__(self, node: agent.Node, env: Mapping[str, str]) -> None:
+    def __init__(self, node: NodeState, env: Mapping[str, str]) -> None:
         self.node = node
         self.env = dict(env)
         self.directory = os.path.join(node.attempt_dir, "calls")
@@ -172,7 +173,7 @@ class Calls:
 
     def pace(self) -> float:
         """Seconds until the next look: launchers call at their start, one node after the other."""
-        return agent.HURRY_S if time.monotonic() - self.since < HURRY_FOR_S else agent.LOOK_S
+        return HURRY_S if time.monotonic() - self.since < HURRY_FOR_S else LOOK_S
 
     def look(self) -> None:
         """Start what is new, end what is to end, tell what has ended."""
@@ -198,12 +199,12 @@ class Calls:
                 self.end(call)
         now = time.monotonic()
         if now >= self.next_callers:
-            self.next_callers = now + agent.LOOK_S
+            self.next_callers = now + LOOK_S
             self.look_at_callers()
 
     def consider(self, call: str) -> None:
         """A new call: is it for this node, or from it?"""
-        record = agent.read_json(os.path.join(self.directory, f"{call}.json"))
+        record = read_json(os.path.join(self.directory, f"{call}.json"))
         if record is None:
             return
         if int(record.get("restart", 0)) != self.node.restart:
@@ -222,11 +223,11 @@ class Calls:
         for call, record in list(self.asked.items()):
             caller = record.get("caller") or {}
             who = (int(caller.get("pid", 0)), str(caller.get("pid_start")), str(caller.get("boot_id")))
-            if not agent.is_running(*who):
+            if not is_running(*who):
                 del self.asked[call]
                 path = os.path.join(self.directory, f"{call}.end.json")
                 try:
-                    agent.write_json(path, {"id": call, "node": record["node"]}, durable=False)
+                    write_json(path, {"id": call, "node": record["node"]}, durable=False)
                 except OSError as error:
                     self.node.log(f"cannot write {path}: {error}")
 
@@ -238,14 +239,14 @@ class Calls:
         argv = ["/bin/sh", "-c", str(record["command"])]
         null = os.open(os.devnull, os.O_RDONLY)
         try:
-            pid = agent.spawn(argv, self.env, cwd=node.work, stdin=null, output=node.log_fd, umask=agent.users_umask)
-        except agent.LaunchFailure as error:
+            pid = spawn(argv, self.env, cwd=node.work, stdin=null, output=node.log_fd, umask=users_umask())
+        except LaunchFailure as error:
             node.log(str(error))
             self.done(call, 127 << 8)
             return
         finally:
             os.close(null)
-        node.sessions[pid] = agent.process_start(pid) or ""
+        node.sessions[pid] = process_start(pid) or ""
         node.note_pids()
         self.running[call] = pid
 
@@ -254,15 +255,15 @@ class Calls:
         now = time.monotonic()
         pid = self.running[call]
         if call not in self.kill_at:
-            self.kill_at[call] = now + agent.FAILURE_GRACE_S
-            agent.signal_group(pid, signal.SIGTERM)
+            self.kill_at[call] = now + FAILURE_GRACE_S
+            signal_group(pid, signal.SIGTERM)
         elif now > self.kill_at[call]:
-            agent.signal_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
 
     def done(self, call: str, status: int) -> None:
         """Tell the caller how it ended."""
         record, start = self.begun[call]
-        code = agent.shell_status(*agent.exit_of(status))
+        code = shell_status(*exit_of(status))
         answer = {
             "id": call,
             "node": record["node"],
@@ -273,7 +274,7 @@ class Calls:
         }
         path = os.path.join(self.directory, f"{call}.done.json")
         try:
-            agent.write_json(path, answer, durable=False)
+            write_json(path, answer, durable=False)
         except OSError as error:
             self.node.log(f"cannot write {path}: {error}")
         if code and not self.node.shim_records(running=True):
@@ -305,14 +306,15 @@ class Calls:
         """What this node's log has got since byte *start*, without the agent's own lines: the first 8 KiB."""
         path = os.path.join(self.node.logs, f"node-{self.node.node}.log")
         secrets = list(self.node.secrets.values())
-        masking = agent.beside("masking") if secrets else None
+        from orc.launchers.agent.masking import longest, masked
+
         try:
             with open(path, "rb") as file:
                 file.seek(start)
-                data, beyond = file.read(OUTPUT_BYTES), file.read(masking.longest(secrets) if masking else 0)
+                data, beyond = file.read(OUTPUT_BYTES), file.read(longest(secrets) if secrets else 0)
         except OSError:
             return ""
         text = data.decode("utf-8", "replace")
-        if masking:
-            text = masking.masked(text + beyond.decode("utf-8", "replace"), secrets, 0, len(text))
+        if secrets:
+            text = masked(text + beyond.decode("utf-8", "replace"), secrets, 0, len(text))
         return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[orc "))

@@ -1,7 +1,4 @@
-"""Masking: replacing the values of secrets in text that leaves a job's own logs, in all forms that programs print.
-
-Shipped as ``orc_agent_masking.py`` beside the agent: standard library only, Python >= 3.9.
-"""
+"""Masking: replacing the values of secrets in text that leaves a job's own logs, in all forms that programs print."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What both sides of the link do: keep the records of an attempt in step between hosts without a shared file system.
 
-Shipped as ``orc_agent_exchange.py`` beside the agent: standard library only, Python >= 3.9. A process of its own that
+A process of its own that
 knows no more of the agent than the files of the attempt directory. Node 0's is the *hub*, the others *join* it. Each
 side sends the newest content of the files that the other one needs, and after a cut all of them again: a record that
 arrives twice changes nothing, and what waits to be sent is a set of names, however long the cut.
@@ -14,20 +14,18 @@ import selectors
 import socket
 import time
 
+from orc.launchers.agent.errors import complain
+from orc.launchers.agent.link.channel import FRAME_BYTES, Broken, Channel
+from orc.launchers.agent.link.records import Files, is_record
+from orc.launchers.agent.records import refresh_json
+from orc.launchers.agent.signals import NEWS, signal_process
+from orc.launchers.agent.state import HURRY_S
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from orc.launchers import agent
-    from orc.launchers import agent_channel as channels
-    from orc.launchers import agent_shared as shared
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
-    channels, shared = agent.beside("channel"), agent.beside("shared")
 
 SCAN_S = 0.1  # how often the own files are looked at; the agent says when it has written one
 HURRY_FOR_S = 20.0  # at first more often, where others than the agent write them
@@ -50,13 +48,13 @@ class Side:
         self.dead_s = max(3 * self.heartbeat_s, self.peer_timeout_s / 3)
         self.gone_s = min(GONE_S, self.peer_timeout_s)
         self.directory = str(settings["attempt_dir"])
-        self.files = shared.Files(self.directory, self.node, self.restart)
+        self.files = Files(self.directory, self.node, self.restart)
         self.table: dict[str, dict[str, Any]] = {}
         self.hurry = bool(settings.get("hurry"))
         self.agent = os.getppid()
         self.begun = time.monotonic()
         self.selector = selectors.DefaultSelector()
-        self.channels: list[channels.Channel] = []
+        self.channels: list[Channel] = []
         self.gone: dict[int, str] = {}  # peers whose agents have ended without a word, and how that is known
         self.handed_over = False  # a connection has ended after it had carried this node's exit record
         self.hub_is_over = False  # node 0's exit record has come
@@ -76,11 +74,11 @@ class Side:
                     next_scan = 0.0
                 else:
                     self.on_event(key, events)
-                    next_scan = min(next_scan, last_scan + agent.HURRY_S)
+                    next_scan = min(next_scan, last_scan + HURRY_S)
             now = time.monotonic()
             if now >= next_scan:
                 hurry = (self.hurry and now - self.begun < HURRY_FOR_S) or not self.is_settled()
-                last_scan, next_scan = now, now + (agent.HURRY_S if hurry else SCAN_S)
+                last_scan, next_scan = now, now + (HURRY_S if hurry else SCAN_S)
                 for name, record in self.files.changed().items():
                     self.publish(name, record)
                 self.keep_up(now)
@@ -90,7 +88,7 @@ class Side:
 
     def on_event(self, key: selectors.SelectorKey, events: int) -> None:
         """Something can be read from or written to a connection."""
-        channel: channels.Channel = key.data
+        channel: Channel = key.data
         if channel not in self.channels:
             return
         try:
@@ -99,10 +97,10 @@ class Side:
             if events & selectors.EVENT_READ:
                 channel.read()
                 self.advance(channel)
-        except channels.Broken as error:
+        except Broken as error:
             self.drop(channel, str(error), error.closed)
 
-    def advance(self, channel: channels.Channel) -> None:
+    def advance(self, channel: Channel) -> None:
         """Take what has arrived: the rest of the handshake, then messages."""
         if channel.keys is None:
             self.shake_hands(channel)
@@ -117,7 +115,7 @@ class Side:
             elif "refused" in message:
                 self.on_refused(str(message["refused"]))
 
-    def pump(self, channel: channels.Channel, now: float) -> None:
+    def pump(self, channel: Channel, now: float) -> None:
         """Send what is due, and say what has been stored."""
         if channel not in self.channels:
             return
@@ -135,21 +133,21 @@ class Side:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting else 0)
             if self.selector.get_key(channel.sock).events != wanted:
                 self.selector.modify(channel.sock, wanted, channel)
-        except channels.Broken as error:
+        except Broken as error:
             self.drop(channel, str(error), error.closed)
 
-    def send_record(self, channel: channels.Channel, name: str) -> None:
+    def send_record(self, channel: Channel, name: str) -> None:
         """The newest content of one file."""
         record = self.table[name]
-        if len(json.dumps(record, ensure_ascii=False).encode()) > channels.FRAME_BYTES - 4096:
-            agent.complain(f"link: {name} is too large to be passed on")
+        if len(json.dumps(record, ensure_ascii=False).encode()) > FRAME_BYTES - 4096:
+            complain(f"link: {name} is too large to be passed on")
             return
         channel.sent += 1
         channel.send({"name": name, "record": record})
 
     def accept_record(self, name: str, record: Any) -> bool:
         """Store a record from the other side; False for what cannot be one."""
-        stored = shared.is_record(name) and isinstance(record, dict) and self.files.store(name, record)
+        stored = is_record(name) and isinstance(record, dict) and self.files.store(name, record)
         if stored:
             self.tell_agent()
         return stored
@@ -157,16 +155,16 @@ class Side:
     def tell_agent(self) -> None:
         """Have it look."""
         if os.getppid() == self.agent:
-            agent.signal_process(self.agent, agent.NEWS)
+            signal_process(self.agent, NEWS)
 
-    def open(self, sock: socket.socket, events: int = selectors.EVENT_READ) -> channels.Channel:
+    def open(self, sock: socket.socket, events: int = selectors.EVENT_READ) -> Channel:
         """A new connection, of whom nothing is known yet."""
-        channel = channels.Channel(sock, self.token)
+        channel = Channel(sock, self.token)
         self.channels.append(channel)
         self.selector.register(sock, events, channel)
         return channel
 
-    def drop(self, channel: channels.Channel, why: str, by_peer: bool = False) -> None:
+    def drop(self, channel: Channel, why: str, by_peer: bool = False) -> None:
         """Close a connection. *by_peer*: see `Broken.closed`."""
         if channel in self.channels:
             self.channels.remove(channel)
@@ -206,10 +204,10 @@ class Side:
             return
         path = os.path.join(self.directory, f"node-{self.node}", "link.json")
         try:
-            agent.refresh_json(path, state)
+            refresh_json(path, state)
         except OSError as error:  # a full disk; the directory was removed
             if os.path.isdir(self.directory):
-                agent.complain(f"link: cannot write {path}: {error}")
+                complain(f"link: cannot write {path}: {error}")
             self.tell_at = now + 1.0
             return
         self.told_state = state
@@ -225,15 +223,15 @@ class Side:
         """A record has changed on this host."""
         raise NotImplementedError
 
-    def shake_hands(self, channel: channels.Channel) -> None:
+    def shake_hands(self, channel: Channel) -> None:
         """Go on with the handshake. Raises `Broken`."""
         raise NotImplementedError
 
-    def on_record(self, channel: channels.Channel, name: str, record: Any) -> None:
+    def on_record(self, channel: Channel, name: str, record: Any) -> None:
         """A record has come. Raises `Broken` for one that the other side may not send."""
         raise NotImplementedError
 
-    def on_dropped(self, channel: channels.Channel, why: str, by_peer: bool) -> None:
+    def on_dropped(self, channel: Channel, why: str, by_peer: bool) -> None:
         """A connection is gone."""
         raise NotImplementedError
 

@@ -1,95 +1,30 @@
 """Starting an agent on a host without a scheduler: it takes slots and the lease, or says who has them.
 
-Shipped as ``orc_agent_host.py`` beside the agent: standard library only, Python >= 3.9. One short command over SSH that
+One short command over SSH that
 prints one line of JSON. Format: docs/explanation/attempt-directory.md.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
-import time
+
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, complain
+from orc.launchers.agent.lease import take_lease
+from orc.launchers.agent.node import Node
+from orc.launchers.agent.procfs import is_running
+from orc.launchers.agent.records import read_json, remove
+from orc.launchers.agent.slots import Slots
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 EXIT_BUSY = 78
 # What comes to a host for one attempt alone and must not stay.
 CONFIDENTIAL = ("secrets.json", "link.json")
-
-
-# --- slots -----------------------------------------------------------------------------------------------------------
-
-
-class Slots:
-    """Places for processes (or GPUs) of this host: files that the agent holds locks on, so they go with the agent."""
-
-    def __init__(self, root: str) -> None:
-        # By machine: the root may be on a file system that several machines share.
-        self.directory = os.path.join(root, "slots", os.uname().nodename)
-        self.held: dict[int, int] = {}  # index -> file descriptor
-
-    def take(self, total: int, count: int, marker: str) -> list[str]:
-        """Take *count* of *total* and return an empty list, or nothing and return the markers of those who have them.
-
-        Raises `agent.LaunchFailure` when there are not that many at all.
-        """
-        if count > total:
-            raise agent.LaunchFailure(f"the job takes {count} slots of this host, which has {total}")
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        turn = os.open(os.path.join(self.directory, ".turn"), os.O_RDWR | os.O_CREAT, 0o600)
-        holders: list[str] = []
-        try:
-            fcntl.flock(turn, fcntl.LOCK_EX)  # two that take some each would both get none
-            for index in range(total):
-                if len(self.held) == count:
-                    break
-                fd = os.open(os.path.join(self.directory, str(index)), os.O_RDWR | os.O_CREAT, 0o600)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    holders.append(_marker_in(fd))
-                    os.close(fd)
-                else:
-                    self.held[index] = fd
-            if len(self.held) < count:
-                self.close()
-                return sorted(set(holders))
-            for fd in self.held.values():
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps({"marker": marker, "pid": os.getpid(), "at": time.time()}).encode(), 0)
-            return []
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(turn)
-
-    def close(self) -> None:
-        """Let others have them."""
-        for fd in self.held.values():
-            os.close(fd)
-        self.held = {}
-
-
-def _marker_in(fd: int) -> str:
-    try:
-        return str(json.loads(os.pread(fd, 4096, 0))["marker"])
-    except (ValueError, KeyError, TypeError):
-        return "unknown"
-
-
-# --- start -----------------------------------------------------------------------------------------------------------
 
 
 def start(config: dict[str, Any], node: int, owner: str) -> int:
@@ -108,15 +43,15 @@ def start(config: dict[str, Any], node: int, owner: str) -> int:
         with os.fdopen(read, "rb") as pipe:
             line = pipe.readline()  # the agent keeps no copy of the other end
         answer = json.loads(line) if line.endswith(b"\n") else {"state": "failed", "reason": "the agent was killed"}
-        status = answer.pop("status", agent.EXIT_LAUNCH)
+        status = answer.pop("status", EXIT_LAUNCH)
         print(json.dumps(answer), flush=True)
         return int(status)
     os.close(read)
-    status = agent.EXIT_LAUNCH
+    status = EXIT_LAUNCH
     try:
         os.setsid()
         os.chdir("/")
-        own = agent.Node(config, node, owner)
+        own = Node(config, node, owner)
         answer = hold(own)
         status = int(answer["status"])
         if status == 0:
@@ -124,7 +59,7 @@ def start(config: dict[str, Any], node: int, owner: str) -> int:
         elif answer.get("alive") is not True and config["marker"] not in answer.get("holders", ()):
             # What was just brought is nobody's.
             for name in CONFIDENTIAL:
-                agent.remove(os.path.join(own.private, name))
+                remove(os.path.join(own.private, name))
         try:
             os.write(write, json.dumps(answer).encode() + b"\n")
         except BrokenPipeError:
@@ -135,12 +70,12 @@ def start(config: dict[str, Any], node: int, owner: str) -> int:
     except BaseException:
         import traceback
 
-        agent.complain(traceback.format_exc())
+        complain(traceback.format_exc())
     finally:
         os._exit(status)
 
 
-def hold(own: agent.Node) -> dict[str, Any]:
+def hold(own: Node) -> dict[str, Any]:
     """Slots, port and lease, or nothing."""
     path = os.path.join(own.dir, "lease.json")
     slots = Slots(str(own.config["root"]))
@@ -162,28 +97,30 @@ def hold(own: agent.Node) -> dict[str, Any]:
                 own.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in sorted(slots.held))
         where: dict[str, Any] = {}
         if own.linked:
-            own.link = agent.beside("link").Link(own)
+            from orc.launchers.agent.link.process import Link
+
+            own.link = Link(own)
             if own.node == 0:
                 where = own.link.listen()
                 own.me["hub"] = where  # in the lease, for who completes a start that was cut off
-        if not own.take_lease():
+        if not take_lease(own):
             slots.close()
             return taken(path)
-    except (agent.LaunchFailure, OSError) as error:
+    except (LaunchFailure, OSError) as error:
         slots.close()
-        return {"state": "failed", "reason": str(error), "status": agent.EXIT_LAUNCH}
+        return {"state": "failed", "reason": str(error), "status": EXIT_LAUNCH}
     return {"state": "held", "pid": os.getpid(), **where, "status": 0}
 
 
 def taken(path: str) -> dict[str, Any]:
     """Another copy has the lease."""
-    lease = agent.read_json(path) or {}
+    lease = read_json(path) or {}
     holder = {name: lease.get(name) for name in ("owner", "pid", "host", "at")}
     where = lease.get("hub") or {}
-    return {"state": "taken", "holder": holder, "alive": _runs(lease), **where, "status": agent.EXIT_HELD}
+    return {"state": "taken", "holder": holder, "alive": _runs(lease), **where, "status": EXIT_HELD}
 
 
-def detach(own: agent.Node) -> None:
+def detach(own: Node) -> None:
     """Let go of the caller's terminal and pipes: SSH waits for them."""
     path = os.path.join(own.logs, f"node-{own.node}.log")
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -197,4 +134,4 @@ def detach(own: agent.Node) -> None:
 
 
 def _runs(lease: dict[str, Any]) -> bool:
-    return agent.is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
+    return is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))

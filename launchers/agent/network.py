@@ -1,23 +1,15 @@
-"""Ports, addresses and interfaces of this host.
-
-Shipped as ``orc_agent_network.py`` beside the agent: standard library only, Python >= 3.9.
-"""
+"""Ports, addresses and interfaces of this host."""
 
 from __future__ import annotations
 
 import os
 import socket
 
+from orc.launchers.agent.errors import LaunchFailure
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 
 class Port:
@@ -49,7 +41,7 @@ class Port:
             self.number = port
             self._held = held
             return
-        raise agent.LaunchFailure(f"no free TCP port between {first} and {last}")
+        raise LaunchFailure(f"no free TCP port between {first} and {last}")
 
     def close(self) -> None:
         """Let others use it."""
@@ -141,7 +133,7 @@ def reachable_addresses() -> list[str]:
 
 
 def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
-    """``(interface, address)`` of this host that a job's ``network`` allows. Raises `agent.LaunchFailure`."""
+    """``(interface, address)`` of this host that a job's ``network`` allows. Raises `LaunchFailure`."""
     import ipaddress
 
     interface, cidr = network.get("interface"), network.get("cidr")
@@ -149,7 +141,7 @@ def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
     here = ", ".join(f"{name} {address}" for name, address in own) or "no address at all"
     found = [one for one in own if not interface or one[0] == interface]
     if not found:
-        raise agent.LaunchFailure(f"network.interface is {interface}, and this node has {here}")
+        raise LaunchFailure(f"network.interface is {interface}, and this node has {here}")
     if cidr:
         allowed = ipaddress.ip_network(cidr)
         found = [one for one in found if ipaddress.ip_address(one[1]) in allowed]
@@ -157,7 +149,7 @@ def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
         found = [one for one in found if not one[1].startswith("fe80:")]  # good for nothing without its scope
     if not found:
         on = f"interface {interface}" if interface else "this node"
-        raise agent.LaunchFailure(f"network.cidr is {cidr}, and no address of {on} lies in it: this node has {here}")
+        raise LaunchFailure(f"network.cidr is {cidr}, and no address of {on} lies in it: this node has {here}")
     return found[0]
 
 

@@ -1,6 +1,6 @@
 """The shim around one rank of a launcher: its variables, its own log, its true exit status.
 
-Shipped as ``orc_agent_shim.py`` beside the agent: standard library only, Python >= 3.9. Launchers number their ranks in
+Launchers number their ranks in
 variables of their own; a training script reads the ones that torch reads, whoever has started it.
 """
 
@@ -11,17 +11,25 @@ import signal
 import sys
 import time
 
+from orc.launchers.agent.errors import EXIT_CANCELLED, LaunchFailure, complain
+from orc.launchers.agent.processes import (
+    PR_SET_PDEATHSIG,
+    exit_of,
+    make_private,
+    prctl,
+    shell_status,
+    spawn,
+    users_umask,
+)
+from orc.launchers.agent.procfs import boot_id, process_start, process_stat
+from orc.launchers.agent.records import read_json, remove, write_json
+from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 # Where each variable comes from: the first that is set. Open MPI; PMIx (PRRTE); MPICH, Intel MPI (hydra); Slurm.
 SOURCES: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +46,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
+def translated_variables(env: Mapping[str, str]) -> dict[str, str]:
     """RANK, LOCAL_RANK and so on from what a launcher has set; what it has set itself stays."""
     found = {}
     for name, sources in SOURCES.items():
@@ -54,31 +62,31 @@ def node_of(attempt_dir: str) -> tuple[int, dict[str, str]] | None:
     Not from the environment: launchers pass that of the first node on to all.
     """
     agents = {}
-    boot = agent.boot_id()
+    boot = boot_id()
     for name in os.listdir(attempt_dir):
         if name.startswith("node-"):
-            noted = agent.read_json(os.path.join(attempt_dir, name, "pids.json")) or {}
+            noted = read_json(os.path.join(attempt_dir, name, "pids.json")) or {}
             if noted.get("boot_id") == boot:
                 agents[int(noted["agent"]["pid"])] = (int(name[len("node-") :]), dict(noted.get("env") or {}))
     pid = os.getppid()
     while pid > 1:
         if pid in agents:
             return agents[pid]
-        stat = agent.process_stat(pid)
+        stat = process_stat(pid)
         if stat is None:
             return None
         pid = int(stat[1])
     return None
 
 
-def environment(env: dict[str, str], attempt_dir: str) -> None:
+def complete_environment(env: dict[str, str], attempt_dir: str) -> None:
     """Complete *env*, which a launcher has made, with what belongs to this rank."""
     own = node_of(attempt_dir)
     if own is not None:
         env.update({"ORC_NODE_RANK": str(own[0]), **own[1]})
     by_launcher = "RANK" in env and "MASTER_ADDR" in env  # torchrun, deepspeed
-    env.update(rank_variables(env))
-    met = agent.read_json(os.path.join(attempt_dir, f"rendezvous-r{env.get('ORC_RESTART', '0')}.json"))
+    env.update(translated_variables(env))
+    met = read_json(os.path.join(attempt_dir, f"rendezvous-r{env.get('ORC_RESTART', '0')}.json"))
     if met is not None and not by_launcher:
         env.update(MASTER_ADDR=str(met["addr"]), MASTER_PORT=str(met["port"]))
     env.setdefault("NODE_RANK", env.get("ORC_NODE_RANK", "0"))
@@ -91,18 +99,16 @@ def run(program: Sequence[str]) -> NoReturn:
     attempt_dir = env.get("ORC_ATTEMPT_DIR")
     rank = next((env[name] for name in SOURCES["RANK"] if env.get(name)), None)
     if rank is None or attempt_dir is None or not program:
-        raise agent.LaunchFailure(
-            "the rank shim runs below a launcher of an orc agent: RANK and ORC_ATTEMPT_DIR must be set"
-        )
-    environment(env, attempt_dir)
+        raise LaunchFailure("the rank shim runs below a launcher of an orc agent: RANK and ORC_ATTEMPT_DIR must be set")
+    complete_environment(env, attempt_dir)
     restart = env.get("ORC_RESTART", "0")
     base = os.path.join(attempt_dir, f"node-{env.get('ORC_NODE_RANK', '0')}", f"rank-{rank}-r{restart}")
-    agent.prctl(agent.PR_SET_PDEATHSIG, signal.SIGKILL)
-    agent.take_signals()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    take_signals()
     if os.path.exists(os.path.join(attempt_dir, f"stop-r{restart}.json")) or os.path.exists(
         os.path.join(attempt_dir, "cancel.json")
     ):
-        os._exit(agent.EXIT_CANCELLED)  # a launcher that restarts its ranks while the attempt is being stopped
+        os._exit(EXIT_CANCELLED)  # a launcher that restarts its ranks while the attempt is being stopped
     log = os.path.join(env.get("ORC_LOGS_DIR") or os.path.join(attempt_dir, "logs"), f"rank-{rank}.log")
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     me: dict[str, Any] = {
@@ -110,38 +116,38 @@ def run(program: Sequence[str]) -> NoReturn:
         "local_rank": int(env.get("LOCAL_RANK") or 0),
         "round": int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "pid": os.getpid(),
-        "start": agent.process_start(os.getpid()) or "",
+        "start": process_start(os.getpid()) or "",
         "log_start": os.fstat(fd).st_size,
         "began": time.time(),
     }
-    agent.private()
+    make_private()
     told = False
     code: int | None
     name: str | None
     try:
-        pid = agent.spawn(program, env, output=fd, umask=agent.users_umask)
-    except agent.LaunchFailure as error:
+        pid = spawn(program, env, output=fd, umask=users_umask())
+    except LaunchFailure as error:
         os.write(fd, f"orc agent: {error}\n".encode())
         code, name = 127, None
     else:
         os.close(fd)
-        me["program"] = {"pid": pid, "start": agent.process_start(pid) or ""}
-        agent.remove(f"{base}.json")  # of an earlier round
-        agent.write_json(f"{base}.pid", me, durable=False)
+        me["program"] = {"pid": pid, "start": process_start(pid) or ""}
+        remove(f"{base}.json")  # of an earlier round
+        write_json(f"{base}.pid", me, durable=False)
         while True:
-            received = agent.next_signal(3600.0)
+            received = next_signal(3600.0)
             if received is not None and received.si_signo != signal.SIGCHLD:
-                told = told or received.si_signo in agent.ENDING
-                agent.signal_process(pid, received.si_signo)
+                told = told or received.si_signo in ENDING
+                signal_process(pid, received.si_signo)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                code, name = agent.exit_of(status)
+                code, name = exit_of(status)
                 break
     record = {**me, "exit_code": code, "signal": name, "told": told, "at": time.time()}
     try:
-        agent.write_json(f"{base}.json", record)
+        write_json(f"{base}.json", record)
     except OSError as error:
-        agent.complain(f"cannot write {base}.json: {error}: {record}")
+        complain(f"cannot write {base}.json: {error}: {record}")
     end_like(code, name)
 
 
@@ -150,7 +156,7 @@ def end_like(code: int | None, name: str | None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if name is not None:
-        number = agent.shell_status(code, name) - 128
+        number = shell_status(code, name) - 128
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump, of the program itself, is enough
@@ -158,4 +164,4 @@ def end_like(code: int | None, name: str | None) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
-    os._exit(agent.shell_status(code, name))
+    os._exit(shell_status(code, name))

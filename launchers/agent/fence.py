@@ -6,7 +6,6 @@ its guard, a process that touches no file system, ends ranks whose term is over.
 longer than a term after it wrote its name is alone, whatever the older one's links, agents and disks do.
 docs/explanation/agent.md has the rule and its limits.
 
-Shipped as ``orc_agent_fence.py`` beside the agent: standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -16,17 +15,22 @@ import select
 import signal
 import time
 
+from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.errors import Superseded
+from orc.launchers.agent.preparation import end_containers
+from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, exit_of, load_libc, prctl
+from orc.launchers.agent.procfs import descendants, is_running, runs_another
+from orc.launchers.agent.records import create_json, read_json, write_json
+from orc.launchers.agent.signals import ENDING, NEWS, signal_process
+from orc.launchers.agent.state import NodeState
+from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.verdict import verdict
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 NAME = "fence.json"
 GUARD_NAME = b"orc-fence"  # of the guard's process, for ps
@@ -56,7 +60,7 @@ def describe(record: Mapping[str, Any]) -> str:
 class Fence:
     """The hold of one agent on its job: the right to run ranks, for one term at a time."""
 
-    def __init__(self, node: agent.Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self.node = node
         self.path = os.path.join(str(node.config["job_dir"]), NAME)
         self.run = (int(node.config["attempt"]), node.restart)
@@ -73,22 +77,22 @@ class Fence:
     # the right to run
 
     def claim(self) -> None:
-        """Own the job, unless a newer run does: then it raises `agent.Superseded`."""
+        """Own the job, unless a newer run does: then it raises `Superseded`."""
         self.check()
         self.claimed = self.renewed = _clock()
 
     def check(self) -> None:
-        """Raise `agent.Superseded` when a newer run owns the job.
+        """Raise `Superseded` when a newer run owns the job.
 
         A file that is older than this run is replaced: at its first look, or where two that came at once have crossed.
         """
-        owner = agent.read_json(self.path) or {}
+        owner = read_json(self.path) or {}
         if _run_of(owner) > self.run:
-            raise agent.Superseded(f"{describe(owner)} owns the job now")
+            raise Superseded(f"{describe(owner)} owns the job now")
         if _run_of(owner) < self.run:
             attempt, restart = self.run
             mine = {"attempt": attempt, "restart": restart, "owner": self.node.owner, **self.node.me}
-            agent.write_json(self.path, mine)
+            write_json(self.path, mine)
 
     def renew(self, since: float) -> None:
         """A look at the file that began at *since*, and the heartbeat after it, have worked."""
@@ -128,7 +132,7 @@ class Fence:
         found = []
         for directory, node in _nodes(os.path.dirname(self.path), self.run[0]):
             place = os.path.join(directory, f"node-{node}")
-            taken = [agent.read_json(os.path.join(place, name)) for name in _names(place, "lease")]
+            taken = [read_json(os.path.join(place, name)) for name in _names(place, "lease")]
             for lease in filter(None, taken):
                 run = (int(directory.rpartition("/a")[2]), int(lease.get("restart", 0)))
                 if run < self.run and not _has_ended(place, run[1]):
@@ -147,7 +151,7 @@ class Fence:
             restart = int(lease.get("restart", 0))
             path = os.path.join(directory, f"node-{node}", f"exit-r{restart}.json")
             reason = "it did not say how it ended"
-            agent.create_json(path, {"restart": restart, "outcome": "peer", "reason": reason, "at": time.time()})
+            create_json(path, {"restart": restart, "outcome": "peer", "reason": reason, "at": time.time()})
 
     def _end_here(self, directory: str, node: int, lease: Mapping[str, Any]) -> bool:
         """End a predecessor on this machine; False when it was on another one, or cannot be told from that."""
@@ -157,11 +161,11 @@ class Fence:
             # by the SSH backend after the fence, by SageMaker with containers that are gone.
             return bool(self.node.config.get("hosts") or self.node.config.get("sagemaker"))
         pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
-        if agent.is_running(pid, start, me["boot_id"]):
+        if is_running(pid, start, me["boot_id"]):
             end_agent(pid, str(self.node.config["marker"]))
         if directory != self.node.attempt_dir or node == self.node.node:  # else its own new agent does that
-            agent.kill_attempt(directory, node)
-        return not agent.is_running(pid, start, me["boot_id"])
+            kill_attempt(directory, node)
+        return not is_running(pid, start, me["boot_id"])
 
 
 def _nodes(job_dir: str, last: int) -> Iterator[tuple[str, int]]:
@@ -180,7 +184,7 @@ def _names(place: str, kind: str) -> list[str]:
 
 
 def _has_ended(place: str, restart: int) -> bool:
-    records = (agent.read_json(os.path.join(place, name)) for name in _names(place, "exit"))
+    records = (read_json(os.path.join(place, name)) for name in _names(place, "exit"))
     return any(record is not None and int(record.get("restart", 0)) == restart for record in records)
 
 
@@ -190,19 +194,19 @@ def end_agent(pid: int, marker: str, spare: int = 0) -> bool:
     The process *spare* and other attempts than *marker* are left alone.
     """
     gone = end_below(pid, marker, spare)
-    agent.signal_process(pid, signal.SIGKILL)
+    signal_process(pid, signal.SIGKILL)
     return gone
 
 
 def end_below(pid: int, marker: str, spare: int = 0) -> bool:
     """Stop the agent *pid* and SIGKILL everything below it, see `end_agent`."""
-    agent.signal_process(pid, signal.SIGSTOP)
+    signal_process(pid, signal.SIGSTOP)
     deadline = time.monotonic() + KILL_S
-    while left := agent.descendants(pid, lambda other: other == spare or agent.runs_another(other, marker)):
+    while left := descendants(pid, lambda other: other == spare or runs_another(other, marker)):
         if time.monotonic() > deadline:
             return False
         for below in left:
-            agent.signal_process(below, signal.SIGKILL)
+            signal_process(below, signal.SIGKILL)
         time.sleep(0.005)
     return True
 
@@ -222,14 +226,14 @@ class Guard:
                 node.slots.close()  # the agent's copy counts
             if node.link and node.link.listener:
                 node.link.listener.close()
-            for number in (*agent.ENDING, signal.SIGHUP, agent.NEWS):  # what a scheduler sends to all of a step
+            for number in (*ENDING, signal.SIGHUP, NEWS):  # what a scheduler sends to all of a step
                 signal.signal(number, signal.SIG_IGN)
-            agent.load_libc().prctl(_PR_SET_NAME, GUARD_NAME, 0, 0, 0)
+            load_libc().prctl(_PR_SET_NAME, GUARD_NAME, 0, 0, 0)
             if watch(read, fence.term_s, fence.renewed):
                 _end_term(fence, parent)
 
         try:
-            self.pid = agent.background(work, node.log_fd)
+            self.pid = background(work, node.log_fd)
         finally:
             os.close(read)
 
@@ -247,7 +251,7 @@ class Guard:
     def close(self) -> None:
         """End it."""
         self.forget()
-        agent.signal_process(self.pid, signal.SIGKILL)
+        signal_process(self.pid, signal.SIGKILL)
         try:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
@@ -280,31 +284,29 @@ def watch(pipe: int, term_s: float, renewed: float) -> bool:
 def _end_term(fence: Fence, parent: int) -> None:
     """The term is over: end the ranks, leave word if the file system lets us, and end the agent."""
     node = fence.node
-    agent.prctl(agent.PR_SET_PDEATHSIG, 0)
+    prctl(PR_SET_PDEATHSIG, 0)
     gone = end_below(parent, str(node.config["marker"]), os.getpid())
     reason = f"the agent of node {node.node} has not renewed its heartbeat for {fence.term_s:g} s; its ranks were ended"
 
     def leave_word() -> None:
         node.superseded, node.link = True, None  # no heartbeat more
-        node.prepared = agent.read_json(os.path.join(node.dir, "environment.json")) or {}
-        node.end_containers()
-        stop = agent.Stop(
-            "node_failure", f"{reason} (node failure; {node.me['host']})", 0.0, lost=True, lost_node=node.node
-        )
+        node.prepared = read_json(os.path.join(node.dir, "environment.json")) or {}
+        end_containers(node)
+        stop = Stop("node_failure", f"{reason} (node failure; {node.me['host']})", 0.0, lost=True, lost_node=node.node)
         node.announce(stop)
-        node.record(node.verdict(stop), node.exit_name())
+        node.record(verdict(node, stop), node.exit_name())
         try:
             fence.check()
-        except agent.Superseded:
+        except Superseded:
             os._exit(_NEWER)
 
     ended = status = 0
     if gone:
-        writer = agent.background(leave_word)
+        writer = background(leave_word)
         deadline = time.monotonic() + RECORD_S
         while not ended and time.monotonic() < deadline:
             ended, status = os.waitpid(writer, os.WNOHANG)
             time.sleep(0.01)
     # An agent that fails makes srun end the step of that number, which a newer run has by now. It stays stopped.
-    if agent.exit_of(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
-        agent.signal_process(parent, signal.SIGKILL)
+    if exit_of(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
+        signal_process(parent, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Stacks of all ranks of an attempt that hangs: asked for by a file, answered by every agent for its own ranks.
 
-Shipped as ``orc_agent_stacks.py`` beside the agent: standard library only, Python >= 3.9. A rank's Python writes its
+A rank's Python writes its
 stacks itself when it gets `number` (launchers/rank_hooks/startup.py: `faulthandler`, in C, so it works whatever the
 rank is stuck in); ``py-spy`` is used where it is installed. Format: docs/explanation/attempt-directory.md.
 """
@@ -14,17 +14,18 @@ import signal
 import sys
 import time
 
+from orc.launchers.agent.config import load_config
+from orc.launchers.agent.processes import background, make_private
+from orc.launchers.agent.procfs import descendants, process_start
+from orc.launchers.agent.records import create_json, read_json, write_json
+from orc.launchers.agent.signals import signal_process
+from orc.launchers.agent.state import HURRY_S, NodeState
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from orc.launchers import agent
-else:
-    try:
-        import orc_agent as agent
-    except ImportError:  # not on a node
-        from orc.launchers import agent
 
 ANSWER_S = 5.0  # for the ranks to write, from when they are asked
 SPY_S = 15.0
@@ -44,7 +45,7 @@ def number() -> int:
 class Requests:
     """What this node has been asked for."""
 
-    def __init__(self, node: agent.Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self.node = node
         self.directory = os.path.join(node.attempt_dir, "stacks")
         self.answered: set[str] = set()
@@ -61,17 +62,17 @@ class Requests:
                 self.answered.add(request)
                 if os.path.exists(os.path.join(self.directory, f"{request}.node-{self.node.node}.json")):
                     continue  # before this restart
-                pid = agent.background(lambda request=request: self.answer(request), self.node.log_fd)  # type: ignore[misc]
+                pid = background(lambda request=request: self.answer(request), self.node.log_fd)  # type: ignore[misc]
                 if request.startswith("stall-"):
                     self.wait_for(pid)
 
     def wait_for(self, pid: int) -> None:
         """The ranks of a stalled job are about to be ended: they are asked before."""
         node = self.node
-        node.sessions[pid] = agent.process_start(pid) or ""
+        node.sessions[pid] = process_start(pid) or ""
         deadline = time.monotonic() + 2 * ANSWER_S
         while pid not in node.ended and time.monotonic() < deadline:
-            time.sleep(agent.HURRY_S)
+            time.sleep(HURRY_S)
             if time.monotonic() >= node.next_beat:  # the other nodes must not take this for silence
                 node.beat(node.state)
             node.reap()
@@ -88,17 +89,17 @@ class Requests:
             "state": node.state,
             "ranks": stacks_of(node.dir, running_ranks(node), node.masked),
         }
-        agent.write_json(os.path.join(self.directory, f"{request}.node-{node.node}.json"), answer, durable=False)
+        write_json(os.path.join(self.directory, f"{request}.node-{node.node}.json"), answer, durable=False)
 
 
 def ask(attempt_dir: str, request: str) -> bool:
     """Ask all nodes; False when somebody has done so under the same name."""
     directory = os.path.join(attempt_dir, "stacks")
     os.makedirs(directory, mode=0o700, exist_ok=True)
-    return agent.create_json(os.path.join(directory, f"{request}.json"), {"id": request, "at": time.time()})
+    return create_json(os.path.join(directory, f"{request}.json"), {"id": request, "at": time.time()})
 
 
-def running_ranks(node: agent.Node) -> list[tuple[int, int, int]]:
+def running_ranks(node: NodeState) -> list[tuple[int, int, int]]:
     """``(rank, local rank, pid)`` of the ranks of this node that run."""
     if node.shims:
         ended = node.shim_records()
@@ -106,7 +107,7 @@ def running_ranks(node: agent.Node) -> list[tuple[int, int, int]]:
         for rank, record in node.shim_records(running=True).items():
             program = record.get("program") or {}
             over = rank in ended and ended[rank]["pid"] == record["pid"]
-            if not over and agent.process_start(int(program.get("pid", 0))) == program.get("start"):
+            if not over and process_start(int(program.get("pid", 0))) == program.get("start"):
                 found.append((rank, int(record["local_rank"]), int(program["pid"])))
         return found
     return [(r.rank, r.local_rank or 0, r.pid) for r in node.ranks if r.rank is not None and r.status is None]
@@ -142,7 +143,7 @@ class Question:
 
     def __init__(self, directory: str, rank: int, pid: int) -> None:
         self.path = os.path.join(directory, f"stacks-{rank}.txt")
-        self.pid = next((p for p in (pid, *agent.descendants(pid)) if catches(p)), 0)
+        self.pid = next((p for p in (pid, *descendants(pid)) if catches(p)), 0)
         if not os.path.exists(self.path):
             self.pid = 0
         if not self.pid:  # none that could answer
@@ -150,7 +151,7 @@ class Question:
         self.start = os.path.getsize(self.path)
         self.deaf = blocking(self.pid)[1]
         self.until = time.monotonic() + ANSWER_S
-        agent.signal_process(self.pid, number())
+        signal_process(self.pid, number())
 
     def answer(self) -> tuple[list[dict[str, Any]], str]:
         """What it writes until it writes no more; or why there is nothing."""
@@ -159,7 +160,7 @@ class Question:
         while time.monotonic() < self.until:
             if os.path.getsize(self.path) > self.start and not self.is_writing():
                 break
-            if not agent.process_start(self.pid):
+            if not process_start(self.pid):
                 return [], "it ended while it was asked"
             time.sleep(0.005)
         with open(self.path, encoding="utf-8", errors="replace") as file:
@@ -262,8 +263,8 @@ def main(arguments: Sequence[str]) -> int:
     """Ask, wait, print one JSON object: ``{"id", "answers", "missing"}``."""
     directory, *rest = arguments
     options = dict(zip(rest[::2], rest[1::2]))  # noqa: B905 - Python 3.9
-    config = agent.load_config(os.path.join(directory, "agent.json"))
-    agent.private()
+    config = load_config(os.path.join(directory, "agent.json"))
+    make_private()
     request = f"{time.time_ns()}-{os.getpid()}"
     ask(directory, request)
     nodes = expected(config, directory)
@@ -272,7 +273,7 @@ def main(arguments: Sequence[str]) -> int:
     while len(answers) < len(nodes) and time.monotonic() < deadline:
         time.sleep(0.02)
         for node in nodes:
-            found = agent.read_json(os.path.join(directory, "stacks", f"{request}.node-{node}.json"))
+            found = read_json(os.path.join(directory, "stacks", f"{request}.node-{node}.json"))
             if found is not None:
                 answers[node] = found
     missing = [node for node in nodes if node not in answers]

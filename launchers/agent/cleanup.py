@@ -1,0 +1,82 @@
+"""Cleanup: SIGKILL for what an agent leaves below itself, or an attempt on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from orc.launchers.agent.procfs import (
+    boot_id,
+    children,
+    descendants,
+    is_running,
+    marked_processes,
+    process_start,
+    runs_another,
+)
+from orc.launchers.agent.records import read_json, remove
+from orc.launchers.agent.signals import signal_group, signal_process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> None:
+    """SIGKILL everything below this process until nothing is left, but for the children in *spare* and other attempts
+    than *marker*.
+
+    As a child subreaper this process also inherits what its children had put into the background. Reaps what it
+    kills; call it when no exit status matters any more.
+    """
+    spared = set(spare)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # the usual case, found without looking at every process of the machine
+        left = [pid for pid in children() if pid not in spared and not runs_another(pid, marker)]
+        if not left:
+            return
+        for pid in left:
+            for below in (pid, *descendants(pid, lambda other: runs_another(other, marker))):
+                signal_process(below, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 10.0) -> int:
+    """SIGKILL what an attempt (or one node of it) has left on this machine when its agent is gone.
+
+    Returns how many processes were found. The sessions come from ``pids.json``; what escaped from them (or started
+    before they were noted) is recognised by its environment.
+    """
+    killed: dict[int, str] = {}
+    if node is not None:
+        names = [f"node-{node}"]
+    else:  # no directory: somebody has removed it under a running attempt
+        names = [n for n in os.listdir(attempt_dir) if n.startswith("node-")] if os.path.isdir(attempt_dir) else []
+    for name in names:
+        noted = read_json(os.path.join(attempt_dir, name, "pids.json")) or {}
+        for session in noted.get("sessions", ()):
+            if is_running(session["pid"], session["start"], noted.get("boot_id", "")):
+                killed[session["pid"]] = session["start"]
+                signal_group(session["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        marked = [pid for pid in marked_processes(attempt_dir, node) if pid != os.getpid()]
+        killed.update((pid, process_start(pid) or "") for pid in marked)
+        for pid in marked:
+            signal_process(pid, signal.SIGKILL)
+        if not any(process_start(pid) == start for pid, start in killed.items()):
+            break
+        time.sleep(0.01)
+    for name in names:
+        directory = os.path.join(attempt_dir, name)
+        if (read_json(os.path.join(directory, "pids.json")) or {}).get("boot_id") == boot_id():
+            for unfinished in os.listdir(directory):
+                if unfinished.endswith((".tmp", ".new")):  # what was just being written
+                    remove(os.path.join(directory, unfinished))
+    return len(killed)

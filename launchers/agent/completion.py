@@ -1,0 +1,40 @@
+"""Completion of an attempt whose nodes are all on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from orc.launchers.agent.errors import complain
+from orc.launchers.agent.processes import users_umask
+from orc.launchers.agent.procfs import identity
+from orc.launchers.agent.records import create_json, remove
+from orc.launchers.agent.signals import release_signals
+from orc.launchers.agent.variables import DERIVED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+
+def finish_gang(config: Mapping[str, Any]) -> None:
+    """Remove the secrets and start ``on_exit``, once, when all nodes of a gang have ended."""
+    attempt_dir = str(config["attempt_dir"])
+    remove(os.path.join(attempt_dir, "secrets.json"))
+    on_exit = config.get("on_exit")
+    if not on_exit or not create_json(os.path.join(attempt_dir, "finished.json"), identity()):
+        return
+    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+    env.update(on_exit.get("env") or {}, ORC_GANG=config["marker"])
+    sys.stderr.flush()
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            release_signals()
+            os.umask(users_umask())
+            os.execvpe(on_exit["argv"][0], on_exit["argv"], env)
+        except OSError as error:
+            complain(f"cannot start {on_exit['argv'][0]}: {error}")
+        finally:
+            os._exit(127)

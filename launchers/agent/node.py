@@ -1,0 +1,204 @@
+"""Node: one node's part in one incarnation of an attempt, from the lease to the exit record."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from orc.launchers.agent.cleanup import kill_descendants
+from orc.launchers.agent.completion import finish_gang
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, complain
+from orc.launchers.agent.failures import ask_shims
+from orc.launchers.agent.fence import Fence
+from orc.launchers.agent.lease import succeeded_before, take_lease
+from orc.launchers.agent.preparation import end_containers, load_secrets, prepare
+from orc.launchers.agent.processes import become_subreaper
+from orc.launchers.agent.ranks import start_ranks
+from orc.launchers.agent.records import read_json, remove, write_json
+from orc.launchers.agent.rendezvous import meet
+from orc.launchers.agent.signals import take_signals
+from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S
+from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.supervision import Supervisor
+from orc.launchers.agent.termination import end_processes, kill_sessions, rank_processes, stop_ranks_now
+from orc.launchers.agent.verdict import make_verdict, verdict
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Node(Supervisor):
+    """Agent of one node, from the lease to the exit record."""
+
+    def run(self) -> int:
+        """Do this node's part; returns the agent's exit status."""
+        for directory in (self.logs, self.dir):
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        if succeeded_before(self):
+            return 0
+        if not take_lease(self):
+            return EXIT_HELD
+        if self.node == 0 and self.config.get("nnodes_from"):
+            write_json(os.path.join(self.attempt_dir, "agent.json"), self.config)  # with the real number of nodes
+        return self.work_through()
+
+    def work_through(self) -> int:
+        """The rest, once the lease is held."""
+        take_signals()
+        become_subreaper()
+        log = os.path.join(self.logs, f"node-{self.node}.log")
+        self.log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.ownership = Fence(self)
+        try:
+            return self.work_alone()
+        except Superseded as newer:
+            return self.give_way(str(newer))
+
+    def work_alone(self) -> int:
+        """The rest, for as long as no newer run owns the job."""
+        try:
+            self.ownership.claim()
+            self.reserve()
+            self.note_pids()
+            if self.linked:
+                from orc.launchers.agent.link.process import Link
+
+                self.link = self.link or Link(self)
+                self.link.start()
+            ending = self.live()
+        except LaunchFailure as error:
+            ending = make_verdict("launch", str(error), EXIT_LAUNCH)
+        except Superseded:
+            raise
+        except Exception as error:  # whatever happens, the ranks are ended and the record is written
+            import traceback
+
+            self.log("the agent failed:\n" + traceback.format_exc())
+            ending = make_verdict("launch", f"the agent failed: {type(error).__name__}: {error}", EXIT_LAUNCH)
+        if ending["outcome"] == "launch":
+            self.announce(Stop("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
+        kill_sessions(self)
+        end_containers(self)
+        self.ownership.lower()
+        self.record(ending)
+        kill_descendants(self.config["marker"], spare=[self.link.pid] if self.link else [])
+        self.clean_up(ending)
+        if self.link:
+            self.link.settle(others_go_on=ending["outcome"] == "succeeded")
+            self.link.close()
+        elif ending["exit_status"] and not (self.stop and self.stop.lost):
+            self.await_peers()
+        return int(ending["exit_status"])
+
+    def give_way(self, reason: str) -> int:
+        """A newer run owns the job: end the ranks at once, without grace, because they would save."""
+        self.superseded = True
+        kill_sessions(self)
+        self.ownership.lower()
+        kill_descendants(self.config["marker"])
+        end_containers(self)
+        complain(f"{reason}; ended node {self.node} of {self.config['marker']}")
+        stop = Stop("node_failure", f"{reason} (node failure; {self.me['host']})", 0.0, lost=True, lost_node=self.node)
+        self.record(verdict(self, stop), self.exit_name())
+        for held in filter(None, (self.port, self.slots, self.link)):
+            held.close()
+        # Not a failure: srun would have Slurm end the step of that number, which is by now that of the newer run.
+        return 0
+
+    def live(self) -> dict[str, Any]:
+        """From the lease to the end of the last rank."""
+        self.beat("setup")
+        try:
+            load_secrets(self)
+            cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
+            if cancel is not None:  # it came before the start did
+                self.on_cancel(cancel)
+            if self.stop is None and self.be_alone() and prepare(self) and (where := meet(self)):
+                start_ranks(self, *where)
+        except LaunchFailure:
+            stop_ranks_now(self)
+            raise
+        self.beat("running" if self.ranks or self.calls else "stopping")
+        return self.supervise()
+
+    def be_alone(self) -> bool:
+        """Wait until no earlier run of the job has ranks any more; False when a stop came first."""
+        if not self.ownership.alone():
+            before = self.ownership.predecessors()
+            hosts = ", ".join(sorted({str(lease.get("host")) for _, _, lease in before}))
+            limit = f"it ends itself within {self.ownership.wait_s:g} s"
+            self.log(f"an earlier run of this job on {hosts} has not ended; {limit}")
+            if not self.until(self.ownership.alone):
+                return False
+        self.ownership.settle()
+        self.ownership.raise_guard()
+        return True
+
+    def supervise(self) -> dict[str, Any]:
+        """Until the last rank has ended; returns the exit record's verdict."""
+        if self.calls and self.node:
+            if self.until(lambda: self.peer_record(0, "exit.json") is not None):
+                return self.follow_first()
+        elif self.ranks and self.until(
+            lambda: self.unexplained is None and all(rank.status is not None for rank in self.ranks)
+        ):
+            return make_verdict("succeeded", "", 0)
+        stop = self.stop
+        if stop is None:
+            raise AssertionError("neither ranks nor a reason to stop")
+        self.beat("stopping")
+        if not stop.forward:
+            deadline = time.monotonic() + stop.grace_s
+            while rank_processes(self) and time.monotonic() < min(deadline, self.kill_at):
+                self.tick()
+        end_processes(self, lambda: rank_processes(self))
+        return verdict(self, stop)
+
+    def follow_first(self) -> dict[str, Any]:
+        """The verdict of a node without a launcher when the first node, which has it, has ended."""
+        record = self.peer_record(0, "exit.json") or {}
+        if record.get("outcome") != "succeeded":
+            self.look(time.monotonic())  # a cancellation may be the reason of both
+            # Otherwise it has left no word, or that has not come yet.
+            self.request(Stop("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
+            end_processes(self, lambda: rank_processes(self))
+            return verdict(self, self.stop)  # type: ignore[arg-type]
+        deadline = time.monotonic() + FAILURE_GRACE_S
+        while self.sessions and time.monotonic() < deadline:  # the launcher's daemons
+            self.next_look = time.monotonic() + HURRY_S
+            self.tick()
+        ask_shims(self)
+        return verdict(self, self.stop) if self.stop else make_verdict("succeeded", "", 0)
+
+    def await_peers(self) -> None:
+        """Stay until the other nodes have recorded too, or had their grace.
+
+        A scheduler that sees this agent fail kills the others within seconds, in the middle of saving.
+        """
+        deadline = time.monotonic() + (self.stop.grace_s if self.stop else self.grace_s) + 5.0
+        while time.monotonic() < deadline and os.path.isdir(self.dir):
+            if all(self.peer_record(node, "exit.json") for node in range(self.nnodes) if node not in self.lost):
+                return
+            time.sleep(HURRY_S)
+
+    def clean_up(self, ending: dict[str, Any]) -> None:
+        """Secrets go when the attempt is over; one that will be run again in the same place still needs them."""
+        if self.port:
+            self.port.close()
+        if self.slots:
+            self.slots.close()
+        if os.path.isdir(scratch := os.path.join(self.dir, "launcher")):
+            import shutil
+
+            shutil.rmtree(scratch, ignore_errors=True)  # what torchrun keeps for its ranks while they run
+        if self.config.get("link"):  # nothing on this host is another node's
+            for name in ("secrets.json", "link.json"):
+                remove(os.path.join(self.private, name))
+            return
+        everyone = [self.peer_record(node, "exit.json") for node in range(self.nnodes)]
+        if all(everyone) and self.gang_pid is not None and os.getppid() != self.gang_pid:
+            finish_gang(self.config)  # the gang process, whose task this is, was killed
+        elif all(everyone) and self.gang_pid is None and ending["outcome"] != "preempted":
+            for name in ("secrets.json", "link.json"):  # the latter where it turned out that hosts share their files
+                remove(os.path.join(self.private, name))

@@ -1,0 +1,165 @@
+"""Ranks: their environment and their start, directly or by a launcher."""
+
+from __future__ import annotations
+
+import os
+
+from orc.launchers.agent.processes import agent_argv, spawn, users_umask
+from orc.launchers.agent.procfs import process_start
+from orc.launchers.agent.records import read_json
+from orc.launchers.agent.rendezvous import node_address
+from orc.launchers.agent.state import NodeState, Rank
+from orc.launchers.agent.variables import DERIVED, prepend_path, rank_variables, substitute
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What every process of the job sees, without what belongs to one rank; *defaults* are the command's."""
+    config = node.config
+    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+    env.update(defaults or {})
+    env.update(config.get("env") or {})
+    env.update(node.secrets)
+    env.update(
+        {
+            "ORC_JOB_ID": config["job"],
+            "ORC_JOB_NAME": config["name"],
+            "ORC_ATTEMPT": str(config["attempt"]),
+            "ORC_RESTART": str(node.restart),
+            "ORC_MARKER": config["marker"],
+            "ORC_JOB_DIR": config["job_dir"],
+            "ORC_ATTEMPT_DIR": node.attempt_dir,
+            "ORC_NODE_RANK": str(node.node),
+            "ORC_NNODES": str(node.nnodes),
+            "ORC_NPROC": str(node.nproc),
+            "ORC_RDZV_ID": node.rendezvous_id(),
+        }
+    )
+    if config.get("logs_dir"):
+        env["ORC_LOGS_DIR"] = node.logs
+    env.update(node.own_env)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C shows where Python was
+    env.update(node.prepared.get("env") or {})
+    if node.prepared.get("path"):
+        env["PATH"] = os.pathsep.join([*node.prepared["path"], env.get("PATH") or os.defpath])
+    prepend_path(env, config["runtime_tree"])
+    return env
+
+
+def start_ranks(node: NodeState, addr: str, port: int) -> None:
+    """Start the ranks, or the launcher that starts them."""
+    from orc.launchers.agent.network import LISTENING, on_loopback
+
+    command = node.config["command"]
+    if node.fence:
+        node.own_env.update(dict.fromkeys(LISTENING, node.fence[0]))
+    elif addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
+        node.own_env.update(on_loopback({**os.environ, **(node.config.get("env") or {})}))
+    elif node.link:
+        given = {**os.environ, **(node.config.get("env") or {})}
+        node.own_env.update({n: v for n, v in node.link.variables().items() if n not in given})
+    if node.own_env:
+        node.note_pids()
+    values = {
+        "python": node.python,
+        "nnodes": str(node.nnodes),
+        "node_rank": str(node.node),
+        "nproc": str(node.nproc),
+        "master_addr": addr,
+        "master_port": str(port),
+        "rdzv_id": node.rendezvous_id(),
+        "world_size": str(node.nnodes * node.nproc),
+        "min_nodes": str(node.config.get("min_nodes") or node.nnodes),
+        "is_host": "0" if node.node else "1",
+        "node_addr": node_address(node, addr),
+        "attempt_dir": node.attempt_dir,
+    }
+    defaults = {n: substitute(v, values) for n, v in (command.get("env") or {}).items()}
+    if command.get("host_env"):
+        names = host_names(node)
+        for name, text in command["host_env"].items():
+            defaults[name] = ",".join(substitute(text, {"host": host}) for host in names)
+    env = job_environment(node, defaults)
+    env["ORC_TOKEN"] = node.token
+    log = os.path.join(node.logs, f"node-{node.node}.log")
+    runtime_tree = str(node.config["runtime_tree"])
+    if node.first_alone:
+        from orc.launchers.agent.calls import Calls, install
+
+        env["PATH"] = (
+            install(os.path.join(node.dir, "bin"), runtime_tree) + os.pathsep + (env.get("PATH") or os.defpath)
+        )
+        node.calls = Calls(node, env)
+        if node.node:
+            return  # node 0 calls
+    program = list(command["program"])
+    if program[0] == "{python}":
+        program[0] = node.python
+    if node.node == 0:
+        write_hostfiles(node, command.get("hostfiles") or {})
+    null = os.open(os.devnull, os.O_RDONLY)
+    prefix = list(node.prepared.get("prefix") or ())  # of a container
+    if command["spawn"] == "launcher":
+        shim = [*agent_argv(runtime_tree), "rank", "--"]
+        argv = [substitute(word, values) for word in command["launcher"]]
+        if prefix and command["launcher"][0] == "{python}":  # it runs inside, and so do its ranks
+            argv, shim[0] = prefix + argv, node.python
+        else:
+            program = prefix + program
+        argv += shim + program
+        start_one(node, None, None, argv, env, null, log)
+    else:
+        for local_rank in range(node.nproc):
+            rank = node.node * node.nproc + local_rank
+            own = rank_variables(rank, local_rank, node.node, node.nnodes, node.nproc, addr, port)
+            for name, texts in (command.get("rank_env") or {}).items():
+                if name not in (node.config.get("env") or {}):  # the job's own wins
+                    own[name] = substitute(texts[local_rank], {**values, "rank": str(rank)})
+            log = os.path.join(node.logs, f"rank-{rank}.log")
+            start_one(node, rank, local_rank, prefix + program, {**env, **own}, null, log)
+    os.close(null)
+    node.note_pids()
+
+
+def host_names(node: NodeState) -> list[str]:
+    """What launchers call the nodes, in node order: the cluster's names, or the machines' own, or ``node-<n>``."""
+    if node.nnodes == 1:
+        return ["localhost"]  # any other name of it might be looked for on the network
+    given = [str(host["name"]) for host in node.config.get("hosts") or ()][: node.nnodes]
+    paths = [os.path.join(node.attempt_dir, f"node-{k}", "lease.json") for k in range(node.nnodes)]
+    names = given or [str((read_json(path) or {}).get("host")) for path in paths]
+    return names if len(set(names)) == node.nnodes else [f"node-{k}" for k in range(node.nnodes)]
+
+
+def write_hostfiles(node: NodeState, templates: Mapping[str, str]) -> None:
+    """One line for each node, in the form that the launcher reads."""
+    for name, line in templates.items():
+        values = [{"host": host, "nproc": str(node.nproc)} for host in host_names(node)]
+        fd = os.open(os.path.join(node.attempt_dir, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.writelines(substitute(line, value) for value in values)
+
+
+def start_one(
+    node: NodeState,
+    rank: int | None,
+    local_rank: int | None,
+    argv: Sequence[str],
+    env: dict[str, str],
+    null: int,
+    log: str,
+) -> None:
+    """Start a rank, or with no rank the launcher."""
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        start = os.fstat(fd).st_size
+        pid = spawn(argv, env, cwd=node.work, stdin=null, output=fd, umask=users_umask())
+    finally:
+        os.close(fd)
+    node.sessions[pid] = process_start(pid) or ""
+    node.ranks.append(Rank(rank, local_rank, pid, log, start))

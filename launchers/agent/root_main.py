@@ -1,0 +1,11 @@
+"""Shipped as ``__main__.py`` at the root of the runtime tree: ``python -I -S <runtime tree> ...`` runs the agent.
+
+Two lines, because a script is compiled anew at every start; the modules that it imports are read from byte code.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    from orc.launchers.agent.__main__ import run
+
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Supervision: the event loop of an agent, and its reactions to signals, ended ranks and records of others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from orc.launchers.agent.errors import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_TIMEOUT
+from orc.launchers.agent.failures import (
+    EXPLAIN_S,
+    ask_shims,
+    failure_of,
+    first_of_launcher,
+    launcher_preempted,
+    look_at_launcher,
+    on_failure,
+)
+from orc.launchers.agent.peers import on_told, watch_peers
+from orc.launchers.agent.processes import exit_of
+from orc.launchers.agent.records import read_json
+from orc.launchers.agent.signals import ENDING, NEWS, next_signal
+from orc.launchers.agent.state import HURRY_S, LOOK_S, NodeState, Rank
+from orc.launchers.agent.stop import Stop
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Supervisor(NodeState):
+    """The loop of one node's agent, and what it does about signals, ended ranks, and records of others."""
+
+    def tick(self) -> None:
+        """Wait for the next thing that happens, and take note of it."""
+        now = time.monotonic()
+        received = next_signal(min(self.next_beat, self.next_look) - now)
+        if self.ownership and self.ownership.slept:  # who else runs comes before everything that has happened meanwhile
+            self.beat(self.state)
+        if received is not None:
+            if received.si_signo in ENDING:
+                self.on_signal(signal.Signals(received.si_signo))
+            if received.si_signo == NEWS:  # however many there are, no more than some looks in a second
+                self.next_look = min(self.next_look, self.last_look + HURRY_S)
+            self.reap(received.si_pid if received.si_signo == signal.SIGCHLD else 0)
+        now = time.monotonic()
+        if self.calls:
+            self.calls.look()
+            self.next_look = min(self.next_look, now + self.calls.pace())
+        if now >= self.next_beat:
+            self.beat(self.state)
+        if now >= self.next_look:
+            self.look(now)
+
+    def until(self, done: Callable[[], bool]) -> bool:
+        """Tick until *done*; False when a stop came first or with it (the last rank may be the one that failed)."""
+        while self.stop is None and not done():
+            self.tick()
+        return self.stop is None
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """The platform, or a person, wants this node's part to end."""
+        if self.stop:
+            return
+        cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
+        # A scheduler that sees one node's agent fail ends the others: their reason is that node's.
+        told = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
+        if cancel is not None:
+            self.on_cancel(cancel)
+        elif told is not None:
+            on_told(self, told)
+        elif number == signal.SIGINT:
+            self.request(Stop("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
+        else:
+            self.request(Stop("preempted", f"preempted ({number.name})", self.grace_s, exit_status=EXIT_PREEMPTED))
+
+    def on_cancel(self, cancel: dict[str, Any]) -> None:
+        """``cancel.json`` is there."""
+        grace = cancel.get("grace_s")
+        reason = str(cancel.get("reason") or "cancelled")
+        self.request(
+            Stop(
+                "cancelled",
+                reason,
+                self.grace_s if grace is None else float(grace),
+                exit_status=EXIT_CANCELLED,
+                announced=True,  # by the file itself
+            )
+        )
+
+    def on_rank_end(self, rank: Rank) -> None:
+        """A rank (or the launcher) has ended: was that the end of the attempt?"""
+        code, name = exit_of(rank.status or 0)
+        if self.stop:
+            return
+        if code == 0 and name is None:
+            if rank.rank is None:
+                ask_shims(self)
+            return
+        if name == "SIGTERM":
+            # Schedulers signal every process at once. If our own SIGTERM is on its way, that is what happened.
+            deadline = time.monotonic() + 0.5
+            while (late := next_signal(deadline - time.monotonic())) is not None:
+                if late.si_signo in ENDING:
+                    self.on_signal(signal.Signals(late.si_signo))
+                    break
+            if self.stop:
+                return
+        if code == self.preempt_exit and rank.rank is not None:
+            reason = f"rank {rank.rank} asked to be run again (exit code {code})"
+            self.request(Stop("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+            return
+        if rank.rank is None and launcher_preempted(self):
+            return
+        if self.first_alone and first_of_launcher(self) is None:
+            self.unexplained = (rank, time.monotonic() + EXPLAIN_S)
+        else:
+            on_failure(self, failure_of(self, rank))
+
+    def look(self, now: float) -> None:
+        """See what others have written: a cancellation, a stop, silence."""
+        asleep = now - self.last_look if self.last_look else 0.0
+        slept = asleep > 5.0  # this process itself was stopped for a while
+        self.last_look = now
+        # The link tells when something comes; files that hosts share do not.
+        hurry = self.state == "waiting" and now - self.begun < 10 and not self.link
+        self.next_look = now + (HURRY_S if hurry else LOOK_S)
+        deadline = self.config.get("deadline_s")
+        if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
+            stall = self.stall()
+            reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")
+            self.request(Stop("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
+        cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
+        if cancel is not None and self.stop is None:
+            self.on_cancel(cancel)
+        elif cancel is not None:  # a later cancellation can only make it shorter
+            self.kill_at = min(self.kill_at, now + float(cancel.get("grace_s") or 0.0))
+        self.look_for_stacks()
+        look_at_launcher(self)
+        if self.nnodes == 1 or self.stop:
+            return
+        told = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
+        if told is not None:
+            on_told(self, told)
+            return
+        if self.unexplained and now > self.unexplained[1]:
+            on_failure(self, failure_of(self, self.unexplained[0]))
+            return
+        if self.link and asleep > self.peer_timeout_s:  # nobody counts on this node any more
+            reason = f"node {self.node} was stopped for {asleep:.0f} s (node failure; {self.me['host']})"
+            self.request(Stop("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
+            return
+        watch_peers(self, now, slept)
+
+    def look_for_stacks(self) -> None:
+        """Has somebody asked for the stacks of the ranks? A rank that stalls asks for those of all."""
+        if not self.stalled and self.state == "running" and self.stall():
+            self.stalled = True
+            try:
+                from orc.launchers.agent.stacks import ask
+
+                ask(self.attempt_dir, f"stall-r{self.restart}")
+            except OSError as error:  # a full disk
+                self.log(f"cannot ask for stacks: {error}")
+        if self.stacks is None and os.path.isdir(os.path.join(self.attempt_dir, "stacks")):
+            from orc.launchers.agent.stacks import Requests
+
+            self.stacks = Requests(self)
+        if self.stacks is not None:
+            self.stacks.look()

@@ -1,0 +1,69 @@
+"""Termination of a node's processes: SIGTERM, the grace period, SIGKILL."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from orc.launchers.agent.procfs import process_start
+from orc.launchers.agent.signals import signal_group, signal_process
+from orc.launchers.agent.state import HURRY_S, NodeState
+from orc.launchers.agent.supervision import Supervisor
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
+    """SIGTERM, wait for the grace period, SIGKILL."""
+    grace = node.stop.grace_s if node.stop else 0.0
+    node.kill_at = min(node.kill_at, time.monotonic() + grace)
+    told: set[int] = set()
+    while (left := living()) and time.monotonic() < node.kill_at:
+        if not others_may_save(node):
+            for pid in left:
+                if pid not in told:  # a launcher's turn comes when its ranks are gone
+                    signal_process(pid, signal.SIGTERM)
+            told.update(left)
+        node.next_look = min(node.next_look, node.kill_at)
+        node.tick()
+    if left:
+        node.log("still running at the end of the grace period: killed")
+    stop_ranks_now(node)
+
+
+def stop_ranks_now(node: Supervisor) -> None:
+    """SIGKILL every session, and wait until their leaders are gone."""
+    deadline = time.monotonic() + 10.0
+    kill_sessions(node)
+    while node.sessions and time.monotonic() < deadline:
+        node.next_look = time.monotonic() + HURRY_S
+        node.tick()
+
+
+def kill_sessions(node: NodeState) -> None:
+    """SIGKILL the process groups of everything that was started, leaders already gone included."""
+    for pid in (*node.sessions, *(rank.pid for rank in node.ranks)):
+        if pid in node.sessions or not process_start(pid):  # the number is not in use by somebody else
+            signal_group(pid, signal.SIGKILL)
+
+
+def rank_processes(node: NodeState) -> list[int]:
+    """Whom to ask to end: the leading process of each rank. Its workers are its own to end."""
+    if node.calls or any(rank.rank is None and rank.status is None for rank in node.ranks):
+        shims = [r["pid"] for r in node.shim_records(running=True).values() if process_start(r["pid"]) == r["start"]]
+        if shims:
+            return shims
+    called = list(node.calls.running.values()) if node.calls else []
+    return called + [rank.pid for rank in node.ranks if rank.status is None]
+
+
+def others_may_save(node: NodeState) -> bool:
+    """Whether a launcher that spans the nodes has lost its ranks here, but may have some elsewhere: it would end
+    those at once if it were told to end. It ends by itself after its last rank, or with the grace period.
+    """
+    if not node.first_alone:
+        return False
+    shims = node.shim_records(running=True).values()
+    return bool(shims) and not any(process_start(shim["pid"]) == shim["start"] for shim in shims)
