@@ -19,7 +19,6 @@ USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [-
        python -I -S <runtime tree> start <agent.json> --owner OWNER --node-rank N
        python -I -S <runtime tree> stacks <attempt directory> [--timeout SECONDS]
        python -I -S <runtime tree> kill <attempt directory>
-       python -I -S <runtime tree> environment prepare|run|clean ...
        python -I -S <runtime tree> rank -- program [arg ...]
        python -I -S <runtime tree> rsh [options] host command [arg ...]"""
 
@@ -48,10 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         from orc.launchers.agent.stacks import main as stacks
 
         return stacks(rest)
-    if mode == "environment":
-        from orc.launchers.environments.node import main as environment
-
-        return environment(rest)
     if mode == "kill" and len(rest) == 1:
         from orc.launchers.agent.cleanup import kill_attempt
 

@@ -2,7 +2,7 @@
 
 | in the tree | from | who reads it |
 |---|---|---|
-| ``__main__.py`` | ``launchers/agent/root_main.py`` | ``python -I -S <runtime tree> ...``: the agent |
+| ``__main__.py`` | ``launchers/attempts/runtime_main.py`` | ``python -I -S <runtime tree> ...`` |
 | ``sitecustomize.py`` | ``launchers/rank_hooks/startup.py`` | the ranks' interpreters |
 | ``orc/launchers/agent/**`` | the same place | the agent |
 | ``orc/launchers/environments/*`` | the same place | the environment step |
@@ -35,7 +35,7 @@ def runtime_files() -> dict[str, bytes]:
     launchers = os.path.dirname(os.path.dirname(os.path.realpath(os.fsencode(__file__))))
     runtime = os.path.join(os.path.dirname(launchers), b"runtime")
     own = {
-        "__main__.py": b"agent/root_main.py",
+        "__main__.py": b"attempts/runtime_main.py",
         "sitecustomize.py": b"rank_hooks/startup.py",
         SAGEMAKER_ENTRY: b"backends/sagemaker/entry.py",
         **{f"orc/launchers/environments/{name}.py": f"environments/{name}.py".encode() for name in _ENVIRONMENTS},

@@ -1,0 +1,15 @@
+"""Shipped as ``__main__.py`` at the root of the runtime tree: ``python -I -S <runtime tree> ...`` runs the agent.
+
+Short, because a script is compiled anew at every start; the modules that it imports are read from byte code.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["environment"]:
+        from orc.launchers.environments.node import main
+
+        sys.exit(main(sys.argv[2:]))
+    from orc.launchers.agent.__main__ import run
+
+    sys.exit(run(sys.argv[1:]))
