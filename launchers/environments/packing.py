@@ -38,8 +38,8 @@ def pack(environment: Environment, workdir: Path, base_dir: Path, cache: Path | 
 
     *cache* is a directory for hashes of unchanged files, and for the file that describes the packed environment.
     """
-    if environment.copy is not None:
-        return pack_venv(find_venv(environment.copy.venv, base_dir), environment.copy.exclude, cache=cache)
+    if environment.copied is not None:
+        return pack_venv(find_venv(environment.copied.venv, base_dir), environment.copied.exclude, cache=cache)
     if environment.conda is not None and environment.conda.archive and not environment.conda.archive.startswith("/"):
         return pack_file(workdir, environment.conda.archive, cache=cache)
     return None
@@ -47,8 +47,8 @@ def pack(environment: Environment, workdir: Path, base_dir: Path, cache: Path | 
 
 def travels_apart(environment: Environment, workdir: Path, base_dir: Path) -> tuple[str, ...]:
     """Patterns (gitignore syntax) of what lies in the working directory and is brought along by itself."""
-    if environment.copy is not None:
-        return patterns_of(find_venv(environment.copy.venv, base_dir), workdir)
+    if environment.copied is not None:
+        return patterns_of(find_venv(environment.copied.venv, base_dir), workdir)
     if environment.conda is not None and environment.conda.archive and not environment.conda.archive.startswith("/"):
         return (pattern_of(environment.conda.archive),)
     return ()

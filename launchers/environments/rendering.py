@@ -38,7 +38,7 @@ def render_environment(
             _must_travel(job, snapshot, wanted.conda.file, "conda.file")
             return {"kind": "conda", "file": wanted.conda.file}
         return {"kind": "conda", "archive": wanted.conda.archive, **_tree(snapshot, layout)}
-    if wanted.copy is not None:
+    if wanted.copied is not None:
         return {"kind": "copy", **_tree(snapshot, layout)}
     if wanted.container is not None:
         # A launcher outside would look for its own file, and for ssh, inside.

@@ -4,60 +4,48 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import SchemaValidator, ValidationError
-from pydantic_core import core_schema as cs
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from orc.launchers.errors import SpecError
 from orc.launchers.paths import clusters_file, refuse_untrusted
 from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
-from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.job import ENV, LINE, shell_lines
-from orc.launchers.spec.model import Model, fields, model, setting
+from orc.launchers.spec.job import ShellLines, Variables
 from orc.launchers.spec.network import Network
+from orc.launchers.spec.options import FrozenModel, Line, Name
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 
 
-@model
-class Cluster(Model):
+class Cluster(FrozenModel):
     """A place where jobs can run. Without `root` its backend has a default."""
 
-    name: str = setting(cs.str_schema(pattern=f"^{_NAME}$"), doc="Its name.")
-    kind: str = setting(cs.str_schema(min_length=1, strict=True), doc="The backend: local, slurm, ssh, sagemaker, tpu.")
-    root: str | None = setting(cs.nullable_schema(LINE), default=None, doc="Absolute path of orc's files there.")
-    python: str | None = setting(cs.nullable_schema(LINE), default=None, doc="The Python that runs agents and ranks.")
-    env: Mapping[str, str] = setting(
-        ENV, default_factory=dict, doc="Environment of every rank; the job's goes over it."
+    name: str = Field(pattern=f"^{_NAME}$", description="Its name.")
+    kind: Name = Field(description="The backend: local, slurm, ssh, sagemaker, tpu.")
+    root: Line | None = Field(None, description="Absolute path of orc's files there.")
+    python: Line | None = Field(None, description="The Python that runs agents and ranks.")
+    env: Variables = Field({}, description="Environment of every rank; the job's goes over it.")
+    setup: ShellLines = Field((), description="Shell lines on every node, before the job's own.")
+    environment: Environment = Field(
+        default_factory=Environment.model_construct, description="Where Python comes from, unless the job says so."
     )
-    setup: tuple[str, ...] = setting(
-        cs.no_info_plain_validator_function(
-            shell_lines, json_schema_input_schema=cs.union_schema([cs.str_schema(), cs.list_schema(cs.str_schema())])
-        ),
-        default=(),
-        doc="Shell lines on every node, before the job's own.",
+    network: Network = Field(
+        default_factory=Network.model_construct, description="Which network its nodes use, unless the job says so."
     )
-    environment: Environment = setting(
-        Environment.core_schema, default_factory=Environment, doc="Where Python comes from, unless the job says so."
-    )
-    network: Network = setting(
-        Network.core_schema, default_factory=Network, doc="Which network its nodes use, unless the job says so."
-    )
-    options: Mapping[str, Any] = setting(
-        cs.dict_schema(cs.str_schema(strict=True), cs.any_schema()), default_factory=dict, doc="Settings of the kind."
-    )
+    options: dict[str, Any] = Field({}, description="Settings of the kind.")
 
-    def check(self) -> None:
-        """The root is absolute."""
-        if self.root is not None and not self.root.startswith(("/", "~")):
-            raise LocatedError((("root",), f"{self.root!r} is not an absolute path"))
+    @field_validator("root")
+    @classmethod
+    def _absolute(cls, root: str | None) -> str | None:
+        if root is not None and not root.startswith(("/", "~")):
+            raise ValueError(f"{root!r} is not an absolute path")
+        return root
 
 
 def options_document(cluster: Cluster) -> Document:
@@ -68,9 +56,6 @@ def options_document(cluster: Cluster) -> Document:
 def option_place(cluster: Cluster, path: KeyPath = (), *, key: bool = False) -> str:
     """Where an option of *cluster* stands, for messages: file, line and column, or at least the cluster's name."""
     return options_document(cluster).origin(path, key=key).where
-
-
-_CLUSTERS = cs.dict_schema(cs.str_schema(), Cluster.core_schema)
 
 
 def builtin_local() -> Cluster:
@@ -149,7 +134,7 @@ def _clusters(document: Document) -> dict[str, Cluster]:
             entries[name] = {"name": name, "kind": LOCAL, **data} if name == LOCAL else {"name": name, **data}
     clusters: dict[str, Cluster] = {}
     try:
-        clusters = SchemaValidator(_CLUSTERS).validate_python(entries)
+        clusters = TypeAdapter(dict[str, Cluster]).validate_python(entries)
     except ValidationError as error:
         problems += translate(error, document, _suggest)
     for cluster in clusters.values():
@@ -189,4 +174,4 @@ def _reading(path: KeyPath) -> Reading:
     return "text" if textual or path[1:4] == ("environment", "venv", "python") else "typed"
 
 
-_KEYS = [field.name for field in fields(Cluster) if field.name != "name"]
+_KEYS = [name for name in Cluster.model_fields if name != "name"]

@@ -5,24 +5,16 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic_core import core_schema as cs
+from pydantic import BeforeValidator, Field, model_validator
 
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.model import Model, model, setting
+from orc.launchers.spec.options import Flag, FrozenModel, Text
 
 KINDS = ("venv", "conda", "copy", "container")
 RUNTIMES = ("docker", "podman", "apptainer")
-
-_TEXT = cs.no_info_plain_validator_function(grammar.scalar_text, json_schema_input_schema=cs.str_schema())
-_TEXTS = cs.tuple_schema([_TEXT], variadic_item_index=0)
-_BOOL = cs.bool_schema(strict=True)
-
-
-def _optional(schema: cs.CoreSchema) -> cs.CoreSchema:
-    return cs.nullable_schema(schema)
 
 
 def _path(value: Any) -> str:
@@ -38,7 +30,7 @@ def _path(value: Any) -> str:
     return normal
 
 
-_PATH = cs.no_info_plain_validator_function(_path, json_schema_input_schema=cs.str_schema())
+BundledPath = Annotated[str, BeforeValidator(_path)]
 
 
 def _url(value: Any) -> str:
@@ -50,33 +42,26 @@ def _url(value: Any) -> str:
     return text
 
 
-_URL = cs.no_info_plain_validator_function(_url, json_schema_input_schema=cs.str_schema())
+Url = Annotated[str, BeforeValidator(_url)]
 
 
-@model
-class Venv(Model):
+class Venv(FrozenModel):
     """A virtual environment, built on each node from a requirements file."""
 
-    requirements: str = setting(_PATH, doc="A requirements or lock file in the workdir.")
-    python: str | None = setting(
-        _optional(_TEXT), default=None, doc="A version like 3.11, or a program; the cluster's Python if not given."
-    )
-    system_site_packages: bool = setting(_BOOL, default=False, doc="Whether packages of that Python can be imported.")
-    index_url: str | None = setting(_optional(_URL), default=None, doc="Package index instead of pip's.")
-    extra_index_urls: tuple[str, ...] = setting(
-        cs.tuple_schema([_URL], variadic_item_index=0), default=(), doc="Further package indexes."
-    )
-    find_links: tuple[str, ...] = setting(
-        cs.tuple_schema([_PATH], variadic_item_index=0), default=(), doc="Directories with wheels."
-    )
-    no_index: bool = setting(_BOOL, default=False, doc="Use find_links alone.")
+    short_form = "requirements"
 
-    @classmethod
-    def before(cls, data: Any) -> Any:
-        """``venv: requirements.txt`` is short for ``venv: {requirements: requirements.txt}``."""
-        return {"requirements": data} if isinstance(data, str) else data
+    requirements: BundledPath = Field(description="A requirements or lock file in the workdir.")
+    python: Text | None = Field(
+        None, description="A version like 3.11, or a program; the cluster's Python if not given."
+    )
+    system_site_packages: Flag = Field(False, description="Whether packages of that Python can be imported.")
+    index_url: Url | None = Field(None, description="Package index instead of pip's.")
+    extra_index_urls: tuple[Url, ...] = Field((), description="Further package indexes.")
+    find_links: tuple[BundledPath, ...] = Field((), description="Directories with wheels.")
+    no_index: Flag = Field(False, description="Use find_links alone.")
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         """The file is one that pip reads; ``no_index`` has something to look into."""
         name = posixpath.basename(self.requirements)
         if name in ("uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock"):
@@ -86,61 +71,59 @@ class Venv(Model):
             raise LocatedError((("requirements",), what))
         if self.no_index and (self.index_url or self.extra_index_urls):
             raise LocatedError((("no_index",), "no_index and an index exclude each other"))
+        return self
 
 
-@model
-class Conda(Model):
+class Conda(FrozenModel):
     """A conda environment: made on each node from a file, or unpacked from an archive of conda-pack."""
 
-    file: str | None = setting(_optional(_PATH), default=None, doc="An environment.yml in the workdir.")
-    archive: str | None = setting(_optional(_PATH), default=None, doc="What conda-pack has made.")
+    file: BundledPath | None = Field(None, description="An environment.yml in the workdir.")
+    archive: BundledPath | None = Field(None, description="What conda-pack has made.")
 
+    @model_validator(mode="before")
     @classmethod
-    def before(cls, data: Any) -> Any:
+    def _long_form(cls, data: Any) -> Any:
         """``conda: environment.yml`` is short for ``conda: {file: environment.yml}``."""
         if not isinstance(data, str):
             return data
         return {"file" if data.endswith((".yml", ".yaml")) else "archive": data}
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         """One of both."""
         if (self.file is None) == (self.archive is None):
             raise LocatedError(((), "give either file (environment.yml) or archive (made by conda-pack)"))
         if self.file is not None and not self.file.endswith((".yml", ".yaml")):
             raise LocatedError((("file",), f"{self.file!r} is no environment.yml; an archive goes to `archive`"))
+        return self
 
 
-@model
-class Copy(Model):
+class Copy(FrozenModel):
     """The virtual environment of the submitting machine, brought along."""
 
-    venv: str | None = setting(
-        _optional(_TEXT), default=None, doc="Its directory, relative to the job file; the active one if not given."
-    )
-    exclude: tuple[str, ...] = setting(_TEXTS, default=(), doc="Patterns (gitignore syntax) of what stays at home.")
+    venv: Text | None = Field(None, description="Its directory, relative to the job file; the active one if not given.")
+    exclude: tuple[Text, ...] = Field((), description="Patterns (gitignore syntax) of what stays at home.")
 
+    @model_validator(mode="before")
     @classmethod
-    def before(cls, data: Any) -> Any:
+    def _long_form(cls, data: Any) -> Any:
         """``copy: .venv`` is short for ``copy: {venv: .venv}``."""
         return {"venv": data} if isinstance(data, str) else {} if data is None else data
 
 
-@model
-class Container(Model):
+class Container(FrozenModel):
     """A container image that the ranks run in."""
 
-    image: str = setting(_TEXT, doc="What the runtime calls the image: a reference, or a .sif file for apptainer.")
-    runtime: str = setting(cs.literal_schema(list(RUNTIMES)), default="docker", doc="docker, podman or apptainer.")
-    python: str = setting(_TEXT, default="python3", doc="The Python inside.")
-    options: tuple[str, ...] = setting(_TEXTS, default=(), doc="Further options of the runtime's run command.")
-    mounts: tuple[str, ...] = setting(_TEXTS, default=(), doc="/on/the/node[:/inside[:ro]], besides orc's own.")
+    short_form = "image"
 
-    @classmethod
-    def before(cls, data: Any) -> Any:
-        """``container: image`` is short for ``container: {image: image}``."""
-        return {"image": data} if isinstance(data, str) else data
+    image: Text = Field(description="What the runtime calls the image: a reference, or a .sif file for apptainer.")
+    runtime: Literal["docker", "podman", "apptainer"] = Field("docker", description="docker, podman or apptainer.")
+    python: Text = Field("python3", description="The Python inside.")
+    options: tuple[Text, ...] = Field((), description="Further options of the runtime's run command.")
+    mounts: tuple[Text, ...] = Field((), description="/on/the/node[:/inside[:ro]], besides orc's own.")
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         """The image is one word, the mounts are absolute."""
         problems: list[tuple[grammar.Path, str]] = []
         if not self.image or self.image.startswith("-") or any(c.isspace() for c in self.image):
@@ -156,22 +139,21 @@ class Container(Model):
                 problems.append((("mounts", index), f"{mount!r} is not /on/the/node, /on/the/node:/inside or ...:ro"))
         if problems:
             raise LocatedError(*problems)
+        return self
 
 
-@model
-class Environment(Model):
+class Environment(FrozenModel):
     """At most one of the four; nothing at all leaves the choice to the cluster."""
 
-    venv: Venv | None = setting(_optional(Venv.core_schema), default=None, doc="Built from requirements.", section=Venv)
-    conda: Conda | None = setting(_optional(Conda.core_schema), default=None, doc="Made by conda.", section=Conda)
-    copy: Copy | None = setting(_optional(Copy.core_schema), default=None, doc="Brought along.", section=Copy)
-    container: Container | None = setting(
-        _optional(Container.core_schema), default=None, doc="An image.", section=Container
-    )
-    none: bool = setting(_BOOL, default=False, doc="The cluster's Python as it is, whatever the cluster says.")
+    venv: Venv | None = Field(None, description="Built from requirements.")
+    conda: Conda | None = Field(None, description="Made by conda.")
+    copied: Copy | None = Field(None, alias="copy", description="Brought along.")  # `copy` is a method of every model
+    container: Container | None = Field(None, description="An image.")
+    none: Flag = Field(False, description="The cluster's Python as it is, whatever the cluster says.")
 
+    @model_validator(mode="before")
     @classmethod
-    def before(cls, data: Any) -> Any:
+    def _long_form(cls, data: Any) -> Any:
         """``environment: none`` and ``environment: copy`` need no mapping."""
         if isinstance(data, str):
             if data == "none":
@@ -189,13 +171,18 @@ class Environment(Model):
     @property
     def kind(self) -> str:
         """``venv``, ``conda``, ``copy``, ``container``, ``none``, or empty when nothing is said."""
-        return next((kind for kind in KINDS if getattr(self, kind) is not None), "none" if self.none else "")
+        return next((kind for kind in KINDS if self._given(kind)), "none" if self.none else "")
 
-    def check(self) -> None:
+    def _given(self, kind: str) -> bool:
+        return getattr(self, "copied" if kind == "copy" else kind) is not None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         """No two at once."""
-        given = [kind for kind in KINDS if getattr(self, kind) is not None] + ["none"] * self.none
+        given = [kind for kind in KINDS if self._given(kind)] + ["none"] * self.none
         for kind in given[1:]:
             raise LocatedError(((kind,), f"only one kind of environment can be given; {given[0]} is given too"))
+        return self
 
 
 def chosen(job: Environment, cluster: Environment) -> Environment:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic_core import ValidationError
+from pydantic import ValidationError
 
 from orc.launchers.errors import SpecError
 from orc.launchers.plugins import BACKENDS, COMMANDS
 from orc.launchers.spec import source
 from orc.launchers.spec.job import JobSpec
-from orc.launchers.spec.model import Model, fields, section_of
+from orc.launchers.spec.options import field_at, keys_of, section_at
 from orc.launchers.spec.source import Document, KeyPath, Reading
 from orc.runtime.config import JOB_KEYS
 
@@ -106,15 +105,15 @@ def known_keys(path: KeyPath) -> Sequence[str]:
     """The valid keys of the mapping at *path* of a job file; empty where any key is allowed."""
     if path == ("runtime",):
         return JOB_KEYS
-    owner = _section(path)
-    return [field.name for field in fields(owner)] if owner else ()
+    owner = section_at(JobSpec, path)
+    return keys_of(owner) if owner else ()
 
 
 def suggest(path: KeyPath, name: str) -> str:
     """What to say about the unknown key *name* of the section at *path*: where it belongs, or what is like it."""
     from orc.launchers.spec.problems import nearest
 
-    sections = {field.name: known_keys((field.name,)) for field in fields(JobSpec)}
+    sections = {key: known_keys((key,)) for key in keys_of(JobSpec)}
     # Many sections have a `kind`: in another one, the launcher's is not what was meant.
     everywhere = path and name == "kind"
     homes = [f"{section}.{name}" for section, keys in sections.items() if name in keys and not everywhere]
@@ -131,32 +130,15 @@ def suggest(path: KeyPath, name: str) -> str:
     return f"; known are {', '.join(valid)}"
 
 
-def _section(path: KeyPath) -> type[Model] | None:
-    """The model of the section at *path*, if it is one."""
-    owner: type[Model] = JobSpec
-    for part in path:
-        section = section_of(_field(owner, part))
-        if section is None:
-            return None
-        owner = section
-    return owner
-
-
-def _field(owner: type[Model], name: str | int) -> Field[Any] | None:
-    return next((field for field in fields(owner) if field.name == name), None)
-
-
 def _default(path: KeyPath) -> Any:
-    """The default of a key. Raises `KeyError` with the nearest key when there is no such one."""
-    owner = _section(path[:-1])
-    field = _field(owner, path[-1]) if owner else None
+    """Return the default of a key. Raises `KeyError` with the nearest key when there is no such one."""
+    owner = section_at(JobSpec, path[:-1])
+    field = field_at(owner, path[-1]) if owner else None
     if field is None:
         from orc.launchers.spec.problems import nearest
 
         raise KeyError(nearest(str(path[-1]), known_keys(path[:-1])))
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
+    return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
 def _interpolate(document: Document, env: Mapping[str, str]) -> None:

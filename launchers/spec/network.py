@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic_core import core_schema as cs
+from pydantic import BeforeValidator, Field
 
 from orc.launchers.spec import grammar
-from orc.launchers.spec.model import Model, model, setting
+from orc.launchers.spec.options import FrozenModel
 
 
 def _interface(value: Any) -> str:
@@ -28,19 +28,14 @@ def _cidr(value: Any) -> str:
         raise ValueError(f"is not a network such as 10.1.0.0/16: {error}") from None
 
 
-def _optional_text(read: Any) -> cs.CoreSchema:
-    return cs.nullable_schema(cs.no_info_plain_validator_function(read, json_schema_input_schema=cs.str_schema()))
-
-
-@model
-class Network(Model):
+class Network(FrozenModel):
     """The network that ranks of several nodes listen on. Ranks of one node stay on its loopback interface."""
 
-    interface: str | None = setting(
-        _optional_text(_interface), default=None, doc="The interface that the nodes use among each other, as eth0."
+    interface: Annotated[str, BeforeValidator(_interface)] | None = Field(
+        None, description="The interface that the nodes use among each other, as eth0."
     )
-    cidr: str | None = setting(
-        _optional_text(_cidr), default=None, doc="The network that every node's address must lie in, as 10.1.0.0/16."
+    cidr: Annotated[str, BeforeValidator(_cidr)] | None = Field(
+        None, description="The network that every node's address must lie in, as 10.1.0.0/16."
     )
 
 

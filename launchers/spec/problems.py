@@ -10,7 +10,7 @@ from orc.launchers.errors import SpecError
 from orc.launchers.spec.grammar import LocatedError
 
 if TYPE_CHECKING:
-    from pydantic_core import ValidationError
+    from pydantic import ValidationError
 
     from orc.launchers.spec.source import Document, KeyPath
 
@@ -106,7 +106,7 @@ def _one(item: Any, document: Document, suggest: Suggest) -> list[Problem]:
     on_key = path[-1:] == ("[key]",) and path not in document.values
     if on_key:
         path = path[:-1]
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+    if kind == "extra_forbidden":
         name, parent = str(path[-1]), path[:-1]
         return [at(document, path, f"unknown key {name!r}{suggest(parent, name)}", key=True, shown=parent)]
     if kind == "missing":
@@ -125,7 +125,7 @@ _EXPECTED = {
     "string_type": "expected text",
     "bool_type": "expected true or false",
     "dict_type": "expected a mapping",
-    "dataclass_type": "expected a mapping of keys and values",
+    "model_type": "expected a mapping of keys and values",
     "tuple_type": "expected a list",
     "list_type": "expected a list",
 }

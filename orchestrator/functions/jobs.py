@@ -329,7 +329,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _job(name: str, cluster: Cluster, resources: Mapping[str, Any]) -> JobSpec:
     """The job that asks for what the call needs. Raises `SpecProblems`."""
-    from pydantic_core import ValidationError
+    from pydantic import ValidationError
 
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.load import known_keys

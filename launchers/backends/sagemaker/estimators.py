@@ -60,7 +60,7 @@ def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = No
 
     Raises `SpecError` that names the argument.
     """
-    from pydantic_core import ValidationError
+    from pydantic import ValidationError
 
     from orc.launchers.spec import JobSpec, LoadedJob
 

@@ -184,7 +184,7 @@ def secret_name(attempt: AttemptId) -> str:
 
 def _requirements(job: JobSpec, environment: Environment, snapshot: Snapshot, python: str) -> str | None:
     """The documented installation of the requirements.txt beside the script, in the Python of the container."""
-    if any(getattr(environment, kind) is not None for kind in ("venv", "conda", "copy")):
+    if environment.kind in ("venv", "conda", "copy"):
         return None  # it says itself what is installed
     beside = posixpath.join(posixpath.dirname(job.script or ""), "requirements.txt")
     path = next((name for name in (beside, "requirements.txt") if name in snapshot.code), None)

@@ -94,10 +94,9 @@ class SlurmBackend(Backend):
         """Close the connection; it is made anew when it is needed again."""
         self._transport.close()
 
-    def _options_where(self, name: str) -> str:
-        from orc.launchers.spec.clusters import option_place
-
-        return option_place(self.cluster, (name,), key=True)
+    @property
+    def _options_where(self) -> str:
+        return f"cluster {self.cluster.name}: options"
 
     @cached_property
     def _client(self) -> SlurmClient:
@@ -106,17 +105,12 @@ class SlurmBackend(Backend):
         return SlurmClient(self._transport, self._settings, where=f"cluster {self.cluster.name}")
 
     def _options(self, job: JobSpec) -> SlurmOptions:
-        from orc.launchers.spec.source import document_of
-
-        document = document_of(job.resources.options.get(self.kind, {}), f"{job.name}: resources.options.slurm")
-        given = self.cluster.options
-        if job.resources.memory:  # it replaces the cluster's in whichever form that is
-            given = {key: value for key, value in given.items() if key.replace("-", "_") not in MEMORY}
         return read_options(
-            given,
-            document.data,
+            self.cluster.options,
+            job.resources.options.get(self.kind, {}),
             cluster_where=self._options_where,
-            job_where=lambda name: document.origin((name,), key=True).where,
+            job_where=f"{job.name}: resources.options.slurm",
+            replaced=MEMORY if job.resources.memory else (),  # in whichever form the cluster has it
         )
 
     @property

@@ -6,7 +6,6 @@ component, so that the ranks of the job are too. Every node runs the same number
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,12 +42,10 @@ class Component:
 
 def read_components(value: Any) -> tuple[Component, ...]:
     """The checked components. Raises `ValueError`."""
-    from orc.launchers.backends.slurm.options import SlurmOptions
     from orc.launchers.spec.problems import nearest
 
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value) or len(value) < 2:
         raise ValueError("expected a list of two components or more, like [{nodes: 1}, {nodes: 2, partition: gpu}]")
-    readers = {f.name: f.metadata["read"] for f in dataclasses.fields(SlurmOptions) if f.name in OPTIONS}
     components = []
     for number, given in enumerate(value):
         own: dict[str, dict[str, Any]] = {"resources": {}, "options": {}}
@@ -59,10 +56,7 @@ def read_components(value: Any) -> tuple[Component, ...]:
             if key in RESOURCES:
                 own["resources"][key] = one
             elif key in OPTIONS:
-                try:
-                    own["options"][key] = readers[key](one)
-                except ValueError as error:
-                    raise ValueError(f"component {number}: {name}: {error}") from None
+                own["options"][key] = one
             else:
                 known = nearest(key, [*RESOURCES, *OPTIONS]) or f"; the keys are {', '.join((*RESOURCES, *OPTIONS))}"
                 raise ValueError(f"component {number}: unknown key {name!r}{known}")
@@ -70,8 +64,20 @@ def read_components(value: Any) -> tuple[Component, ...]:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise ValueError(f"component {number}: nodes: expected a whole number from 1, not {nodes!r}")
         own["resources"]["nodes"] = nodes
-        components.append(Component(own["resources"], own["options"]))
+        components.append(Component(own["resources"], _checked(own["options"], number)))
     return tuple(components)
+
+
+def _checked(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    from orc.launchers.backends.slurm.options import SlurmOptions
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.options import validate_options
+
+    try:
+        checked = validate_options(SlurmOptions, options, f"component {number}")
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
 
 
 def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, SlurmOptions]]:
@@ -81,7 +87,7 @@ def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, Slurm
     """
     if not options.heterogeneous:
         return [(job, options)]
-    from pydantic_core import ValidationError
+    from pydantic import ValidationError
 
     counts = [int(one.resources["nodes"]) for one in options.heterogeneous]
     if job.resources.nodes != sum(counts):
@@ -91,7 +97,7 @@ def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, Slurm
             where=job.name,
             hint=f"Set resources.nodes to {sum(counts)}.",
         )
-    whole = job.resources.model_dump()
+    whole = dict(job.resources)
     found = []
     for number, one in enumerate(options.heterogeneous):
         # A form of memory of its own replaces the job's, in whichever form that is.
@@ -106,5 +112,6 @@ def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, Slurm
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"][1:])
             raise RenderError(f"heterogeneous: component {number}: {place}: {first['msg']}", where=job.name) from None
-        found.append((own, dataclasses.replace(options, heterogeneous=(), **{**cleared, **one.options})))
+        # Both have been checked, each by itself.
+        found.append((own, options.model_construct(**{**dict(options), "heterogeneous": (), **cleared, **one.options})))
     return found

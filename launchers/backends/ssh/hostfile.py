@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic_core import ValidationError
-from pydantic_core import core_schema as cs
+from pydantic import Field, ValidationError
 
 from orc.launchers.errors import SpecError
 from orc.launchers.paths import refuse_untrusted
-from orc.launchers.remote.ssh.options import Machine, host_name, maybe, path, read, several, word
+from orc.launchers.remote.ssh.options import Machine, host_name
 from orc.launchers.spec import grammar
-from orc.launchers.spec.model import model, setting
+from orc.launchers.spec.options import Argument, PathText, Reader, Whole, several
 
-SLOTS = cs.int_schema(ge=0, le=4096, strict=True)
+Slots = Annotated[Whole, Field(ge=0, le=4096)]
+Labels = Annotated[tuple[Argument, ...], several]
 
 
 def _names(value: Any) -> str:
@@ -31,14 +31,13 @@ def _names(value: Any) -> str:
     return text
 
 
-@model
 class Host(Machine):
     """One machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
 
-    name: str = setting(read(_names), doc="What it is called here, and in ~/.ssh/config.")
-    slots: int | None = setting(maybe(SLOTS), default=None, doc="Processes (or GPUs) for jobs; 0: one job at a time.")
-    labels: tuple[str, ...] = setting(several(read(word)), default=(), doc="What jobs can ask for.")
-    root: str | None = setting(maybe(read(path)), default=None, doc="orc's files there.")
+    name: Annotated[str, Reader(_names)] = Field(description="What it is called here, and in ~/.ssh/config.")
+    slots: Slots | None = Field(None, description="Processes (or GPUs) for jobs; 0: one job at a time.")
+    labels: Labels = Field((), description="What jobs can ask for.")
+    root: PathText | None = Field(None, description="orc's files there.")
 
 
 def expand(name: str) -> list[str]:

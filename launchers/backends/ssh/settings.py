@@ -2,68 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic_core import ValidationError
-from pydantic_core import core_schema as cs
+from pydantic import Field
 
-from orc.launchers.backends.ssh.hostfile import SLOTS, Host, expand, read_hostfile
+from orc.launchers.backends.ssh.hostfile import Host, Labels, Slots, expand, read_hostfile
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
 from orc.launchers.remote.ssh.options import (
+    HostName,
     Reaching,
-    host_name,
-    maybe,
-    path,
-    read,
+    UserName,
+)
+from orc.launchers.spec.options import (
+    Flag,
+    FrozenModel,
+    Number,
+    PathText,
+    Whole,
     seconds,
     several,
-    user_name,
-    word,
+    validate_options,
 )
-from orc.launchers.spec.model import Model, fields, model, setting
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.hosts import HostSpec
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
-    from orc.launchers.spec.source import Document, KeyPath
+    from orc.launchers.spec.source import Document
+
+HostNames = Annotated[tuple[HostName, ...], several]
 
 
-@model
 class Options(Reaching):
     """``options:`` of a cluster of kind ssh."""
 
-    hosts: tuple[Host, ...] = setting(
-        cs.tuple_schema([Host.core_schema], variadic_item_index=0), default=(), doc="The machines, in order of use."
-    )
-    hostfile: str | None = setting(maybe(read(path)), default=None, doc="More of them: an MPI hostfile or inventory.")
-    slots: int = setting(SLOTS, default=0, doc="Of hosts that say nothing; 0: one job at a time.")
-    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
-    peer_timeout: float = setting(seconds(2, 3600), default=30.0, doc="Silence after which a node is lost.")
-    preflight: bool = setting(cs.bool_schema(strict=True), default=True, doc="Probe the hosts before each attempt.")
-    fan_out: bool = setting(cs.bool_schema(strict=True), default=True, doc="Hosts pass snapshots on to each other.")
-    shared: bool | Literal["auto"] = setting(
-        cs.union_schema([cs.bool_schema(strict=True), cs.literal_schema(["auto"])]),
-        default="auto",
-        doc="Whether the hosts share the root's file system.",
-    )
+    hosts: Annotated[tuple[Host, ...], several] = Field((), description="The machines, in order of use.")
+    hostfile: PathText | None = Field(None, description="More of them: an MPI hostfile or inventory.")
+    slots: Slots = Field(0, description="Of hosts that say nothing; 0: one job at a time.")
+    user: UserName | None = Field(None, description="Who logs in.")
+    peer_timeout: Annotated[Number, seconds(2, 3600)] = Field(30.0, description="Silence after which a node is lost.")
+    preflight: Flag = Field(True, description="Probe the hosts before each attempt.")
+    fan_out: Flag = Field(True, description="Hosts pass snapshots on to each other.")
+    shared: Flag | Literal["auto"] = Field("auto", description="Whether the hosts share the root's file system.")
 
 
-@model
-class JobOptions(Model):
+class JobOptions(FrozenModel):
     """``resources.options.ssh`` of a job."""
 
-    hosts: tuple[str, ...] = setting(several(read(host_name)), default=(), doc="Only these, in this order.")
-    labels: tuple[str, ...] = setting(several(read(word)), default=(), doc="Only hosts that have all of these.")
-    exclude: tuple[str, ...] = setting(several(read(host_name)), default=(), doc="Not these.")
-    slots: int | None = setting(
-        maybe(cs.int_schema(ge=1, le=4096, strict=True)), default=None, doc="Slots to take on each host."
-    )
+    hosts: HostNames = Field((), description="Only these, in this order.")
+    labels: Labels = Field((), description="Only hosts that have all of these.")
+    exclude: HostNames = Field((), description="Not these.")
+    slots: Annotated[Whole, Field(ge=1, le=4096)] | None = Field(None, description="Slots to take on each host.")
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def read_settings(cluster: Cluster) -> Settings:
     from orc.launchers.spec.clusters import options_document
 
     document = options_document(cluster)
-    options = cast(Options, _validate(Options, cluster.options, document))
+    options = validate_options(Options, cluster.options, document.where)
     hosts = _expanded(options.hosts)
     if options.hostfile is not None:
         hosts += read_hostfile(options.hostfile, document.origin(("hostfile",)).where)
@@ -127,8 +121,9 @@ def read_job_options(job: JobSpec, settings: Settings) -> JobOptions:
     """What the job says about its hosts. Raises `SpecError`."""
     from orc.launchers.spec.source import document_of
 
-    document = document_of(job.resources.options.get("ssh", {}), f"{job.name}: resources.options.ssh")
-    options = cast(JobOptions, _validate(JobOptions, document.data, document))
+    given = job.resources.options.get("ssh", {})
+    document = document_of(given, f"{job.name}: resources.options.ssh")
+    options = validate_options(JobOptions, given, document.where)
     for key in ("hosts", "exclude"):
         for number, name in enumerate(getattr(options, key)):
             if name not in settings.names:
@@ -145,23 +140,6 @@ def read_job_options(job: JobSpec, settings: Settings) -> JobOptions:
             where = document.origin(("labels", number)).where
             raise SpecError(f"labels: no host has the label {label!r}{known}", where=where)
     return options
-
-
-def _validate(kind: type[Model], data: Mapping[str, Any], document: Document) -> Model:
-    try:
-        return kind.model_validate(_ranges(dict(data)))
-    except ValidationError as error:
-        from orc.launchers.spec.problems import SpecProblems, choose, translate
-
-        def suggest(path: KeyPath, name: str) -> str:
-            return choose(name, [field.name for field in fields(Host if path[:1] == ("hosts",) and path[1:] else kind)])
-
-        raise SpecProblems(translate(error, document, suggest)) from None
-
-
-def _ranges(data: dict[str, Any]) -> dict[str, Any]:
-    """``hosts: node1`` is short for a list of one."""
-    return {**data, "hosts": [data["hosts"]]} if isinstance(data.get("hosts"), (str, Mapping)) else data
 
 
 def _expanded(hosts: Sequence[Host]) -> list[Host]:

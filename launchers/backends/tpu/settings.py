@@ -7,33 +7,38 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic_core import ValidationError
-from pydantic_core import core_schema as cs
+from pydantic import Field, model_validator
 
 from orc.launchers.backends.tpu import accelerators
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.hosts import Access
 from orc.launchers.remote.ssh.options import (
     DEFAULT_ROOT,
-    jump_hosts,
-    maybe,
-    path,
-    read,
-    seconds,
-    several,
-    user_name,
-    word,
+    JumpHosts,
+    UserName,
 )
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.model import Model, fields, model, setting
+from orc.launchers.spec.options import (
+    Argument,
+    Flag,
+    FrozenModel,
+    Number,
+    PathText,
+    Port,
+    Reader,
+    matching,
+    seconds,
+    several,
+    validate_options,
+)
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
-    from orc.launchers.spec.source import Document, KeyPath
+    from orc.launchers.spec.source import Document
 
 _DAY = 86400.0
 _PROJECT = r"(?:[a-z0-9.-]{1,63}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]"
@@ -44,16 +49,6 @@ _METADATA_KEY = r"[A-Za-z0-9_-]{1,128}"
 LABEL_PREFIX = "orc-"  # of labels that are ours
 _OURS = ("ssh-keys", "startup-script")  # metadata with an option of its own
 _METADATA_BYTES = 256 * 1024  # of one value; the service's limit
-
-
-def _matching(pattern: str, what: str, example: str) -> cs.CoreSchema:
-    def check(value: Any) -> str:
-        text = grammar.scalar_text(value).strip()
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"{text!r} is not {what}; write for example {example}")
-        return text
-
-    return read(check)
 
 
 def _labels(value: Any) -> dict[str, str]:
@@ -93,118 +88,114 @@ def _text(value: Any) -> str:
     return text
 
 
-def _endpoint(value: Any) -> str:
-    text = grammar.scalar_text(value).strip()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(?::[0-9]{1,5})?", text):
-        raise ValueError(f"{text!r} is not an endpoint; write host or host:port")
-    return text
+def _accelerator(value: Any) -> str:
+    return accelerators.check(grammar.scalar_text(value))
 
 
-@model
-class Disk(Model):
+Zone = Annotated[str, matching(_ZONE, "a zone", "us-central2-b")]
+Reservation = Annotated[
+    str,
+    matching(
+        r"projects/[^/\s]+/locations/[^/\s]+/reservations/[^/\s]+",
+        "a reservation",
+        "projects/P/locations/Z/reservations/R",
+    ),
+]
+
+
+class Disk(FrozenModel):
     """A disk that exists and is attached to the TPU."""
 
-    source: str = setting(
-        _matching(r"projects/[^/\s]+/(?:zones|regions)/[^/\s]+/disks/[^/\s]+", "a disk", "projects/P/zones/Z/disks/D"),
-        doc="Its full name.",
-    )
-    mode: str = setting(cs.literal_schema(["read_write", "read_only"]), default="read_only", doc="How it is attached.")
+    short_form = "source"
 
-    @classmethod
-    def before(cls, data: Any) -> Any:
-        """A text is short for ``{source: text}``."""
-        return {"source": data} if isinstance(data, str) else data
+    source: Annotated[
+        str,
+        matching(r"projects/[^/\s]+/(?:zones|regions)/[^/\s]+/disks/[^/\s]+", "a disk", "projects/P/zones/Z/disks/D"),
+    ] = Field(description="Its full name.")
+    mode: Literal["read_write", "read_only"] = Field("read_only", description="How it is attached.")
 
 
-@model
-class ServiceAccount(Model):
+class ServiceAccount(FrozenModel):
     """Who the worker machines are, towards Google Cloud."""
 
-    email: str = setting(_matching(r"[^@\s]+@[^@\s]+", "an address", "me@p.iam.gserviceaccount.com"), doc="Its name.")
-    scopes: tuple[str, ...] = setting(
-        several(read(word)), default=("https://www.googleapis.com/auth/cloud-platform",), doc="What it may ask for."
+    short_form = "email"
+
+    email: Annotated[str, matching(r"[^@\s]+@[^@\s]+", "an address", "me@p.iam.gserviceaccount.com")] = Field(
+        description="Its name."
+    )
+    scopes: Annotated[tuple[Argument, ...], several] = Field(
+        ("https://www.googleapis.com/auth/cloud-platform",), description="What it may ask for."
     )
 
-    @classmethod
-    def before(cls, data: Any) -> Any:
-        """A text is short for ``{email: text}``."""
-        return {"email": data} if isinstance(data, str) else data
 
-
-_FLAG = cs.bool_schema(strict=True)
-_ZONES = several(_matching(_ZONE, "a zone", "us-central2-b"))
-_TYPE = read(lambda value: accelerators.check(grammar.scalar_text(value)))
-_NAME = _matching(_NODE, "the name of a TPU", "my-tpu")
-_RESERVATION = _matching(
-    r"projects/[^/\s]+/locations/[^/\s]+/reservations/[^/\s]+", "a reservation", "projects/P/locations/Z/reservations/R"
-)
-_FINISH = cs.literal_schema(["delete", "keep", "idle"])
-
-
-@model
-class Options(Model):
+class Options(FrozenModel):
     """``options:`` of a cluster of kind tpu."""
 
-    project: str = setting(_matching(_PROJECT, "a project id", "my-project-1234"), doc="The Google Cloud project.")
-    zones: tuple[str, ...] = setting(_ZONES, doc="Where to look for capacity, in this order.")
-    accelerator_type: str = setting(_TYPE, doc="v4-16, or v4: then resources.nodes gives the size.")
-    runtime_version: str = setting(
-        _matching(r"[a-z0-9][a-z0-9.-]*", "a runtime version", "tpu-ubuntu2204-base"),
-        default="tpu-ubuntu2204-base",
-        doc="The software on the worker machines.",
+    project: Annotated[str, matching(_PROJECT, "a project id", "my-project-1234")] = Field(
+        description="The Google Cloud project."
     )
-    name: str | None = setting(maybe(_NAME), default=None, doc="A TPU that exists and is used as it is, never deleted.")
-    queued: bool = setting(_FLAG, default=True, doc="Ask with a queued resource; false: create the node at once.")
-    spot: bool = setting(_FLAG, default=False, doc="Capacity that may be taken away.")
-    reserved: bool = setting(_FLAG, default=False, doc="From the project's reservation.")
-    reservation: str | None = setting(maybe(_RESERVATION), default=None, doc="Name of the reservation, in full.")
-    valid_until: float | None = setting(
-        maybe(seconds(60, 30 * _DAY)),
-        default=None,
-        doc="How long a request waits in one zone before the next is tried.",
+    zones: Annotated[tuple[Zone, ...], several] = Field(description="Where to look for capacity, in this order.")
+    accelerator_type: Annotated[str, Reader(_accelerator)] = Field(
+        description="v4-16, or v4: then resources.nodes gives the size."
     )
-    network: str | None = setting(maybe(read(word)), default=None, doc="VPC network.")
-    subnetwork: str | None = setting(maybe(read(word)), default=None, doc="VPC subnetwork.")
-    external_ips: bool = setting(_FLAG, default=True, doc="Whether the workers get external addresses.")
-    internal: bool = setting(_FLAG, default=False, doc="Log in by internal addresses although there are external ones.")
-    tags: tuple[str, ...] = setting(several(read(word)), default=(), doc="Network tags.")
-    labels: Mapping[str, str] = setting(read(_labels), default_factory=dict, doc="Labels of the TPU.")
-    metadata: Mapping[str, str] = setting(read(_metadata), default_factory=dict, doc="Metadata of the workers.")
-    startup_script: str | None = setting(maybe(read(_text)), default=None, doc="Text that each worker runs at boot.")
-    data_disks: tuple[Disk, ...] = setting(
-        cs.tuple_schema([Disk.core_schema], variadic_item_index=0), default=(), doc="Disks to attach."
+    runtime_version: Annotated[str, matching(r"[a-z0-9][a-z0-9.-]*", "a runtime version", "tpu-ubuntu2204-base")] = (
+        Field("tpu-ubuntu2204-base", description="The software on the worker machines.")
     )
-    service_account: ServiceAccount | None = setting(
-        maybe(ServiceAccount.core_schema),
-        default=None,
-        doc="Identity of the workers; the project's default unless given.",
+    name: Annotated[str, matching(_NODE, "the name of a TPU", "my-tpu")] | None = Field(
+        None, description="A TPU that exists and is used as it is, never deleted."
     )
-    on_finish: str = setting(_FINISH, default="delete", doc="What becomes of the TPU after the attempt.")
-    idle_timeout: float = setting(seconds(60, 30 * _DAY), default=1800.0, doc="For on_finish: idle.")
-    provision_timeout: float = setting(
-        seconds(1, 7 * _DAY), default=1800.0, doc="A TPU that is still being created after this is given up."
+    queued: Flag = Field(True, description="Ask with a queued resource; false: create the node at once.")
+    spot: Flag = Field(False, description="Capacity that may be taken away.")
+    reserved: Flag = Field(False, description="From the project's reservation.")
+    reservation: Reservation | None = Field(None, description="Name of the reservation, in full.")
+    valid_until: Annotated[Number, seconds(60, 30 * _DAY)] | None = Field(
+        None, description="How long a request waits in one zone before the next is tried."
     )
-    boot_timeout: float = setting(
-        seconds(1, _DAY), default=900.0, doc="Workers nobody can log in to this long after creation are given up."
+    network: Argument | None = Field(None, description="VPC network.")
+    subnetwork: Argument | None = Field(None, description="VPC subnetwork.")
+    external_ips: Flag = Field(True, description="Whether the workers get external addresses.")
+    internal: Flag = Field(False, description="Log in by internal addresses although there are external ones.")
+    tags: Annotated[tuple[Argument, ...], several] = Field((), description="Network tags.")
+    labels: Annotated[dict[str, str], Reader(_labels)] = Field({}, description="Labels of the TPU.")
+    metadata: Annotated[dict[str, str], Reader(_metadata)] = Field({}, description="Metadata of the workers.")
+    startup_script: Annotated[str, Reader(_text)] | None = Field(
+        None, description="Text that each worker runs at boot."
     )
-    delete_timeout: float = setting(
-        seconds(1, _DAY), default=900.0, doc="How long the end of a job waits for a deletion that does not work."
+    data_disks: Annotated[tuple[Disk, ...], several] = Field((), description="Disks to attach.")
+    service_account: ServiceAccount | None = Field(
+        None, description="Identity of the workers; the project's default unless given."
     )
-    os_login: bool = setting(_FLAG, default=False, doc="Log in with OS Login instead of keys in the metadata.")
-    ssh_key: str | None = setting(
-        maybe(read(path)), default=None, doc="Private key to log in with; its .pub goes to the workers."
+    on_finish: Literal["delete", "keep", "idle"] = Field(
+        "delete", description="What becomes of the TPU after the attempt."
     )
-    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
-    port: int = setting(cs.int_schema(ge=1, le=65535, strict=True), default=22, doc="sshd's port on the workers.")
-    via: str | None = setting(maybe(read(jump_hosts)), default=None, doc="Jump host, [user@]host[:port].")
-    ssh_config: str | None = setting(maybe(read(path)), default=None, doc="Instead of the user's ~/.ssh/config.")
-    connect_timeout: float = setting(seconds(0.1, 600), default=10.0, doc="Seconds until a worker counts as silent.")
-    peer_timeout: float = setting(seconds(2, 3600), default=30.0, doc="Silence after which a worker is lost.")
-    endpoint: str | None = setting(maybe(read(_endpoint)), default=None, doc="Another address of the TPU API.")
-    insecure: bool = setting(_FLAG, default=False, doc="Without TLS and credentials; for an endpoint in tests.")
+    idle_timeout: Annotated[Number, seconds(60, 30 * _DAY)] = Field(1800.0, description="For on_finish: idle.")
+    provision_timeout: Annotated[Number, seconds(1, 7 * _DAY)] = Field(
+        1800.0, description="A TPU that is still being created after this is given up."
+    )
+    boot_timeout: Annotated[Number, seconds(1, _DAY)] = Field(
+        900.0, description="Workers nobody can log in to this long after creation are given up."
+    )
+    delete_timeout: Annotated[Number, seconds(1, _DAY)] = Field(
+        900.0, description="How long the end of a job waits for a deletion that does not work."
+    )
+    os_login: Flag = Field(False, description="Log in with OS Login instead of keys in the metadata.")
+    ssh_key: PathText | None = Field(None, description="Private key to log in with; its .pub goes to the workers.")
+    user: UserName | None = Field(None, description="Who logs in.")
+    port: Port = Field(22, description="sshd's port on the workers.")
+    via: JumpHosts | None = Field(None, description="Jump host, [user@]host[:port].")
+    ssh_config: PathText | None = Field(None, description="Instead of the user's ~/.ssh/config.")
+    connect_timeout: Annotated[Number, seconds(0.1, 600)] = Field(
+        10.0, description="Seconds until a worker counts as silent."
+    )
+    peer_timeout: Annotated[Number, seconds(2, 3600)] = Field(30.0, description="Silence after which a worker is lost.")
+    endpoint: (
+        Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9.-]*(?::[0-9]{1,5})?", "an endpoint", "host or host:port")]
+        | None
+    ) = Field(None, description="Another address of the TPU API.")
+    insecure: Flag = Field(False, description="Without TLS and credentials; for an endpoint in tests.")
 
-    def check(self) -> None:
-        """What contradicts itself."""
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
         wrong: list[tuple[tuple[str, ...], str]] = []
         if self.insecure and self.endpoint is None:
             wrong.append((("insecure",), "only for an `endpoint` of your own; Google's is never asked without TLS"))
@@ -228,6 +219,7 @@ class Options(Model):
             wrong.append((("zones",), "a zone is listed twice" if self.zones else "name at least one zone"))
         if wrong:
             raise LocatedError(*wrong)
+        return self
 
 
 # What a job may decide for itself.
@@ -253,11 +245,11 @@ class Settings:
 
 
 def read_settings(cluster: Cluster) -> Settings:
-    """The settings of *cluster*. Raises `SpecError` that lists every mistake with its place."""
+    """Return the settings of *cluster*. Raises `SpecError` that lists every mistake with its place."""
     from orc.launchers.spec.clusters import options_document
 
     document = options_document(cluster)
-    options = _validate(cluster.options, document, [field.name for field in fields(Options)])
+    options = validate_options(Options, cluster.options, document.where)
     root = (cluster.root or DEFAULT_ROOT).rstrip("/") or "/"
     if not root.startswith(("/", "~/")):
         raise SpecError(f"root: {root!r} is neither absolute nor below the home directory", where=cluster.name)
@@ -265,44 +257,29 @@ def read_settings(cluster: Cluster) -> Settings:
 
 
 def for_job(job: JobSpec, settings: Settings) -> Options:
-    """The cluster's options with what the job says over them. Raises `SpecError`."""
-    from orc.launchers.spec.source import document_of
+    """Return the cluster's options with the job's own over them. Raises `SpecError`."""
+    from orc.launchers.spec.source import Placed, document_of
 
     document = document_of(job.resources.options.get("tpu", {}), f"{job.name}: resources.options.tpu")
     for key in document.data:
         if key not in JOB_KEYS:
             from orc.launchers.spec.problems import choose
 
-            known = [field.name for field in fields(Options)]
-            what = "is for the cluster to say" if key in known else f"unknown option{choose(key, JOB_KEYS)}"
+            what = (
+                "is for the cluster to say" if key in Options.model_fields else f"unknown option{choose(key, JOB_KEYS)}"
+            )
             raise SpecError(f"{key}: {what}", where=document.origin((key,), key=True).where)
     if not document.data:
         return settings.options
-    given = settings.options.model_dump()
-    labels = {"labels": {**given["labels"], **document.data["labels"]}} if _is_map(document.data.get("labels")) else {}
-    options = _validate({**given, **document.data, **labels}, document, JOB_KEYS)
+    given = {**dict(settings.options), **document.data}
+    if isinstance(labels := document.data.get("labels"), Mapping):
+        given["labels"] = {**settings.options.labels, **labels}
+    options = validate_options(Options, Placed(given, document, ()), document.where)
     for zone in options.zones:
         if zone not in settings.options.zones:  # passes and sweeps look in the cluster's zones alone
             what = f"zones: {zone} is none of the cluster's; they are {', '.join(settings.options.zones)}"
             raise SpecError(what, where=document.origin(("zones",)).where)
     return options
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _validate(data: Mapping[str, Any], document: Document, known: Any) -> Options:
-    try:
-        return Options.model_validate(dict(data))
-    except ValidationError as error:
-        from orc.launchers.spec.problems import SpecProblems, choose, translate
-
-        def suggest(path: KeyPath, name: str) -> str:
-            inner = {"data_disks": Disk, "service_account": ServiceAccount}.get(str(path[0])) if path else None
-            return choose(name, [field.name for field in fields(inner)] if inner else known)
-
-        raise SpecProblems(translate(error, document, suggest)) from None
 
 
 def _public_key(options: Options, document: Document) -> str | None:

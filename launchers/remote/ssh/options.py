@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic_core import CoreSchema
-from pydantic_core import core_schema as cs
+from pydantic import Field, model_validator
 
 from orc.launchers.remote.ssh.hosts import Access, HostSpec, is_user
 from orc.launchers.spec import grammar
-from orc.launchers.spec.model import Model, model, setting
+from orc.launchers.spec.options import Argument, FrozenModel, Number, PathText, Port, Reader, seconds
 
 DEFAULT_ROOT = "~/.local/state/orc"  # of orc's files, on a machine that is reached over SSH
 DEFAULT_PYTHON = "python3"
@@ -44,68 +42,24 @@ def jump_hosts(value: Any) -> str:
     return text
 
 
-def path(value: Any) -> str:
-    """An absolute path over there or here; may begin with ``~``. Raises `ValueError`."""
-    text = grammar.line(value)
-    if not text.startswith(("/", "~/")) and text != "~":
-        raise ValueError(f"{text!r} is not an absolute path")
-    return text.rstrip("/") or "/"
+HostName = Annotated[str, Reader(host_name)]
+UserName = Annotated[str, Reader(user_name)]
+JumpHosts = Annotated[str, Reader(jump_hosts)]
 
 
-def word(value: Any) -> str:
-    """One line that no program takes for an option. Raises `ValueError`."""
-    text = grammar.scalar_text(value).strip()
-    if not text or not text.isprintable() or text.startswith("-"):
-        raise ValueError(f"{text!r} cannot be used here")
-    return text
-
-
-def seconds(minimum: float, maximum: float) -> CoreSchema:
-    """A duration between two bounds, in seconds."""
-
-    def bounded(value: Any) -> float:
-        number = grammar.seconds(value)
-        if not minimum <= number <= maximum:
-            raise ValueError(f"expected {minimum:g} to {maximum:g} seconds, not {value!r}")
-        return number
-
-    return cs.no_info_plain_validator_function(bounded)
-
-
-def read(function: Callable[[Any], Any]) -> CoreSchema:
-    """The schema of what *function* makes of a value; its `ValueError` is the complaint."""
-    return cs.no_info_plain_validator_function(function)
-
-
-def maybe(schema: CoreSchema) -> CoreSchema:
-    """The same, or nothing."""
-    return cs.nullable_schema(schema)
-
-
-def several(schema: CoreSchema) -> CoreSchema:
-    """A list; one value alone is short for a list of one."""
-    return cs.no_info_before_validator_function(
-        lambda value: [value] if isinstance(value, (str, int)) else value,
-        cs.tuple_schema([schema], variadic_item_index=0),
-    )
-
-
-_PORT = cs.int_schema(ge=1, le=65535, strict=True)
-
-
-@model
-class Machine(Model):
+class Machine(FrozenModel):
     """How one machine is reached. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
 
-    name: str = setting(read(host_name), doc="What it is called here, and in ~/.ssh/config.")
-    address: str | None = setting(maybe(read(host_name)), default=None, doc="Where it is, if the name does not tell.")
-    user: str | None = setting(maybe(read(user_name)), default=None, doc="Who logs in.")
-    port: int | None = setting(maybe(_PORT), default=None, doc="sshd's port.")
-    via: str | None = setting(maybe(read(jump_hosts)), default=None, doc="Jump host, [user@]host[:port].")
-    python: str | None = setting(maybe(read(word)), default=None, doc="The Python that orc uses there.")
+    name: HostName = Field(description="What it is called here, and in ~/.ssh/config.")
+    address: HostName | None = Field(None, description="Where it is, if the name does not tell.")
+    user: UserName | None = Field(None, description="Who logs in.")
+    port: Port | None = Field(None, description="sshd's port.")
+    via: JumpHosts | None = Field(None, description="Jump host, [user@]host[:port].")
+    python: Argument | None = Field(None, description="The Python that orc uses there.")
 
+    @model_validator(mode="before")
     @classmethod
-    def before(cls, data: Any) -> Any:
+    def _long_form(cls, data: Any) -> Any:
         """``node1`` is short for ``{name: node1}``, ``me@node1`` for ``{name: node1, user: me}``."""
         if not isinstance(data, str):
             return data
@@ -122,15 +76,16 @@ class Machine(Model):
         return HostSpec(self.name, self.address, self.user, self.port, self.via, self.python or python)
 
 
-@model
-class Reaching(Model):
+class Reaching(FrozenModel):
     """How the machines of a cluster are reached."""
 
-    host_keys: str = setting(
-        cs.literal_schema(["strict", "accept-new"]), default="strict", doc="Whether unknown hosts are refused."
+    host_keys: Literal["strict", "accept-new"] = Field(
+        "strict", description="Whether unknown host keys are refused: strict or accept-new."
     )
-    ssh_config: str | None = setting(maybe(read(path)), default=None, doc="Instead of the user's ~/.ssh/config.")
-    connect_timeout: float = setting(seconds(0.1, 600), default=10.0, doc="Seconds until a host counts as silent.")
+    ssh_config: PathText | None = Field(None, description="SSH configuration instead of ~/.ssh/config.")
+    connect_timeout: Annotated[Number, seconds(0.1, 600)] = Field(
+        10.0, description="Seconds until a host that does not answer counts as silent."
+    )
 
     @property
     def access(self) -> Access:

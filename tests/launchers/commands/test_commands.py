@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_core import ValidationError
+from pydantic import ValidationError
 
 from orc.launchers.attempts.agent_config import agent_config
 from orc.launchers.backends.base import Snapshot

@@ -168,7 +168,7 @@ def test_complaints_name_the_place(case: str, clusters_yaml: Path) -> None:
     ("kind", "options", "said"),
     [
         ("slurm", "partitoin: gpu", "clusters.yaml:4:5: unknown key 'partitoin', did you mean 'partition'?"),
-        ("slurm", "query_timeout: soon", "clusters.yaml:4:5: query_timeout: "),
+        ("slurm", "query_timeout: soon", "clusters.yaml:4:20: query_timeout: "),
         (
             "ssh",
             "hosts: [{name: a, slotz: 1}]",

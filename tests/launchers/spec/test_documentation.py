@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from orc.launchers.backends.ssh import settings as ssh_settings
 from orc.launchers.commands import build_command
@@ -14,7 +15,7 @@ from orc.launchers.plugins import COMMANDS
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, load_clusters
 from orc.launchers.spec.grammar import DERIVED_ENV
-from orc.launchers.spec.model import Model, fields, section_of
+from orc.launchers.spec.options import keys_of, section_at
 from orc.runtime.config import JOB_KEYS
 
 _OF_HOSTS = (ssh_settings.Options, ssh_settings.Host, ssh_settings.JobOptions)
@@ -26,13 +27,13 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (REFERENCE / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def keys(model: type[Model], prefix: str = "") -> set[str]:
+def keys(model: type[BaseModel], prefix: str = "") -> set[str]:
     """The dotted names of all keys of a model, sections with their own model included."""
     found = set()
-    for field in fields(model):
-        found.add(prefix + field.name)
-        if section := section_of(field):
-            found |= keys(section, f"{prefix}{field.name}.")
+    for key in keys_of(model):
+        found.add(prefix + key)
+        if section := section_at(model, (key,)):
+            found |= keys(section, f"{prefix}{key}.")
     return found
 
 
@@ -50,7 +51,7 @@ def test_every_example_is_a_job(page: str, job_files: Any) -> None:
 def test_the_annotated_example_says_everything(job_files: Any) -> None:
     full = max(blocks("job-yaml.md", "yaml"), key=len)
     job = job_files.load(full, env={"USER": "ada"}).spec
-    assert {field.name for field in fields(JobSpec)} == set(re.findall(r"^(?:# )?([a-z_]+):", full, re.MULTILINE))
+    assert set(keys_of(JobSpec)) == set(re.findall(r"^(?:# )?([a-z_]+):", full, re.MULTILINE))
     assert job.args == ("--lr", "1e-4", "--epochs", "10", "--augment", "--classes", "0", "1", "2")
     assert job.env == {"HF_HOME": "/scratch/ada/hf", "RUN_NAME": "digits-2nodes"}
     assert (job.resources.time_s, job.resources.memory, job.runtime["seed"]) == (5400, "4G", 1)
@@ -70,8 +71,8 @@ def test_the_tables_have_every_key() -> None:
     assert listed == (keys(JobSpec) - sections) | set(JOB_KEYS)
     rows = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \|", (REFERENCE / "clusters-yaml.md").read_text(), re.MULTILINE)
     listed = {key for row in rows for key in re.findall(r"[a-z_]+", row)}
-    clusters = {field.name for field in fields(Cluster)} - {"name"}
-    hosts = {field.name for kind in _OF_HOSTS for field in fields(kind)}
+    clusters = set(keys_of(Cluster)) - {"name"}
+    hosts = {key for kind in _OF_HOSTS for key in keys_of(kind)}
     assert listed == clusters | hosts
     text = (REFERENCE / "commands.md").read_text()
     assert set(re.findall(r"^## ([a-z]+)$", text, re.MULTILINE)) == set(COMMANDS.kinds())

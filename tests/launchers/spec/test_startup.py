@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-HEAVY = {"torch", "pydantic", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "platformdirs"}
-HEAVY |= {"importlib.metadata", "difflib", "pkgutil", "hypothesis", "orc.runtime.accelerator"}
+HEAVY = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "platformdirs"}
+HEAVY |= {"difflib", "hypothesis", "orc.runtime.accelerator"}
 
 PROGRAM = """
 import json, sys

@@ -41,7 +41,7 @@ def test_help_imports_click_and_our_table_only(place: Path) -> None:
 
 def test_render_imports_nothing_heavy(place: Path, job_file: Callable[..., str]) -> None:
     modules = _imports("render", job_file())
-    assert not _top(modules) & (HEAVY | {"sqlite3", "pydantic", "asyncio"})
+    assert not _top(modules) & (HEAVY | {"sqlite3", "asyncio"})
     assert not {m for m in modules if m.startswith("orc.orchestrator.ledger")}
 
 

@@ -89,7 +89,7 @@ from orc.launchers.backends import open_backend
 from orc.launchers.spec.clusters import builtin_local
 from orc.launchers.spec import JobSpec
 open_backend(builtin_local())
-heavy = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "psutil", "pydantic", "subprocess", "asyncio"}
+heavy = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "psutil", "subprocess", "asyncio"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -101,8 +101,8 @@ def test_other_options_can_be_written_in_several_ways(given: Any, pairs: Any) ->
         ({"extra": {"clusters": "b"}}, ["--clusters is set by orc", "describe each Slurm cluster by itself"]),
         ({"mem": "16G"}, ["mem: only 0", "use resources.memory"]),
         ({"mem_per_gpu": 4}, ["mem_per_gpu:", "has no unit"]),
-        ({"gpus_as": "gpu"}, ["gpus_as: expected gres, gpus-per-node or gpus-per-task, not 'gpu'"]),
-        ({"container_mounts": ["a,b"]}, ["container_mounts:", "'a,b' is not a mount"]),
+        ({"gpus_as": "gpu"}, ["gpus_as: expected 'gres', 'gpus-per-node' or 'gpus-per-task', not 'gpu'"]),
+        ({"container_mounts": ["a,b"]}, ["container_mounts[0]: 'a,b' is not a mount"]),
         ({"container_image": "a b"}, ["container_image:", "must not contain blanks"]),
         ({"container_writable": "yes"}, ["container_writable:", "expected true or false"]),
         ({"srun_args": ["-n4"]}, ["srun_args: -n4 is set by orc", "resources.procs_per_node"]),
@@ -184,13 +184,13 @@ def test_the_login_node_is_a_host_like_those_of_kind_ssh(given: Any, spec: HostS
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"login": 5}, "login: expected a host or a mapping"),
-        ({"login": "-oProxyCommand=x"}, "login: name: '-oProxyCommand=x' is not the name of a host"),
+        ({"login": 5}, "login: expected a mapping of keys and values, not 5"),
+        ({"login": "-oProxyCommand=x"}, "login.name: '-oProxyCommand=x' is not the name of a host"),
         ({"login": {"user": "me"}}, "login: the key 'name' is required"),
         ({"login": {"name": "a", "prot": 22}}, "login: unknown key 'prot', did you mean 'port'?"),
         (
             {"login": {"name": "a", "port": 0, "via": "b c"}},
-            "login: port: must be at least 1, not 0; via: 'b c'",
+            "login.port: must be at least 1, not 0\ncluster hpc: options: login.via: 'b c'",
         ),
         ({"host_keys": "none"}, "host_keys: expected 'strict' or 'accept-new', not 'none'"),
         ({"ssh_config": "config"}, "ssh_config: 'config' is not an absolute path"),

@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from pydantic_core import ValidationError
+from pydantic import ValidationError
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.slurm import SlurmBackend

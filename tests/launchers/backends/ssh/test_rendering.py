@@ -109,7 +109,7 @@ import sys
 from orc.launchers.backends import open_backend
 from orc.launchers.spec.clusters import Cluster
 open_backend(Cluster(name="lab", kind="ssh", options={"hosts": ["a"]}))
-heavy = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "pydantic", "subprocess", "asyncio"}
+heavy = {"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "subprocess", "asyncio"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,7 +12,6 @@ from orc.launchers.backends.tpu.settings import JOB_KEYS, Options, for_job, read
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, load_clusters
-from orc.launchers.spec.model import fields
 
 Make = Callable[..., Cluster]
 MakeJob = Callable[..., JobSpec]
@@ -121,8 +120,8 @@ def test_a_job_may_not_choose_what_it_cannot_have(
 
 def test_every_option_is_documented() -> None:
     text = (Path(__file__).parents[4] / "docs" / "reference" / "tpu-options.md").read_text()
-    for field in fields(Options):
-        assert f"| `{field.name}` |" in text, field.name
+    for name in Options.model_fields:
+        assert f"| `{name}` |" in text, name
     for key in JOB_KEYS:
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
         assert "| yes |" in line, line
