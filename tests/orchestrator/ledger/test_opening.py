@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import resource
 import sqlite3
@@ -18,7 +19,7 @@ from orc.orchestrator.ledger import database as ledger_database
 from orc.orchestrator.ledger.database import SqliteDatabase, explained
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.holders import pids
+from orc.orchestrator.ledger.holders import holders, pids
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.version import HEAD
 
@@ -154,6 +155,19 @@ def test_who_waits_for_a_lock_does_not_hold_it():
         "3: FLOCK  ADVISORY  WRITE 44 08:01:999 0 EOF\n"
     )
     assert pids(table, [131]) == [41]
+
+
+def test_texts_are_read_alike_whatever_the_encoding_of_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "utf-16")
+    database = open_database(tmp_path)
+    path = tmp_path / "ledger.db"
+    (tmp_path / "locks").write_bytes(
+        b"1: POSIX  ADVISORY  WRITE %d 08:01:%d 0 EOF\n" % (os.getpid(), path.stat().st_ino)
+    )
+    (held,) = holders(path, tmp_path / "locks")
+    comm = Path("/proc/self/comm").read_bytes().decode().strip()
+    assert held == f"process {os.getpid()} ({comm})"
+    database.close()
 
 
 def test_a_damaged_ledger_is_refused_and_left_alone(tmp_path):
