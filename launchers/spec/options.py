@@ -125,7 +125,7 @@ def seconds(minimum: float, maximum: float) -> Reader:
     def read(value: Any) -> float:
         number = grammar.seconds(value)
         if not minimum <= number <= maximum:
-            raise ValueError(f"expected {minimum:g} to {maximum:g} seconds, not {value!r}")
+            raise ValueError(f"expected {minimum:.10g} to {maximum:.10g} seconds, not {value!r}")
         return number
 
     return Reader(read)

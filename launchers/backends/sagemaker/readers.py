@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orc.launchers.spec import grammar
+from orc.launchers.spec.options import Reader, matching, one_of, seconds, text, whole, word
 
-Reader = Callable[[Any], Any]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
 _TAG = re.compile(r"[\w\s.:/=+@-]*")
 _CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -18,48 +18,9 @@ _ORC_VARIABLES = ("ORC_", "SM_")
 MAX_VARIABLE = 512
 
 
-def text(value: Any) -> str:
-    """One line."""
-    found = grammar.scalar_text(value).strip()
-    if not found or not found.isprintable():
-        raise ValueError(f"{value!r} must be one line of printable characters")
-    return found
-
-
-def word(value: Any) -> str:
-    """One line without blanks."""
-    found = text(value)
-    if any(character.isspace() for character in found):
-        raise ValueError(f"{found!r} must not contain blanks")
-    return found
-
-
-def matching(pattern: str, what: str) -> Reader:
-    """A word of a certain form."""
-    compiled = re.compile(pattern)
-
-    def read(value: Any) -> str:
-        found = word(value)
-        if not compiled.fullmatch(found):
-            raise ValueError(f"{found!r} is not {what}")
-        return found
-
-    return read
-
-
-def one_of(*known: str | int) -> Reader:
-    """One of some words or numbers."""
-
-    def read(value: Any) -> str | int:
-        if isinstance(value, bool) or value not in known:
-            raise ValueError(f"expected {', '.join(map(str, known[:-1]))} or {known[-1]}, not {value!r}")
-        return known[known.index(value)]
-
-    return read
-
-
+@Reader
 def truth(value: Any) -> bool:
-    """True or false; in words as well, because job files are made from command lines too."""
+    """Return a truth value, given in words as well, because job files are made from command lines too."""
     if isinstance(value, bool):
         return value
     if value in ("True", "true", "False", "false"):
@@ -67,33 +28,14 @@ def truth(value: Any) -> bool:
     raise ValueError(f"expected true or false, not {value!r}")
 
 
-def whole(minimum: int, maximum: int) -> Reader:
-    """A whole number between two bounds."""
-
-    def read(value: Any) -> int:
-        if isinstance(value, str) and value.isdigit():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise ValueError(f"expected a whole number from {minimum} to {maximum}, not {value!r}")
-        return value
-
-    return read
-
-
-def seconds(minimum: int, maximum: int) -> Reader:
-    """A duration, as a number of seconds or like ``2h``."""
-
-    def read(value: Any) -> int:
-        number = int(grammar.seconds(value))
-        if not minimum <= number <= maximum:
-            raise ValueError(f"expected {minimum} to {maximum} seconds, not {value!r}")
-        return number
-
-    return read
+def whole_seconds(minimum: int, maximum: int) -> Reader:
+    """Return the reader of durations, which SageMaker counts in whole seconds."""
+    read = seconds(minimum, maximum)
+    return Reader(lambda value: int(read(value)))
 
 
 def several(item: Reader, most: int = 100) -> Reader:
-    """A list; one value alone is short for a list of one."""
+    """Return the reader of lists; one value alone is short for a list of one."""
 
     def read(value: Any) -> tuple[Any, ...]:
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -103,9 +45,10 @@ def several(item: Reader, most: int = 100) -> Reader:
             raise ValueError(f"{len(values)} entries; SageMaker takes {most}")
         return tuple(item(each) for each in values)
 
-    return read
+    return Reader(read)
 
 
+@Reader
 def mapping(value: Any) -> dict[str, Any]:
     """A mapping whose keys are words."""
     if not isinstance(value, Mapping):
@@ -134,9 +77,10 @@ def section(known: Mapping[str, Reader], *needed: str) -> Reader:
                 raise ValueError(f"{key}: {error}") from None
         return found
 
-    return read
+    return Reader(read)
 
 
+@Reader
 def parameters(value: Any) -> dict[str, str]:
     """A mapping of short texts whose keys are in the API's words, like ``DetailedProfilingConfig``."""
     found = {key: grammar.scalar_text(each) for key, each in mapping(value).items()}
@@ -148,21 +92,23 @@ def parameters(value: Any) -> dict[str, str]:
     return found
 
 
+@Reader
 def s3_uri(value: Any) -> str:
     """``s3://bucket/prefix``."""
-    found = word(value)
+    found: str = word(value)
     if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", found) or len(found) > 1024:
         raise ValueError(f"{found!r} is not an S3 URI; write for example s3://my-bucket/data")
     return found
 
 
+@Reader
 def data_uri(value: Any) -> str:
     """``s3://bucket/prefix``, or ``file:///directory`` for jobs that run on this machine."""
-    if str(value).startswith("file:///"):
-        return word(value)
-    return s3_uri(value)
+    found: str = word(value) if str(value).startswith("file:///") else s3_uri(value)
+    return found
 
 
+@Reader
 def variables(value: Any) -> dict[str, str]:
     """Environment variables."""
     found = {name: grammar.scalar_text(each) for name, each in mapping(value).items()}
@@ -176,6 +122,7 @@ def variables(value: Any) -> dict[str, str]:
     return found
 
 
+@Reader
 def tags(value: Any) -> dict[str, str]:
     """``{team: vision}``, or the SDK's ``[{Key: team, Value: vision}]``."""
     if isinstance(value, (list, tuple)):
@@ -201,6 +148,7 @@ def is_tag(key: str, value: str) -> bool:
     return bool(key and _TAG.fullmatch(key) and _TAG.fullmatch(value) and len(key) <= 128 and len(value) <= 256)
 
 
+@Reader
 def metrics(value: Any) -> tuple[dict[str, str], ...]:
     """``{loss: 'loss=([0-9.]+)'}``, or the SDK's ``[{Name: loss, Regex: ...}]``."""
     if isinstance(value, Mapping):
@@ -244,6 +192,7 @@ _INPUT: Mapping[str, Reader] = {
 }
 
 
+@Reader
 def inputs(value: Any) -> dict[str, dict[str, Any]]:
     """Channels by name; ``s3://...`` alone is the channel ``training``."""
     given = value if isinstance(value, Mapping) else {"training": value}
@@ -282,6 +231,7 @@ def _input(name: str, entry: Any) -> dict[str, Any]:
     return found
 
 
+@Reader
 def prices(value: Any) -> dict[str, float]:
     """Instance type -> price of one instance for one hour."""
     found = {}
@@ -292,6 +242,7 @@ def prices(value: Any) -> dict[str, float]:
     return found
 
 
+@Reader
 def distributed_type(value: Any) -> str:
     """``NO`` or ``DATA_PARALLEL``, in the spellings of configuration files."""
     found = str(value).upper().replace(" ", "_").replace("-", "_")
@@ -307,6 +258,7 @@ def distributed_type(value: Any) -> str:
 
 
 # The estimators' `distribution`, and where each form leads.
+@Reader
 def distribution(value: Any) -> dict[str, Any]:
     """``{"kind": torchrun | mpi | data_parallel | none, ...}`` from the estimator's ``distribution``."""
     given = mapping(value)

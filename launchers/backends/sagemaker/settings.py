@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.errors import SpecError
+from orc.launchers.spec.options import Reader, matching, one_of, text, whole, word
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
@@ -24,44 +25,48 @@ if TYPE_CHECKING:
 LOCAL_TYPES = ("local", "local_gpu")
 MAX_RUN_S = 28 * 24 * 3600
 Where = Callable[["KeyPath"], str]
-_NAME = read.matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9])*", "a name at SageMaker: letters, digits and dashes")
-_VERSION = read.matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
-_KMS = read.matching(r"[a-zA-Z0-9:/_-]+", "a KMS key")
-_ID = read.matching(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")
-_IMAGE = read.matching(r".{1,255}", "the name of an image: 255 characters at most")
-_PLAN = read.matching(
+_NAME = matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9])*", "a name at SageMaker: letters, digits and dashes")
+_VERSION = matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
+_KMS = matching(r"[a-zA-Z0-9:/_-]+", "a KMS key")
+_ID = matching(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")
+_IMAGE = matching(r".{1,255}", "the name of an image: 255 characters at most")
+_PLAN = matching(
     r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:[0-9]{12}:training-plan/.+",
     "the ARN of a training plan, like arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine",
 )
-_FUNCTION = read.matching(
+_FUNCTION = matching(
     r"arn:[A-Za-z0-9-]+:lambda:[A-Za-z0-9-]+:[0-9]{12}:function:.+",
     "the ARN of a Lambda function, like arn:aws:lambda:us-east-1:123456789012:function:mine",
 )
-_PATH = read.matching(r"/opt/ml/.+|/[a-z]+/.+", "an absolute path")
-_ROLE = read.matching(
+_PATH = matching(r"/opt/ml/.+|/[a-z]+/.+", "an absolute path")
+_ROLE = matching(
     r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+|(?!arn:)[a-zA-Z0-9+=,.@_/-]{1,512}", "an IAM role: its name or its ARN"
 )
 
 
-def _key(reader: read.Reader, default: Any, becomes: str, doc: str, *, cluster: bool = False) -> Any:
+def _key(reader: Reader, default: Any, becomes: str, doc: str, *, cluster: bool = False) -> Any:
     metadata = {"read": reader, "becomes": becomes, "doc": doc, "cluster": cluster}
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+@Reader
 def _stock_version(value: Any) -> str:
     """A version of what stock images hold. YAML takes 2.10 for the number 2.1, which is another one."""
-    text = str(_VERSION(value))
+    version = str(_VERSION(value))
     if isinstance(value, float):
         from orc.launchers.backends.sagemaker.images import HUGGINGFACE, PYTORCH
 
-        known = [*PYTORCH, *(version for version, _ in HUGGINGFACE)]
-        if any(version.startswith(f"{text}0") for version in known):
-            raise ValueError(f"{text} may have been written as {text}0, which is the same number; put it in quotes")
-    return text
+        known = [*PYTORCH, *(each for each, _ in HUGGINGFACE)]
+        if any(each.startswith(f"{version}0") for each in known):
+            raise ValueError(
+                f"{version} may have been written as {version}0, which is the same number; put it in quotes"
+            )
+    return version
 
 
+@Reader
 def _precision(value: Any) -> Any:
     """As the runtime has it."""
     from orc.runtime.config import KEYS
@@ -69,7 +74,7 @@ def _precision(value: Any) -> Any:
     return KEYS["mixed_precision"].parse(value)
 
 
-_EXPERIMENT = read.matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,119}", "a name: letters, digits and dashes, 120 at most")
+_EXPERIMENT = matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,119}", "a name: letters, digits and dashes, 120 at most")
 _EXPERIMENTS = read.section(
     dict.fromkeys(("ExperimentName", "TrialName", "TrialComponentDisplayName", "RunName"), _EXPERIMENT)
 )
@@ -77,7 +82,7 @@ _BOARD = read.section({"S3OutputPath": read.s3_uri, "LocalPath": _PATH}, "S3Outp
 _PROFILER = read.section(
     {
         "S3OutputPath": read.s3_uri,
-        "ProfilingIntervalInMilliseconds": read.one_of(100, 200, 500, 1000, 5000, 60000),
+        "ProfilingIntervalInMilliseconds": one_of(100, 200, 500, 1000, 5000, 60000),
         "ProfilingParameters": read.parameters,
         "DisableProfiler": read.truth,
     }
@@ -86,7 +91,7 @@ _PLACEMENT = read.section(
     {
         "EnableMultipleJobs": read.truth,
         "PlacementSpecifications": read.several(
-            read.section({"UltraServerId": read.text, "InstanceCount": read.whole(0, 1000)}, "InstanceCount"), 10
+            read.section({"UltraServerId": text, "InstanceCount": whole(0, 1000)}, "InstanceCount"), 10
         ),
     }
 )
@@ -96,37 +101,37 @@ _PLACEMENT = read.section(
 class Place:
     """Which account and region jobs run in, and where orc keeps its objects. Only in clusters.yaml."""
 
-    profile: str | None = _key(read.text, None, "the AWS session", "Profile of ~/.aws/config.", cluster=True)
+    profile: str | None = _key(text, None, "the AWS session", "Profile of ~/.aws/config.", cluster=True)
     region: str | None = _key(
-        read.matching(r"[a-z]{2,5}(?:-[a-z]+)+-[0-9]", "an AWS region like us-east-1"),
+        matching(r"[a-z]{2,5}(?:-[a-z]+)+-[0-9]", "an AWS region like us-east-1"),
         None,
         "the AWS session, the image's registry",
         "Region.",
         cluster=True,
     )
     account: str | None = _key(
-        read.matching(r"[0-9]{12}", "the 12 digits (in quotes) of an AWS account"),
+        matching(r"[0-9]{12}", "the 12 digits (in quotes) of an AWS account"),
         None,
         "`RoleArn`, the default bucket",
         "Account; looked up at submission when not given.",
         cluster=True,
     )
     bucket: str | None = _key(
-        read.matching(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket"),
+        matching(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket"),
         None,
         "all S3 locations",
         "Bucket of orc's objects; sagemaker-<region>-<account> when not given.",
         cluster=True,
     )
     prefix: str = _key(
-        read.matching(r"[a-zA-Z0-9!_.*'()/-]+", "a prefix in S3"), "orc", "all S3 locations", "In it.", cluster=True
+        matching(r"[a-zA-Z0-9!_.*'()/-]+", "a prefix in S3"), "orc", "all S3 locations", "In it.", cluster=True
     )
     s3_kms_key: str | None = _key(_KMS, None, "encryption of uploads", "KMS key of what orc uploads.", cluster=True)
     endpoint_url: str | None = _key(
-        read.matching(r"https?://.+", "a URL"), None, "the AWS session", "Another address of AWS's API.", cluster=True
+        matching(r"https?://.+", "a URL"), None, "the AWS session", "Another address of AWS's API.", cluster=True
     )
     secrets: str = _key(
-        read.one_of("s3", "secretsmanager"),
+        one_of("s3", "secretsmanager"),
         "s3",
         "an encrypted object in S3, or a secret",
         "How secrets reach the job: s3 or secretsmanager.",
@@ -136,10 +141,10 @@ class Place:
         read.prices, {}, "cost in `orc status`", "Price of an instance-hour by type.", cluster=True
     )
     sagemaker_inputs_file: str | None = _key(
-        read.text, None, "`InputDataConfig`", "Table of channels: channel_name, data_location.", cluster=True
+        text, None, "`InputDataConfig`", "Table of channels: channel_name, data_location.", cluster=True
     )
     sagemaker_metrics_file: str | None = _key(
-        read.text, None, "`MetricDefinitions`", "Table of metrics: metric_name, metric_regex.", cluster=True
+        text, None, "`MetricDefinitions`", "Table of metrics: metric_name, metric_regex.", cluster=True
     )
 
 
@@ -149,21 +154,21 @@ class Settings:
 
     place: Place = field(default_factory=Place)
     instance_type: str | None = _key(
-        read.word, None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge; `local` for the local mode."
+        word, None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge; `local` for the local mode."
     )
     instance_count: int | None = _key(
-        read.whole(1, 1000), None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
+        whole(1, 1000), None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
     )
     role: str | None = _key(_ROLE, None, "`RoleArn`", "Execution role: its name or its ARN.")
     image_uri: str | None = _key(_IMAGE, None, "`AlgorithmSpecification.TrainingImage`", "Image of your own.")
     pytorch_version: str | None = _key(_stock_version, None, "the stock image", "PyTorch of the stock image.")
     transformers_version: str | None = _key(_stock_version, None, "the stock image", "Transformers of the stock image.")
     py_version: str | None = _key(
-        read.matching(r"py3[0-9]+", "a version like py312"), None, "the stock image", "Its Python; checked."
+        matching(r"py3[0-9]+", "a version like py312"), None, "the stock image", "Its Python; checked."
     )
     base_job_name: str | None = _key(_NAME, None, "`TrainingJobName`", "What the training job's name begins with.")
     arguments: str = _key(
-        read.one_of("hyperparameters", "plain"),
+        one_of("hyperparameters", "plain"),
         "hyperparameters",
         "`HyperParameters`",
         "Whether arguments must be named, and are shown as hyperparameters.",
@@ -180,34 +185,40 @@ class Settings:
     mixed_precision: str | None = _key(_precision, None, "`runtime.mixed_precision`", "As in configuration files.")
     use_cpu: bool | None = _key(read.truth, None, "`runtime.use_cpu`", "As in configuration files.")
     volume_size: int | None = _key(
-        read.whole(1, 65536), 30, "`ResourceConfig.VolumeSizeInGB`", "Disk of each instance, in GB."
+        whole(1, 65536), 30, "`ResourceConfig.VolumeSizeInGB`", "Disk of each instance, in GB."
     )
     volume_kms_key: str | None = _key(_KMS, None, "`ResourceConfig.VolumeKmsKeyId`", "KMS key of that disk.")
     keep_alive_period_in_seconds: int | None = _key(
-        read.seconds(1, 21600), None, "`ResourceConfig.KeepAlivePeriodInSeconds`", "Keep the instances warm this long."
+        read.whole_seconds(1, 21600),
+        None,
+        "`ResourceConfig.KeepAlivePeriodInSeconds`",
+        "Keep the instances warm this long.",
     )
     training_plan: str | None = _key(_PLAN, None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on.")
     instance_placement_config: Mapping[str, Any] | None = _key(
         _PLACEMENT, None, "`ResourceConfig.InstancePlacementConfig`", "Where in an UltraServer; as in the API."
     )
     max_run: int | None = _key(
-        read.seconds(1, MAX_RUN_S), None, "`StoppingCondition.MaxRuntimeInSeconds`", "Longest time of training."
+        read.whole_seconds(1, MAX_RUN_S), None, "`StoppingCondition.MaxRuntimeInSeconds`", "Longest time of training."
     )
     max_wait: int | None = _key(
-        read.seconds(1, MAX_RUN_S),
+        read.whole_seconds(1, MAX_RUN_S),
         None,
         "`StoppingCondition.MaxWaitTimeInSeconds`",
         "Longest time of waiting for spot capacity and training together.",
     )
     max_pending: int | None = _key(
-        read.seconds(1800, 2419200), None, "`StoppingCondition.MaxPendingTimeInSeconds`", "Longest time of waiting."
+        read.whole_seconds(1800, 2419200),
+        None,
+        "`StoppingCondition.MaxPendingTimeInSeconds`",
+        "Longest time of waiting.",
     )
     use_spot_instances: bool = _key(read.truth, False, "`EnableManagedSpotTraining`", "Spare capacity, for less.")
     inputs: Mapping[str, Mapping[str, Any]] = _key(
         read.inputs, {}, "`InputDataConfig`", "Channels of data: S3 locations or file systems, by name."
     )
     input_mode: str = _key(
-        read.one_of("File", "Pipe", "FastFile"), "File", "`AlgorithmSpecification.TrainingInputMode`", "Of channels."
+        one_of("File", "Pipe", "FastFile"), "File", "`AlgorithmSpecification.TrainingInputMode`", "Of channels."
     )
     metric_definitions: tuple[Mapping[str, str], ...] = _key(
         read.metrics, (), "`AlgorithmSpecification.MetricDefinitions`", "Metrics that are read from the logs."
@@ -242,7 +253,7 @@ class Settings:
         read.variables, {}, "`Environment`", "Variables of the container; the job's `env` wins. Never for secrets."
     )
     max_retry_attempts: int | None = _key(
-        read.whole(1, 30), None, "`RetryStrategy.MaximumRetryAttempts`", "SageMaker's own, after internal errors."
+        whole(1, 30), None, "`RetryStrategy.MaximumRetryAttempts`", "SageMaker's own, after internal errors."
     )
     tags: Mapping[str, str] = _key(read.tags, {}, "`Tags`", "Tags at AWS, beside the job's own.")
     tensorboard_output_config: Mapping[str, Any] | None = _key(
@@ -252,7 +263,7 @@ class Settings:
     disable_profiler: bool | None = _key(read.truth, None, "`ProfilerConfig.DisableProfiler`", "No profiler.")
     experiment_config: Mapping[str, Any] | None = _key(_EXPERIMENTS, None, "`ExperimentConfig`", "As in the API.")
     training_repository_access_mode: str | None = _key(
-        read.one_of("Platform", "Vpc"),
+        one_of("Platform", "Vpc"),
         None,
         "`AlgorithmSpecification.TrainingImageConfig`",
         "Where a private registry is reached.",
@@ -264,7 +275,7 @@ class Settings:
     enable_remote_debug: bool | None = _key(read.truth, None, "`RemoteDebugConfig`", "Allow shells in the container.")
     enable_session_tag_chaining: bool | None = _key(read.truth, None, "`SessionChainingConfig`", "Pass tags on.")
     local: str | None = _key(
-        read.one_of("contract"), None, "where the job runs", "contract: on this machine, as SageMaker would."
+        one_of("contract"), None, "where the job runs", "contract: on this machine, as SageMaker would."
     )
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from orc.launchers.backends.sagemaker import readers
 from orc.launchers.errors import SpecError
+from orc.launchers.spec.options import Reader
 
 
 def read_inputs(path: str, where: str) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def read_metrics(path: str, where: str) -> tuple[Any, ...]:
     return tuple(_checked(path, where, ("metric_name", "metric_regex"), readers.metrics))
 
 
-def _checked(path: str, where: str, columns: tuple[str, str], read: readers.Reader) -> Any:
+def _checked(path: str, where: str, columns: tuple[str, str], read: Reader) -> Any:
     file = Path(path).expanduser()
     if not file.is_absolute():
         source = where.partition(":")[0]
