@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,8 +33,8 @@ _RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Request:
-    """What may go."""
+class GcRequest:
+    """Limits of one collection."""
 
     root: str  # of the cluster; may begin with ``~``
     older_than_s: float  # since the last use; `GRACE_S` at least
@@ -47,15 +48,15 @@ class Request:
         return {**asdict(self), "keep": sorted(self.keep), "ended": sorted(self.ended)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+    def from_dict(cls, data: Mapping[str, Any]) -> GcRequest:
         """Inverse of `to_dict`; further keys do not matter."""
         known = {name: data[name] for name in cls.__dataclass_fields__}
         return cls(**{**known, "keep": frozenset(known["keep"]), "ended": frozenset(known["ended"])})
 
 
 @dataclass
-class Collected:
-    """What was removed, or would be."""
+class GcReport:
+    """Snapshots, contents, environments and working copies that were removed, or would be."""
 
     snapshots: list[str] = field(default_factory=list)  # digests
     contents: int = 0
@@ -70,26 +71,26 @@ class Collected:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Collected:
+    def from_dict(cls, data: Mapping[str, Any]) -> GcReport:
         """Inverse of `to_dict`."""
         return cls(**data)
 
 
-def collect(asked: Request) -> Collected:
-    """Remove what *asked* allows. Raises `BundleError` when the store is in use, `OSError`."""
-    root = Path(os.path.expanduser(asked.root))
-    found = Collected()
-    now, age = time.time(), max(asked.older_than_s, GRACE_S)
+def collect(request: GcRequest) -> GcReport:
+    """Remove what *request* allows. Raises `BundleError` when the store is in use, `OSError`."""
+    root = Path(os.path.expanduser(request.root))
+    found = GcReport()
+    now, age = time.time(), max(request.older_than_s, GRACE_S)
     if not root.is_dir():
         return found
     attempts = list(_attempts(root))
-    used = set(asked.keep)
+    used = set(request.keep)
     for job, attempt in attempts:
-        if not _ended(attempt, now - age) and job not in asked.ended:
+        if not _ended(attempt, now - age) and job not in request.ended:
             used |= _mentioned(attempt)
     store = TreeStore(root / "store")
     if store.root.is_dir():
-        if asked.dry_run:
+        if request.dry_run:
             _collect_store(store, used, now - age, found, True, dry_run=True)
         else:
             with store.exclusive(_WRITERS_S) as alone:
@@ -98,10 +99,25 @@ def collect(asked: Request) -> Collected:
                         "somebody is writing to the store", where=str(store.root), hint="Try again later."
                     )
                 _collect_store(store, used, now - age, found, alone is True, dry_run=False)
-    _collect_environments(root / "envs", used, now - age, found, asked.dry_run)
-    if asked.work:
-        _collect_work(root, attempts, asked, now - age, found)
+    _collect_environments(root / "envs", used, now - age, found, request.dry_run)
+    if request.work:
+        _collect_work(root, attempts, request, now - age, found)
     return found
+
+
+def main() -> None:
+    """Read a request from standard input; print the report of the collection, or its error."""
+    os.umask(0o077)
+    request = GcRequest.from_dict(json.load(sys.stdin))
+    answer: dict[str, Any]
+    try:
+        answer = {"report": collect(request).to_dict()}
+    except BundleError as error:
+        answer = {"error": {"what": error.what, "where": error.where, "hint": error.hint}}
+    except OSError as error:
+        what = f"cannot collect: {error.strerror or error}"
+        answer = {"error": {"what": what, "where": str(error.filename or request.root), "hint": ""}}
+    sys.stdout.write(json.dumps(answer))
 
 
 def doomed(last_used: Mapping[str, float], used: Collection[str], before: float) -> list[str]:
@@ -113,7 +129,7 @@ def doomed(last_used: Mapping[str, float], used: Collection[str], before: float)
 
 
 def _collect_store(
-    store: TreeStore, used: Collection[str], before: float, found: Collected, alone: bool, *, dry_run: bool
+    store: TreeStore, used: Collection[str], before: float, found: GcReport, alone: bool, *, dry_run: bool
 ) -> None:
     trees = store.root / "trees"
     last_used: dict[str, float] = {}
@@ -156,7 +172,7 @@ def _collect_store(
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-def _collect_environments(envs: Path, used: Collection[str], before: float, found: Collected, dry_run: bool) -> None:
+def _collect_environments(envs: Path, used: Collection[str], before: float, found: GcReport, dry_run: bool) -> None:
     """Those of which ``<digest>.json``, touched with every use, is old. Who prepares one holds ``<digest>.lock``."""
     last_used = {
         entry.name[: -len(".json")]: entry.stat().st_mtime
@@ -189,12 +205,12 @@ def _collect_environments(envs: Path, used: Collection[str], before: float, foun
 
 
 def _collect_work(
-    root: Path, attempts: list[tuple[str, Path]], asked: Request, before: float, found: Collected
+    root: Path, attempts: list[tuple[str, Path]], request: GcRequest, before: float, found: GcReport
 ) -> None:
     """The working copies of jobs that have ended; logs, records and checkpoints stay."""
     jobs: dict[str, bool] = {}
     for job, attempt in attempts:
-        jobs[job] = jobs.get(job, True) and (job in asked.ended or _ended(attempt, before))
+        jobs[job] = jobs.get(job, True) and (job in request.ended or _ended(attempt, before))
     for job in sorted(job for job, ended in jobs.items() if ended):
         work = root / "jobs" / job / "work"
         with contextlib.suppress(FileNotFoundError):
@@ -202,7 +218,7 @@ def _collect_work(
                 continue
             found.work.append(job)
             found.size += _size(work)
-            if not asked.dry_run:
+            if not request.dry_run:
                 aside = work.with_name(f".work-removed-{os.getpid()}")
                 work.rename(aside)
                 remove(aside)

@@ -1,7 +1,7 @@
 """The part of the content-addressed store that is the same on every machine: ``cas/``, ``trees/``, ``tmp/``.
 
 `orc.launchers.snapshot.content_store.ContentStore` fills it from a working tree here;
-`orc.launchers.transfer.remote_store` fills it from a stream on another machine, to which this module travels as it is:
+`orc.launchers.transfer.receiver` fills it from a stream on another machine, to which this module travels as it is:
 standard library only, Python >= 3.9.
 
 Nothing partial is ever visible. Whatever is written goes to ``tmp/`` first, is made durable, and appears by rename:

@@ -1,10 +1,11 @@
-"""The way back: a snapshot from a host's store into the one here, for whoever takes a job over from another machine."""
+"""Recall of a snapshot from a host's store into the one here, for whoever takes a job over from another machine."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Collection
@@ -16,9 +17,10 @@ from orc.launchers.layout import Layout
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.launchers.snapshot.scan import SourceTree
 from orc.launchers.snapshot.tree_store import Damaged
+from orc.launchers.transfer.wire import CHUNK, ByteSource
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.transport import Process, Transport
+    from orc.launchers.remote.transport import Transport
     from orc.launchers.snapshot.content_store import ContentStore
 
 SILENCE_S = 30.0
@@ -58,14 +60,14 @@ def recall(digest: str, transport: Transport, root: str, store: ContentStore) ->
 
 
 def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: Path) -> None:
-    """Contents by their hashes into files of the same names, in one stream."""
+    """Write the contents of *hashes* into files of these names, in one stream."""
     argv = ("tar", "-C", cas, "-cf", "-", "--files-from", "-")
     with transport.stream(argv, timeout_s=SILENCE_S) as process:
         process.write("".join(f"{name}\n" for name in sorted(hashes)).encode())
         process.close_stdin()
         got = set()
         try:
-            with tarfile.open(fileobj=io.BufferedReader(_Stream(process)), mode="r|") as archive:
+            with tarfile.open(fileobj=io.BufferedReader(ByteSource(process.read), CHUNK), mode="r|") as archive:
                 for member in archive:
                     content = archive.extractfile(member)
                     if member.name not in hashes or content is None:
@@ -73,8 +75,7 @@ def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: P
                             f"the host sent {member.name!r}, which was not asked for", where=transport.name
                         )
                     with (directory / member.name).open("xb") as file:
-                        while chunk := content.read(1 << 20):
-                            file.write(chunk)
+                        shutil.copyfileobj(content, file, CHUNK)
                     got.add(member.name)
         except tarfile.TarError as error:
             raise BundleError(f"the snapshot came damaged: {error}", where=transport.name) from None
@@ -85,18 +86,3 @@ def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: P
             f"{len(set(hashes) - got)} contents of the snapshot are missing: {said[-1] if said else 'no reason given'}",
             where=transport.name,
         )
-
-
-class _Stream(io.RawIOBase):
-    """What a program prints, as a file."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        data = self._process.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)

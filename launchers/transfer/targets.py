@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from orc.launchers.errors import BundleError, LaunchError
+from orc.launchers.errors import BackendError, BundleError, LaunchError
 from orc.launchers.layout import Layout
+from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import LocalTransport, Transport
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.gc import Collected, Request, collect
+from orc.launchers.snapshot.gc import GcReport, GcRequest, collect
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle
+
+
+COLLECT_S = 3600.0  # for a large store on a slow file system; a host that is gone is noticed sooner
+COLLECTOR = Program(
+    "snapshot.gc",
+    (
+        *("errors", "snapshot.hashing", "snapshot.manifest", "snapshot.presence", "snapshot.tree_store"),
+        *("strict_modes", "orc.runtime.names"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,6 @@ class Targets:
 
     roots: Mapping[str, tuple[Transport, str]]  # by host
     pythons: Mapping[str, str]
-    fan_out: bool = False
     shared: bool | Literal["auto"] = False
 
 
@@ -44,31 +54,39 @@ def deliver(bundles: Sequence[Bundle], store: ContentStore, targets: Targets) ->
     if remote:
         from orc.launchers.transfer import raise_first, sync
 
-        options: dict[str, Any] = {"fan_out": targets.fan_out, "shared": targets.shared, "pythons": targets.pythons}
-        raise_first(sync(bundles, store, remote, **options))
+        raise_first(sync(bundles, store, remote, shared=targets.shared, pythons=targets.pythons))
 
 
-def collect_garbage(targets: Targets, asked: Request) -> dict[str, Collected | LaunchError]:
-    """Collect on all hosts, side by side. *asked* is for each root there."""
+def collect_garbage(targets: Targets, request: GcRequest) -> dict[str, GcReport | LaunchError]:
+    """Collect the garbage of all targets, side by side; the root in *request* is replaced by that of each.
+
+    Returns:
+        The report, or the error, of each host by its name.
+    """
     from orc.launchers.remote.ssh.fanout import each
 
-    return each({name: name for name in targets.roots}, lambda name: _collect_on(targets, name, asked))
+    return each(
+        {name: name for name in targets.roots},
+        lambda name: _collect_on(targets, name, replace(request, root=targets.roots[name][1])),
+    )
 
 
-def _collect_on(targets: Targets, host: str, asked: Request) -> Collected:
-    from dataclasses import replace
-
-    from orc.launchers.transfer.program import Conversation
-    from orc.launchers.transfer.wire import inflate
-
-    transport, root = targets.roots[host]
-    asked = replace(asked, root=root)
+def _collect_on(targets: Targets, host: str, request: GcRequest) -> GcReport:
+    transport = targets.roots[host][0]
     if isinstance(transport, LocalTransport):
         try:
-            return collect(asked)
+            return collect(request)
         except OSError as error:
-            raise BundleError(f"cannot collect: {error.strerror or error}", where=error.filename or root) from None
-    with Conversation(transport, host, python=targets.pythons.get(host, "python3"), collecting=True) as talk:
-        answer = talk.ask("collect", **asked.to_dict())
-        talk.tell("bye")
-        return Collected.from_dict(json.loads(inflate(answer.body)))
+            what = f"cannot collect: {error.strerror or error}"
+            raise BundleError(what, where=error.filename or request.root) from None
+    python, question = targets.pythons.get(host, "python3"), json.dumps(request.to_dict()).encode()
+    done = transport.run_program(COLLECTOR, python=python, timeout_s=COLLECT_S, stdin=question)
+    try:
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        if failure := answer.get("error"):
+            where = f"{host}: {failure['where']}"
+            raise BundleError(str(failure["what"]), where=where, hint=str(failure["hint"]))
+        return GcReport.from_dict(answer["report"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.status}"
+        raise BackendError(f"the collection failed: {last.removeprefix('orc: ')}", where=host) from None

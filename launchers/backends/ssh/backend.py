@@ -121,7 +121,6 @@ class SshBackend(Backend):
         return Targets(
             {name: (self.hosts.transport(name), self.settings.root_of(name)) for name in names},
             {name: self.settings.python_of(name) or DEFAULT_PYTHON for name in names},
-            self.settings.options.fan_out,
             self.settings.options.shared,
         )
 

@@ -47,7 +47,6 @@ class Options(Reaching):
     user: UserName | None = Field(None, description="Who logs in.")
     peer_timeout: Annotated[Number, seconds(2, 3600)] = Field(30.0, description="Silence after which a node is lost.")
     preflight: Flag = Field(True, description="Probe the hosts before each attempt.")
-    fan_out: Flag = Field(True, description="Hosts pass snapshots on to each other.")
     shared: Flag | Literal["auto"] = Field("auto", description="Whether the hosts share the root's file system.")
 
 

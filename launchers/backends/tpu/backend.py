@@ -135,7 +135,7 @@ class TpuBackend(Backend):
             self._named_workers = worker_transports(self.cluster, state_dir=self._given_state_dir)
         roots = {name: (transport, self.root) for name, transport in self._named_workers.items()}
         python = self.cluster.python or DEFAULT_PYTHON
-        return Targets(roots, dict.fromkeys(roots, python), fan_out=True, shared="auto")
+        return Targets(roots, dict.fromkeys(roots, python), shared="auto")
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Ask for the TPU in the first zone that takes the request; what was asked for before is adopted.

@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.errors import LaunchError
-    from orc.launchers.snapshot.gc import Collected
+    from orc.launchers.snapshot.gc import GcReport
 
 
 class _Age(click.ParamType[float]):
@@ -53,7 +53,7 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     """
     from orc.launchers.errors import LaunchError
     from orc.launchers.remote.transport import LocalTransport
-    from orc.launchers.snapshot.gc import Request
+    from orc.launchers.snapshot.gc import GcRequest
     from orc.launchers.transfer.targets import Targets, collect_garbage
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
@@ -61,13 +61,13 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
 
     client = open_client()
     needed = needs(client.workspace.ledger)
-    asked = Request("", older_than, needed.digests, needed.ended, work, dry_run)
+    request = GcRequest("", older_than, needed.digests, needed.ended, work, dry_run)
     if cluster is None:
         here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})
-        found = collect_garbage(here, asked)
+        found = collect_garbage(here, request)
     else:
         with closing(client.workspace.backend(cluster)) as backend:
-            found = collect_garbage(backend.stores(), asked)
+            found = collect_garbage(backend.stores(), request)
     if as_json:
         output.echo_json({"dry_run": dry_run, "hosts": [_to_dict(host, result) for host, result in found.items()]})
     else:
@@ -79,14 +79,14 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     return int(any(isinstance(result, LaunchError) or result.problems for result in found.values()))
 
 
-def _to_dict(host: str, result: Collected | LaunchError) -> dict[str, Any]:
+def _to_dict(host: str, result: GcReport | LaunchError) -> dict[str, Any]:
     if isinstance(result, Exception):
         return {"host": host, "error": str(result)}
     told = result.to_dict()
     return {"host": host, "error": None, **told, "bytes": told.pop("size")}
 
 
-def _table(found: Mapping[str, Collected | LaunchError], dry_run: bool) -> str:
+def _table(found: Mapping[str, GcReport | LaunchError], dry_run: bool) -> str:
     from orc.orchestrator.cli.ui import output
 
     rows = []

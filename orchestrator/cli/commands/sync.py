@@ -64,10 +64,9 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
             bundles.values(),
             client.workspace.store,
             targets.roots,
-            fan_out=targets.fan_out,
             shared=targets.shared,
             pythons=targets.pythons,
-            look=explain,
+            dry_run=explain,
         )
     if as_json:
         output.echo_json(_to_dict(name, bundles, trees, reports))

@@ -13,7 +13,7 @@ import pytest
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot import gc
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.gc import Collected, Request, collect, doomed
+from orc.launchers.snapshot.gc import GcReport, GcRequest, collect, doomed
 from orc.launchers.snapshot.manifest import SYMLINK
 from orc.launchers.snapshot.scan import Bundle
 
@@ -39,9 +39,9 @@ def age(store: ContentStore, *bundles: Bundle, days: float = 30) -> None:
         os.utime(store.manifest_path(bundle.digest), (at, at))
 
 
-def ask(root: Path, **options: object) -> Collected:
+def ask(root: Path, **options: object) -> GcReport:
     given = {"older_than_s": 7 * DAY, **options}
-    return collect(Request(str(root), **given))  # type: ignore[arg-type]
+    return collect(GcRequest(str(root), **given))  # type: ignore[arg-type]
 
 
 def attempt(root: Path, job: str, *bundles: Bundle, ended_days_ago: float | None = None, mentions: str = "") -> Path:
@@ -154,7 +154,7 @@ def test_a_tree_without_a_manifest_is_removed_when_old(root: Path, store: Conten
 
 
 def test_a_root_that_does_not_exist_is_fine(tmp_path: Path) -> None:
-    assert ask(tmp_path / "nowhere") == Collected()
+    assert ask(tmp_path / "nowhere") == GcReport()
     assert not (tmp_path / "nowhere").exists()
 
 

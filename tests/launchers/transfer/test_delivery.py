@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -21,9 +20,9 @@ from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer import exchange, program, sync
+from orc.launchers.transfer import session, sync
 from orc.launchers.transfer.delivery import SyncReport, raise_first
-from orc.launchers.transfer.wire import deflate
+from orc.launchers.transfer.wire import pack_manifests
 
 from .conftest import Host, state_of, targets
 
@@ -40,13 +39,12 @@ def sources(reports: dict[str, SyncReport]) -> list[str]:
     return sorted(report.source.split()[0] for report in reports.values() if report.source)
 
 
-@pytest.mark.parametrize("fan_out", [True, False])
 def test_a_host_gets_exactly_what_a_copy_of_the_store_would_hold(
-    code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path, fan_out: bool
+    code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path
 ) -> None:
     hosts, copy = lab(3), ContentStore(tmp_path / "copy/store")
     store.copy_to(copy, code.digest)
-    good(sync([code], store, targets(hosts), fan_out=fan_out))
+    good(sync([code], store, targets(hosts)))
     for host in hosts.values():
         assert host.store.verify(code.digest) == []
         assert host.store.load(code.digest) == code
@@ -70,16 +68,11 @@ def test_an_unchanged_snapshot_costs_one_short_exchange_and_writes_nothing(
     assert before == {h: {p: p.lstat().st_mtime_ns for p in hosts[h].root.rglob("*")} for h in hosts}
 
 
-def test_contents_leave_the_laptop_once_and_are_passed_on(code: Bundle, store: ContentStore, lab: Lab) -> None:
-    reports = good(sync([code], store, targets(lab(5))))
-    assert sources(reports) == ["laptop", "peer", "peer", "peer", "peer"]
-    assert sum(report.sent > 700_000 for report in reports.values()) == 1
-    assert all(report.contents == len({e.sha256 for e in code.entries if not e.target}) for report in reports.values())
-
-
-def test_without_fan_out_everybody_gets_it_from_the_laptop(code: Bundle, store: ContentStore, lab: Lab) -> None:
-    reports = good(sync([code], store, targets(lab(4)), fan_out=False))
+def test_every_host_gets_each_content_once_from_the_laptop(code: Bundle, store: ContentStore, lab: Lab) -> None:
+    reports = good(sync([code], store, targets(lab(4))))
     assert sources(reports) == ["laptop"] * 4
+    assert all(700_000 < report.sent < 1_000_000 for report in reports.values())
+    assert all(report.contents == len({e.sha256 for e in code.entries if not e.target}) for report in reports.values())
 
 
 def test_only_what_is_missing_is_sent(tree: Path, code: Bundle, store: ContentStore, lab: Lab) -> None:
@@ -113,11 +106,11 @@ def test_progress_is_told_for_each_host(code: Bundle, store: ContentStore, lab: 
     assert all(steps[-1][0] == steps[-1][1] > 700_000 for steps in seen.values())
 
 
-def test_a_look_says_what_would_be_sent_and_changes_nothing(code: Bundle, store: ContentStore, lab: Lab) -> None:
+def test_a_dry_run_says_what_would_be_sent_and_changes_nothing(code: Bundle, store: ContentStore, lab: Lab) -> None:
     hosts = lab(2)
     sync([code], store, targets({"node1": hosts["node1"]}))
     before = state_of(hosts["node1"].store)
-    reports = good(sync([code], store, targets(hosts), look=True))
+    reports = good(sync([code], store, targets(hosts), dry_run=True))
     assert reports["node1"].missing == frozenset()
     assert reports["node2"].missing == {e.sha256 for e in code.entries if not e.target}
     assert not hosts["node2"].root.exists()
@@ -248,73 +241,12 @@ def test_a_disk_that_fills_up_on_the_way_is_named(
 
 def alter_program(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Change one line of what runs on the hosts."""
-    sync = program._SYNC
-    texts = {name: programs.source(name) for name in (sync.module, *sync.others)}
+    receiver = session.RECEIVER
+    texts = {name: programs.source(name) for name in (receiver.module, *receiver.others)}
     assert sum(text.count(old) for text in texts.values()) == 1
     read = programs.source
     monkeypatch.setattr(programs, "source", lambda name: read(name).replace(old, new))
-    monkeypatch.setattr(program, "_SYNC", programs.Program(sync.module, sync.others))
-
-
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
-def test_peers_that_cannot_be_reached_are_done_without(
-    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offer = exchange.Exchange.offer
-
-    def unreachable(self: exchange.Exchange, peer: exchange.Peer) -> None:
-        peer.port = 1  # nobody listens there
-        offer(self, peer)
-
-    monkeypatch.setattr(exchange.Exchange, "offer", unreachable)
-    hosts = lab(4)
-    reports = good(sync([code], store, targets(hosts)))
-    assert sources(reports) == ["laptop"] * 4
-    assert all(host.store.verify(code.digest) == [] for host in hosts.values())
-
-
-def test_a_host_that_dies_while_it_passes_contents_on_costs_itself_only(
-    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = lab(4)
-    processes: dict[str, Any] = {}
-    died: list[str] = []
-    stream, offer = Host.stream, exchange.Exchange.offer
-
-    def remember(self: Host, *args: Any, **options: Any) -> Any:
-        processes[self.name] = stream(self, *args, **options)
-        return processes[self.name]
-
-    def dying(self: exchange.Exchange, peer: exchange.Peer) -> None:
-        if not died:
-            died.append(peer.host)
-            pid = processes[peer.host]._popen.pid
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)
-        offer(self, peer)
-
-    monkeypatch.setattr(Host, "stream", remember)
-    monkeypatch.setattr(exchange.Exchange, "offer", dying)
-    reports = sync([code], store, targets(hosts))
-    assert [name for name, report in reports.items() if report.error] == died
-    for name in set(hosts) - set(died):
-        assert hosts[name].store.verify(code.digest) == []
-
-
-def test_a_peer_that_serves_damaged_contents_is_not_believed(
-    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    size = code.by_path["weights.bin"].size
-    (tmp_path / "damaged").write_bytes(bytes(size))
-    take = 'self._shelf.take(wanted, lambda: channel.send("wait"))'
-    damaged = f"(c._replace(path={bytes(tmp_path / 'damaged')!r}) if c.size == {size} else c for c in {take})"
-    alter_program(monkeypatch, f"contents = {take}", f"contents = {damaged}")
-    hosts = lab(2)
-    reports = good(sync([code], store, targets(hosts)))
-    assert all(report.sent > size for report in reports.values())
-    assert all(host.store.verify(code.digest) == [] for host in hosts.values())
+    monkeypatch.setattr(session, "RECEIVER", programs.Program(receiver.module, receiver.others))
 
 
 # --- shared file systems ----------------------------------------------------------------------------------------------
@@ -324,11 +256,12 @@ def test_hosts_that_share_a_file_system_are_synced_once(code: Bundle, store: Con
     hosts = lab(4)
     for name in ("node2", "node3"):
         hosts[name].root = hosts["node1"].root
-    reports = good(sync([code], store, targets(hosts), fan_out=False))
-    assert sources(reports).count("laptop") == 2
-    leader = next(r.host for r in reports.values() if r.source == "laptop" and r.host != "node4")
-    others = {report.source for name, report in reports.items() if name not in (leader, "node4")}
-    assert others <= {f"shared with {leader}", ""}  # the latter when it came so late that it missed nothing any more
+    reports = good(sync([code], store, targets(hosts)))
+    assert reports["node4"].source == "laptop"
+    found = sorted(reports[name].source for name in ("node1", "node2", "node3"))
+    # Nothing at all for one that came so late that it missed nothing any more.
+    assert found.count("laptop") == 1
+    assert set(found) <= {"laptop", "shared", ""}
 
 
 def test_hosts_made_from_one_image_do_not_pass_for_shared(
@@ -391,14 +324,45 @@ def test_a_host_that_hears_nothing_more_gives_up_and_cleans_up(
     """A cut link closes no connection: the program there must notice by itself."""
     alter_program(monkeypatch, "SILENCE_S = 20.0", "SILENCE_S = 2.0")
     host = lab(1)["node1"]
-    with program.Conversation(host, "node1") as talk:
-        talk.tell("hello", root=str(host.root), digests=[code.digest], look=False)  # both at once: it waits for nothing
-        talk.tell("manifests", deflate(json.dumps([code.to_dict()]).encode()), look=False, serve="")
-        assert [talk.answer().op for _ in range(2)] == ["have", "missing"]
+    with session.ReceiverSession(host, "node1", sys.executable) as talk:
+        answer = talk.request(
+            root=str(host.root), trusted="", dry_run=False, manifests=pack_manifests([code.to_dict()])
+        )
+        assert answer["new"] == [code.digest]
         assert os.listdir(host.root / "store/tmp") != []
         ended = talk._process.wait()
     assert "fell silent" in ended.stderr
     assert os.listdir(host.root / "store/tmp") == []
+
+
+def test_a_host_that_waits_for_its_turn_ends_when_the_laptop_goes_away(
+    code: Bundle, store: ContentStore, lab: Lab
+) -> None:
+    first, second = (Host(name, lab(1)["node1"].root) for name in ("first", "second"))
+    request = {"trusted": "", "dry_run": False, "manifests": pack_manifests([code.to_dict()])}
+    with session.ReceiverSession(first, "first", sys.executable) as holder:
+        holder.request(root=str(first.root), **request)
+        with session.ReceiverSession(second, "second", sys.executable) as waiting:
+            waiting.write(session.encode_message(root=str(second.root), **request))
+            until(lambda: len(os.listdir(first.root / "store/tmp")) == 2)
+        until(lambda: len(os.listdir(first.root / "store/tmp")) == 1)
+    until(lambda: os.listdir(first.root / "store/tmp") == [])
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_host_that_asks_for_what_is_in_no_snapshot_is_refused(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alter_program(monkeypatch, "missing=list(self._missing), size", 'missing=["e" * 64], size')
+    report = sync([code], store, targets(lab(1)))["node1"]
+    assert isinstance(report.error, BackendError)
+    assert "which is in no snapshot" in report.error.what
 
 
 def test_a_python_in_the_home_directory_is_that_of_the_host(
@@ -457,7 +421,4 @@ def test_ctrl_c_ends_the_programs_on_all_hosts(code: Bundle, store: ContentStore
         patch.setattr(Host, "stream", remember)
         with pytest.raises(KeyboardInterrupt):
             sync([code], store, targets(hosts), on_progress=interrupt)
-    deadline = time.monotonic() + 60
-    while any(process._popen.poll() is None for process in processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(process._popen.poll() is not None for process in processes))

@@ -143,7 +143,7 @@ class Lab:
     def __init__(self, directory: Path, count: int, preflight: bool) -> None:
         self.hosts = {name: LinkedHost(name, directory / name) for name in ("a", "b", "c")[:count]}
         described = [{"name": name, "root": str(host.root)} for name, host in self.hosts.items()]
-        options = {"hosts": described, "peer_timeout": 10, "fan_out": False, "preflight": preflight}
+        options = {"hosts": described, "peer_timeout": 10, "preflight": preflight}
         self.cluster = Cluster(name="lab", kind="ssh", root="/nowhere", options=options)
         self.client = Client(
             backend_of=lambda _: SshBackend(self.cluster, open_all=lambda: self.hosts),

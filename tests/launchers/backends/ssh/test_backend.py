@@ -87,7 +87,7 @@ class Lab:
         described = [{"name": name, "root": str(host.root)} for name, host in self.hosts.items()]
         # Where they share a root, they share the locks of this one machine's slots too.
         # A busy machine is no silence: none of these tests is about one.
-        options = {"hosts": described, "peer_timeout": 30, "fan_out": False, "slots": 3 if shared else 0}
+        options = {"hosts": described, "peer_timeout": 30, "slots": 3 if shared else 0}
         self.cluster = Cluster(name="lab", kind="ssh", root="/nowhere", options=options)
         self.backend = self.open()
 

@@ -1,4 +1,4 @@
-"""The program that runs on the hosts: what it may need, and what the laptop makes of its end."""
+"""The program that runs on the hosts: what it may need, and how small it is."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import sys
 import pytest
 
 from orc.launchers.remote.programs import full_name, source
-from orc.launchers.remote.shipped import CODE
-from orc.launchers.remote.ssh import remote_hand
-from orc.launchers.transfer import program
+from orc.launchers.transfer.session import PRESENCE, RECEIVER
+from orc.launchers.transfer.targets import COLLECTOR
 
-SYNC, COLLECT = ((each.module, *each.others) for each in (program._SYNC, program._COLLECT))
-SHIPPED = sorted({*SYNC, *COLLECT})
+PROGRAMS = [(each.module, *each.others) for each in (PRESENCE, RECEIVER, COLLECTOR)]
+SHIPPED = sorted({name for names in PROGRAMS for name in names})
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -34,17 +33,14 @@ def test_what_travels_is_python_3_9_and_needs_the_standard_library_only(name: st
     assert "from __future__ import annotations" in source(name)
 
 
-@pytest.mark.parametrize("modules", [SYNC, COLLECT])
+@pytest.mark.parametrize("modules", PROGRAMS)
 def test_nothing_is_missing_on_the_way(modules: tuple[str, ...]) -> None:
-    """But for what only the other program needs, and asks for inside of a function."""
     for name in modules:
-        tree = ast.parse(source(name))
-        for node in tree.body:
+        for node in ast.walk(ast.parse(source(name))):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("orc."):
                 assert str(node.module) in map(full_name, modules)
 
 
 def test_the_program_is_small() -> None:
     """It goes to every host with every sync."""
-    assert len(program._SYNC.packed()) < 22_000
-    assert len(program._SYNC.packed(CODE)) < remote_hand.CHUNK  # one frame
+    assert len(RECEIVER.packed()) < 20_000
