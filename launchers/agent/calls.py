@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from orc.launchers.agent.config import AgentConfig
+
 
 EXIT_NO_CONNECTION = 255  # what ssh exits with when it could not do it
 HURRY_FOR_S = 30.0
@@ -38,9 +40,9 @@ _WITH_ARGUMENT = "BbcDEeFIiJLlmOoPpQRSWw"
 # --- who is asked ----------------------------------------------------------------------------------------------------
 
 
-def node_called(host: str, config: Mapping[str, Any], attempt_dir: str) -> int | None:
+def node_called(host: str, config: AgentConfig, attempt_dir: str) -> int | None:
     """The node that a launcher means by *host*: by any name it may know it by."""
-    nnodes = int(config["nnodes"])
+    nnodes = config.nnodes
     leases = [read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
     machines = [str(lease.get("host") or "") for lease in leases]
     known: dict[str, int] = {}
@@ -48,7 +50,7 @@ def node_called(host: str, config: Mapping[str, Any], attempt_dir: str) -> int |
         known[f"node-{node}"] = node
     if len(set(machines)) == nnodes:
         known.update({name: node for node, name in enumerate(machines)})
-    for node, entry in enumerate(config.get("hosts") or ()):
+    for node, entry in enumerate(config.hosts):
         for key in ("address", "name"):
             if entry.get(key):
                 known[str(entry[key])] = node
@@ -91,7 +93,7 @@ def rsh(arguments: Sequence[str]) -> int:
     config = load_config(os.path.join(attempt_dir, "agent.json"))
     node = node_called(host, config, attempt_dir)
     if node is None:
-        names = ", ".join(str(entry["name"]) for entry in config.get("hosts") or ()) or "node-0, node-1 and so on"
+        names = ", ".join(str(entry["name"]) for entry in config.hosts) or "node-0, node-1 and so on"
         complain(f"{host} is no host of this attempt; they are {names}")
         return EXIT_NO_CONNECTION
     own = node_of(attempt_dir)

@@ -14,19 +14,18 @@ from orc.launchers.agent.variables import DERIVED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
+    from orc.launchers.agent.config import AgentConfig
 
 
-def finish_gang(config: Mapping[str, Any]) -> None:
+def finish_gang(config: AgentConfig) -> None:
     """Remove the secrets and start ``on_exit``, once, when all nodes of a gang have ended."""
-    attempt_dir = str(config["attempt_dir"])
+    attempt_dir = config.attempt_dir
     remove(os.path.join(attempt_dir, "secrets.json"))
-    on_exit = config.get("on_exit")
+    on_exit = config.on_exit
     if not on_exit or not create_json(os.path.join(attempt_dir, "finished.json"), identity()):
         return
     env = {name: value for name, value in os.environ.items() if name not in DERIVED}
-    env.update(on_exit.get("env") or {}, ORC_GANG=config["marker"])
+    env.update(on_exit.get("env") or {}, ORC_GANG=config.marker)
     sys.stderr.flush()
     if os.fork() == 0:
         try:

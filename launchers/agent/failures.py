@@ -105,7 +105,7 @@ def look_at_launcher(node: NodeState) -> None:
         reason = f"node {node.node} could not start what the launcher asked for (exit status {failure['exit_code']})"
         node.request(Stop("crash", reason, 0.0, failure=failure, exit_status=failure["exit_code"]))
         return
-    settle = float(node.config["command"].get("settle_s") or FAILURE_GRACE_S)
+    settle = float(node.config.command.get("settle_s") or FAILURE_GRACE_S)
     if first is None or time.time() - first["at"] < settle:
         return
     if not started_again(node, first) and not launcher_preempted(node):

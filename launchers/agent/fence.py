@@ -62,8 +62,8 @@ class Fence:
 
     def __init__(self, node: NodeState) -> None:
         self.node = node
-        self.path = os.path.join(str(node.config["job_dir"]), NAME)
-        self.run = (int(node.config["attempt"]), node.restart)
+        self.path = os.path.join(node.config.job_dir, NAME)
+        self.run = (node.config.attempt, node.restart)
         self.term_s = node.peer_timeout_s
         self.wait_s = WAIT * self.term_s
         self.guard: Guard | None = None
@@ -159,10 +159,10 @@ class Fence:
         if not lease.get("pid_ns") or any(lease.get(name) != me[name] for name in ("boot_id", "pid_ns")):
             # Who shares no files with it cannot tell. There the next run is only made when the last one has ended:
             # by the SSH backend after the fence, by SageMaker with containers that are gone.
-            return bool(self.node.config.get("hosts") or self.node.config.get("sagemaker"))
+            return bool(self.node.config.hosts or self.node.config.sagemaker)
         pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
         if is_running(pid, start, me["boot_id"]):
-            end_agent(pid, str(self.node.config["marker"]))
+            end_agent(pid, self.node.config.marker)
         if directory != self.node.attempt_dir or node == self.node.node:  # else its own new agent does that
             kill_attempt(directory, node)
         return not is_running(pid, start, me["boot_id"])
@@ -285,7 +285,7 @@ def _end_term(fence: Fence, parent: int) -> None:
     """The term is over: end the ranks, leave word if the file system lets us, and end the agent."""
     node = fence.node
     prctl(PR_SET_PDEATHSIG, 0)
-    gone = end_below(parent, str(node.config["marker"]), os.getpid())
+    gone = end_below(parent, node.config.marker, os.getpid())
     reason = f"the agent of node {node.node} has not renewed its heartbeat for {fence.term_s:g} s; its ranks were ended"
 
     def leave_word() -> None:

@@ -18,16 +18,16 @@ from orc.launchers.agent.state import FAILURE_GRACE_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from orc.launchers.agent.config import AgentConfig
 
 
 class Gang:
     """All nodes of an attempt on this machine: one forked agent each, and one parent that sees them end."""
 
-    def __init__(self, config: dict[str, Any], owner: str) -> None:
+    def __init__(self, config: AgentConfig, owner: str) -> None:
         self.config = config
         self.owner = owner
-        self.attempt_dir = str(config["attempt_dir"])
+        self.attempt_dir = config.attempt_dir
         self.agents: dict[int, int] = {}  # pid -> node
 
     def run(self) -> int:
@@ -61,12 +61,12 @@ class Gang:
         """The gang's own lease: a second copy of the same submission ends here."""
         path = os.path.join(self.attempt_dir, "gang.json")
         os.makedirs(os.path.join(self.attempt_dir, "logs"), mode=0o700, exist_ok=True)
-        lease = {"owner": self.owner, "restart": 0, "marker": self.config["marker"], **identity()}
+        lease = {"owner": self.owner, "restart": 0, "marker": self.config.marker, **identity()}
         if create_json(path, lease):
             return 0
         held = read_json(path) or {}
         complain(
-            f"{self.config['marker']} is held by {held.get('owner')} (pid {held.get('pid')} on "
+            f"{self.config.marker} is held by {held.get('owner')} (pid {held.get('pid')} on "
             f"{held.get('host')}); nothing was started"
         )
         if not is_running(int(held.get("pid", 0)), str(held.get("pid_start")), str(held.get("boot_id"))):
@@ -89,7 +89,7 @@ class Gang:
         become_subreaper()
         me = os.getpid()
         load_libc()
-        for node in range(int(self.config["nnodes"])):
+        for node in range(self.config.nnodes):
             pid = os.fork()
             if pid == 0:
                 status = EXIT_LAUNCH
@@ -109,7 +109,7 @@ class Gang:
                 for pid in self.agents:
                     signal_process(pid, received.si_signo)
             self.reap()
-        kill_descendants(self.config["marker"])
+        kill_descendants(self.config.marker)
         finish_gang(self.config)
 
     def reap(self) -> None:

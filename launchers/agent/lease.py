@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def take_lease(node: NodeState) -> bool:
     """Exactly one copy of this node's agent gets past this line."""
     path = os.path.join(node.dir, "lease.json")
-    lease = {"owner": node.owner, "restart": node.restart, "marker": node.config["marker"], **node.me}
+    lease = {"owner": node.owner, "restart": node.restart, "marker": node.config.marker, **node.me}
     if create_json(path, lease):
         return True
     held = read_json(path) or {}
@@ -31,7 +31,7 @@ def take_lease(node: NodeState) -> bool:
         write_json(path, lease)
         return True
     complain(
-        f"node {node.node} of {node.config['marker']} is held by {held.get('owner')} "
+        f"node {node.node} of {node.config.marker} is held by {held.get('owner')} "
         f"(pid {held.get('pid')} on {held.get('host')}); nothing was started"
     )
     return False

@@ -39,8 +39,10 @@ class Node(Supervisor):
             return 0
         if not take_lease(self):
             return EXIT_HELD
-        if self.node == 0 and self.config.get("nnodes_from"):
-            write_json(os.path.join(self.attempt_dir, "agent.json"), self.config)  # with the real number of nodes
+        if self.node == 0 and self.config.nnodes_from:
+            write_json(
+                os.path.join(self.attempt_dir, "agent.json"), self.config.to_dict()
+            )  # with the real number of nodes
         return self.work_through()
 
     def work_through(self) -> int:
@@ -82,7 +84,7 @@ class Node(Supervisor):
         end_containers(self)
         self.ownership.lower()
         self.record(ending)
-        kill_descendants(self.config["marker"], spare=[self.link.pid] if self.link else [])
+        kill_descendants(self.config.marker, spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
         if self.link:
             self.link.settle(others_go_on=ending["outcome"] == "succeeded")
@@ -96,9 +98,9 @@ class Node(Supervisor):
         self.superseded = True
         kill_sessions(self)
         self.ownership.lower()
-        kill_descendants(self.config["marker"])
+        kill_descendants(self.config.marker)
         end_containers(self)
-        complain(f"{reason}; ended node {self.node} of {self.config['marker']}")
+        complain(f"{reason}; ended node {self.node} of {self.config.marker}")
         stop = Stop("node_failure", f"{reason} (node failure; {self.me['host']})", 0.0, lost=True, lost_node=self.node)
         self.record(verdict(self, stop), self.exit_name())
         for held in filter(None, (self.port, self.slots, self.link)):
@@ -192,7 +194,7 @@ class Node(Supervisor):
             import shutil
 
             shutil.rmtree(scratch, ignore_errors=True)  # what torchrun keeps for its ranks while they run
-        if self.config.get("link"):  # nothing on this host is another node's
+        if self.config.link:  # nothing on this host is another node's
             for name in ("secrets.json", "link.json"):
                 remove(os.path.join(self.private, name))
             return

@@ -114,7 +114,7 @@ def on_told(node: NodeState, told: dict[str, Any]) -> None:
 
 def never_came(node: NodeState, peer: int) -> bool:
     """Whether the start of *peer* has taken too long; then a stop has been requested."""
-    limit = float(node.config.get("startup_timeout_s") or (JOIN_TIMEOUT_S if node.linked else STARTUP_TIMEOUT_S))
+    limit = float(node.config.startup_timeout_s or (JOIN_TIMEOUT_S if node.linked else STARTUP_TIMEOUT_S))
     if peer not in node.seen and time.monotonic() - node.begun > limit:
         alternative = " or cannot reach this one" if node.linked else ""
         on_silence(node, peer, f"node {peer} did not start within {limit:g} s{alternative}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def load_secrets(node: NodeState) -> None:
     """Read the values of the job's secrets; they live in memory and in the ranks' environment only."""
-    names = list(node.config.get("secrets") or ())
+    names = list(node.config.secrets)
     if not names:
         return
     path = os.path.join(node.private, "secrets.json")
@@ -33,7 +33,7 @@ def load_secrets(node: NodeState) -> None:
     if missing:
         raise LaunchFailure(f"no value for the secret {', '.join(missing)} in {path}")
     node.secrets = {name: str(values[name]) for name in names}
-    if not node.config.get("core_dumps"):  # this process and all that it starts have the values in their memory
+    if not node.config.core_dumps:  # this process and all that it starts have the values in their memory
         import resource
 
         # One byte is less than any core file; unlike 0 it also keeps the kernel from starting a program for it.
@@ -47,16 +47,16 @@ def prepare(node: Supervisor) -> bool:
     from orc.launchers.agent.working_copy import make_work
 
     if (node.node == 0 or node.linked) and not os.path.isdir(node.work):
-        status = step(node, background(lambda: make_work(node.config["code_tree"], node.work), node.log_fd))
+        status = step(node, background(lambda: make_work(node.config.code_tree, node.work), node.log_fd))
         if status and node.stop is None:
             raise LaunchFailure(f"cannot copy the snapshot to {node.work}: {last_words(node)}")
     elif node.node and not node.linked and not node.until(lambda: os.path.isdir(node.work) or never_came(node, 0)):
         return False
-    if node.stop or (node.config.get("environment") and not make_environment(node)):
+    if node.stop or (node.config.environment and not make_environment(node)):
         return False
     env = job_environment(node)
     null = os.open(os.devnull, os.O_RDONLY)
-    for line in node.config.get("setup") or ():
+    for line in node.config.setup:
         node.log(f"setup: {line}")
         began = os.fstat(node.log_fd).st_size
         argv = ["/bin/sh", "-e", "-c", line]
@@ -90,7 +90,7 @@ def make_environment(node: Supervisor) -> bool:
 
 def environment_argv(node: NodeState) -> list[str]:
     """Return the command line of the environment step, without its role."""
-    return [*agent_argv(str(node.config["runtime_tree"])), "environment"]
+    return [*agent_argv(node.config.runtime_tree), "environment"]
 
 
 def step(node: Supervisor, pid: int) -> int:

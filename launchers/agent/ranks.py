@@ -21,16 +21,16 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
     config = node.config
     env = {name: value for name, value in os.environ.items() if name not in DERIVED}
     env.update(defaults or {})
-    env.update(config.get("env") or {})
+    env.update(config.env)
     env.update(node.secrets)
     env.update(
         {
-            "ORC_JOB_ID": config["job"],
-            "ORC_JOB_NAME": config["name"],
-            "ORC_ATTEMPT": str(config["attempt"]),
+            "ORC_JOB_ID": config.job,
+            "ORC_JOB_NAME": config.name,
+            "ORC_ATTEMPT": str(config.attempt),
             "ORC_RESTART": str(node.restart),
-            "ORC_MARKER": config["marker"],
-            "ORC_JOB_DIR": config["job_dir"],
+            "ORC_MARKER": config.marker,
+            "ORC_JOB_DIR": config.job_dir,
             "ORC_ATTEMPT_DIR": node.attempt_dir,
             "ORC_NODE_RANK": str(node.node),
             "ORC_NNODES": str(node.nnodes),
@@ -38,7 +38,7 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
             "ORC_RDZV_ID": node.rendezvous_id(),
         }
     )
-    if config.get("logs_dir"):
+    if config.logs_dir:
         env["ORC_LOGS_DIR"] = node.logs
     env.update(node.own_env)
     env.setdefault("PYTHONUNBUFFERED", "1")
@@ -47,7 +47,7 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
     env.update(node.prepared.get("env") or {})
     if node.prepared.get("path"):
         env["PATH"] = os.pathsep.join([*node.prepared["path"], env.get("PATH") or os.defpath])
-    prepend_path(env, config["runtime_tree"])
+    prepend_path(env, config.runtime_tree)
     return env
 
 
@@ -55,13 +55,13 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
     """Start the ranks, or the launcher that starts them."""
     from orc.launchers.agent.network import LISTENING, on_loopback
 
-    command = node.config["command"]
+    command = node.config.command
     if node.fence:
         node.own_env.update(dict.fromkeys(LISTENING, node.fence[0]))
     elif addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
-        node.own_env.update(on_loopback({**os.environ, **(node.config.get("env") or {})}))
+        node.own_env.update(on_loopback({**os.environ, **(node.config.env)}))
     elif node.link:
-        given = {**os.environ, **(node.config.get("env") or {})}
+        given = {**os.environ, **(node.config.env)}
         node.own_env.update({n: v for n, v in node.link.variables().items() if n not in given})
     if node.own_env:
         node.note_pids()
@@ -74,7 +74,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
         "master_port": str(port),
         "rdzv_id": node.rendezvous_id(),
         "world_size": str(node.nnodes * node.nproc),
-        "min_nodes": str(node.config.get("min_nodes") or node.nnodes),
+        "min_nodes": str(node.config.min_nodes or node.nnodes),
         "is_host": "0" if node.node else "1",
         "node_addr": node_address(node, addr),
         "attempt_dir": node.attempt_dir,
@@ -87,7 +87,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
     env = job_environment(node, defaults)
     env["ORC_TOKEN"] = node.token
     log = os.path.join(node.logs, f"node-{node.node}.log")
-    runtime_tree = str(node.config["runtime_tree"])
+    runtime_tree = node.config.runtime_tree
     if node.first_alone:
         from orc.launchers.agent.calls import Calls, install
 
@@ -118,7 +118,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
             rank = node.node * node.nproc + local_rank
             own = rank_variables(rank, local_rank, node.node, node.nnodes, node.nproc, addr, port)
             for name, texts in (command.get("rank_env") or {}).items():
-                if name not in (node.config.get("env") or {}):  # the job's own wins
+                if name not in (node.config.env):  # the job's own wins
                     own[name] = substitute(texts[local_rank], {**values, "rank": str(rank)})
             log = os.path.join(node.logs, f"rank-{rank}.log")
             start_one(node, rank, local_rank, prefix + program, {**env, **own}, null, log)
@@ -130,7 +130,7 @@ def host_names(node: NodeState) -> list[str]:
     """What launchers call the nodes, in node order: the cluster's names, or the machines' own, or ``node-<n>``."""
     if node.nnodes == 1:
         return ["localhost"]  # any other name of it might be looked for on the network
-    given = [str(host["name"]) for host in node.config.get("hosts") or ()][: node.nnodes]
+    given = [str(host["name"]) for host in node.config.hosts][: node.nnodes]
     paths = [os.path.join(node.attempt_dir, f"node-{k}", "lease.json") for k in range(node.nnodes)]
     names = given or [str((read_json(path) or {}).get("host")) for path in paths]
     return names if len(set(names)) == node.nnodes else [f"node-{k}" for k in range(node.nnodes)]

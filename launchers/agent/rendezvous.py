@@ -26,8 +26,8 @@ def meet(node: Supervisor) -> tuple[str, int] | None:
         if node.shims:
             publish(node, "127.0.0.1", node.port.number)
         return "127.0.0.1", node.port.number
-    if node.config.get("network"):
-        node.fence = fenced_address(node.config["network"])
+    if node.config.network:
+        node.fence = fenced_address(node.config.network)
     node.beat("waiting")
     node.next_look = 0.0
     if node.node == 0:
@@ -78,7 +78,7 @@ def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
     """Where node 0 can be reached by the nodes that hold *leases*."""
     if node.fence:
         return node.fence[1]
-    given = (node.config.get("rendezvous") or {}).get("addr") or node.master_host
+    given = (node.config.rendezvous or {}).get("addr") or node.master_host
     if given:
         return str(given)
     if node.link and (reached := node.link.state().get("address")):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from orc.launchers.agent.config import AgentConfig
+
 
 ANSWER_S = 5.0  # for the ranks to write, from when they are asked
 SPY_S = 15.0
@@ -282,10 +284,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def expected(config: dict[str, Any], directory: str) -> list[int]:
+def expected(config: AgentConfig, directory: str) -> list[int]:
     """The nodes whose answers get here and that have not ended: on node 0 and on shared files those of all."""
-    nodes = list(range(int(config["nnodes"])))
-    if config.get("link"):
+    nodes = list(range(config.nnodes))
+    if config.link:
         own = [node for node in nodes if os.path.exists(os.path.join(directory, f"node-{node}", "pids.json"))]
         nodes = nodes if 0 in own else own
     over = [

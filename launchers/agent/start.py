@@ -21,13 +21,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from orc.launchers.agent.config import AgentConfig
+
 
 EXIT_BUSY = 78
 # What comes to a host for one attempt alone and must not stay.
 CONFIDENTIAL = ("secrets.json", "link.json")
 
 
-def start(config: dict[str, Any], node: int, owner: str) -> int:
+def start(config: AgentConfig, node: int, owner: str) -> int:
     """Start one node's agent in the background; prints how that went, and returns when it holds the node (0) or not.
 
     It prints one line: ``{"state": "held", "pid"}``, of node 0 with ``"port"`` and ``"addresses"`` for the others;
@@ -56,7 +58,7 @@ def start(config: dict[str, Any], node: int, owner: str) -> int:
         status = int(answer["status"])
         if status == 0:
             detach(own)
-        elif answer.get("alive") is not True and config["marker"] not in answer.get("holders", ()):
+        elif answer.get("alive") is not True and config.marker not in answer.get("holders", ()):
             # What was just brought is nobody's.
             for name in CONFIDENTIAL:
                 remove(os.path.join(own.private, name))
@@ -78,18 +80,18 @@ def start(config: dict[str, Any], node: int, owner: str) -> int:
 def hold(own: Node) -> dict[str, Any]:
     """Slots, port and lease, or nothing."""
     path = os.path.join(own.dir, "lease.json")
-    slots = Slots(str(own.config["root"]))
+    slots = Slots(own.config.root)
     try:
         for directory in (own.logs, own.dir):
             os.makedirs(directory, mode=0o700, exist_ok=True)
         if os.path.exists(path):
             return taken(path)
-        wanted = own.config.get("slots") or {}
-        host = str(own.config["hosts"][own.node]["name"]) if wanted else ""
+        wanted = own.config.slots or {}
+        host = str(own.config.hosts[own.node]["name"]) if wanted else ""
         if wanted:
             total, count = int(wanted["total"][host]), int(wanted["take"])
-            if holders := slots.take(total, count, str(own.config["marker"])):
-                if own.config["marker"] in holders and os.path.exists(path):
+            if holders := slots.take(total, count, own.config.marker):
+                if own.config.marker in holders and os.path.exists(path):
                     return taken(path)
                 return {"state": "busy", "holders": holders, "status": EXIT_BUSY}
             own.slots = slots

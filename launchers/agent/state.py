@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from orc.launchers.agent.errors import EXIT_PREEMPTED, complain
+from orc.launchers.agent.errors import complain
 from orc.launchers.agent.processes import exit_of
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import FORMAT, create_json, read_json, refresh_json, remove, write_json
@@ -17,6 +17,8 @@ from orc.launchers.agent.stop import Stop
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+    from orc.launchers.agent.config import AgentConfig
 
 LOOK_S = 0.25  # how often the records of others are looked at
 HURRY_S = 0.02  # the same while the nodes of an attempt find each other
@@ -42,7 +44,7 @@ class NodeState:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: AgentConfig,
         node: int,
         owner: str,
         restart: int = 0,
@@ -56,20 +58,20 @@ class NodeState:
         self.owner = owner
         self.restart = restart
         self.master_host = master_host
-        self.nnodes = int(config["nnodes"])
-        self.nproc = int(config["nproc"])
-        self.attempt_dir = str(config["attempt_dir"])
-        self.work = str(config.get("work_dir") or os.path.join(config["job_dir"], "work"))
-        self.logs = str(config.get("logs_dir") or os.path.join(self.attempt_dir, "logs"))
-        self.private = str(config.get("private_dir") or self.attempt_dir)
+        self.nnodes = config.nnodes
+        self.nproc = config.nproc
+        self.attempt_dir = config.attempt_dir
+        self.work = config.work_dir or os.path.join(config.job_dir, "work")
+        self.logs = config.logs_dir or os.path.join(self.attempt_dir, "logs")
+        self.private = config.private_dir or self.attempt_dir
         self.dir = os.path.join(self.attempt_dir, f"node-{node}")
-        self.heartbeat_s = float(config.get("heartbeat_s") or 2.0)
-        self.peer_timeout_s = float(config.get("peer_timeout_s") or 30.0)
+        self.heartbeat_s = config.heartbeat_s
+        self.peer_timeout_s = config.peer_timeout_s
         # A cut that heals in time must not look longer than it was.
         self.heartbeat_s = min(self.heartbeat_s, self.peer_timeout_s / 6)
-        self.grace_s = float(config.get("grace_s") or 0.0)
-        self.preempt_exit = int(config.get("preempt_exit") or EXIT_PREEMPTED)
-        self.python = config.get("python") or sys.executable
+        self.grace_s = config.grace_s
+        self.preempt_exit = config.preempt_exit
+        self.python = config.python or sys.executable
         self.prepared: dict[str, Any] = {}  # what the environment step says: python, path, env, prefix
         self.me = identity()
         self.started_at = time.time()
@@ -82,19 +84,19 @@ class NodeState:
         self.ended: dict[int, int] = {}  # pid -> wait status
         self.ranks: list[Rank] = []
         self.port: Any = None
-        command = config["command"]
+        command = config.command
         self.shims = command["spawn"] == "launcher"  # the ranks are a launcher's, each below a shim
         self.first_alone = self.shims and command.get("where") == "first" and self.nnodes > 1
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
         self.ownership: Any = None  # against other runs of the same job
         self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
-        self.linked = bool(config.get("link")) and self.nnodes > 1
+        self.linked = config.link and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
         self.slots: Any = None  # what this node holds of its host
         self.own_env: dict[str, str] = {}  # variables of this node alone
         self.token = ""  # of the ranks of this incarnation
         self.fence: tuple[str, str] | None = None  # interface and address that the ranks are held to
-        self.min_nodes = int(config.get("min_nodes") or self.nnodes)
+        self.min_nodes = config.min_nodes or self.nnodes
         self.lost: set[int] = set()  # nodes that the gang goes on without
         self.stacks: Any = None  # what this node has been asked for
         self.stalled = False  # a rank has reported a stall
@@ -106,7 +108,7 @@ class NodeState:
 
     def rendezvous_id(self) -> str:
         """Fresh for every incarnation."""
-        return f"{self.config['marker']}-r{self.restart}"
+        return f"{self.config.marker}-r{self.restart}"
 
     def request(self, stop: Stop) -> None:
         """Begin to stop; the first reason counts."""
@@ -263,7 +265,7 @@ class NodeState:
         path = os.path.join(self.dir, name)
         record = {
             "format": FORMAT,
-            "marker": self.config["marker"],
+            "marker": self.config.marker,
             "owner": self.owner,
             "node": self.node,
             "host": self.me["host"],

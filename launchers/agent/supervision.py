@@ -126,7 +126,7 @@ class Supervisor(NodeState):
         # The link tells when something comes; files that hosts share do not.
         hurry = self.state == "waiting" and now - self.begun < 10 and not self.link
         self.next_look = now + (HURRY_S if hurry else LOOK_S)
-        deadline = self.config.get("deadline_s")
+        deadline = self.config.deadline_s
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
             stall = self.stall()
             reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")

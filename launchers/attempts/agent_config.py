@@ -7,6 +7,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.commands import build_command
 from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
@@ -124,7 +125,11 @@ def agent_config(
 
 
 def agent_file(config: Mapping[str, Any]) -> PlanFile:
-    """``agent.json`` as a file of a plan. Raises `RenderError` for text that is not Unicode."""
+    """Return ``agent.json`` as a file of a plan.
+
+    Raises `RenderError` for text that is not Unicode, and `LaunchFailure` for what no agent would read.
+    """
+    AgentConfig(config)
     content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:
         content.encode()

@@ -22,6 +22,8 @@ import subprocess
 import sys
 import time
 
+from orc.launchers.agent.config import load_config
+from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.environments import container, copied, requirements
 
 TYPE_CHECKING = False
@@ -429,7 +431,7 @@ def run_in_container(program: Sequence[str], *, terminal: bool = False) -> None:
         attempt_dir, node = environ["ORC_ATTEMPT_DIR"], int(environ["ORC_NODE_RANK"])
     except KeyError as error:
         raise Unusable(f"{error.args[0]} is not set: this runs below an agent of orc") from None
-    config = _load(os.path.join(attempt_dir, "agent.json"))
+    config = load_config(os.path.join(attempt_dir, "agent.json")).to_dict()
     ready = _load(os.path.join(attempt_dir, f"node-{node}", "environment.json"))["container"]
     command = config["command"]
     named = {*(config.get("env") or {}), *(command.get("env") or {}), *(config.get("secrets") or ())}
@@ -519,16 +521,16 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if mode == "prepare" and len(rest) == 2:
             signal.signal(signal.SIGTERM, ended)  # so that a half-made environment is removed
-            prepare(_load(rest[0]), rest[1])
+            prepare(load_config(rest[0]).to_dict(), rest[1])
         elif mode == "run" and "--" in rest:
             cut = rest.index("--")
             run_in_container(rest[cut + 1 :], terminal="--tty" in rest[:cut])
         elif mode == "clean" and len(rest) == 2:
-            clean(_load(rest[0]), int(rest[1]))
+            clean(load_config(rest[0]).to_dict(), int(rest[1]))
         else:
             sys.stderr.write(str(__doc__))
             return 2
-    except Unusable as error:
+    except (Unusable, LaunchFailure) as error:
         say(f"environment: {error}")
         return 1
     except OSError as error:

@@ -155,6 +155,7 @@ def rank_environment(directory: str, node: int, rank: str) -> dict[str, str]:
 def node_environment(config: dict[str, Any], node: int, answer: dict[str, Any]) -> dict[str, str]:
     """What all processes of the job on this node are started with; the agent's own surroundings are the base."""
     find_agent(config)
+    from orc.launchers.agent.config import AgentConfig
     from orc.launchers.agent.node import Node
     from orc.launchers.agent.ranks import job_environment
 
@@ -164,7 +165,7 @@ def node_environment(config: dict[str, Any], node: int, answer: dict[str, Any]) 
     if surroundings:
         os.environ.clear()
         os.environ.update(surroundings)
-    one = Node(config, node, str(lease.get("owner") or ""), int(lease.get("restart") or 0))
+    one = Node(AgentConfig(config), node, str(lease.get("owner") or ""), int(lease.get("restart") or 0))
     one.prepared = answer
     one.secrets = {name: str(value) for name, value in (read(os.path.join(directory, "secrets.json")) or {}).items()}
     return job_environment(one)

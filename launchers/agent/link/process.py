@@ -40,7 +40,7 @@ class Link:
         given = read_json(self.path)
         if given is None or not given.get("token"):
             raise LaunchFailure(f"{self.path} is missing: nodes on several hosts need it to know each other")
-        self.hub = given.get("hub") or node.config.get("hub")
+        self.hub = given.get("hub") or node.config.hub
         if node.node and not self.hub:
             raise LaunchFailure(f"{self.path} does not say where node 0 is")
         self.given = given
@@ -72,7 +72,7 @@ class Link:
             "node": node.node,
             "nnodes": node.nnodes,
             "restart": node.restart,
-            "marker": node.config["marker"],
+            "marker": node.config.marker,
             "attempt_dir": node.attempt_dir,
             "heartbeat_s": node.heartbeat_s,
             "peer_timeout_s": node.peer_timeout_s,

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from orc.launchers.agent import calls
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.node import Node
 
 from .conftest import until
@@ -228,7 +229,7 @@ def test_a_cancellation_that_has_ended_the_first_node_already_is_the_reason_on_t
     (job.directory / "cancel.json").write_text('{"grace_s": 0}')
     over = {"restart": 0, "outcome": "cancelled", "reason": "cancelled", "exit_status": 143}
     (job.directory / "node-0/exit.json").write_text(json.dumps(over))
-    node = Node(job.config, 1, "test:1")
+    node = Node(AgentConfig(job.config), 1, "test:1")
     with (job.root / "log").open("wb") as log:
         node.log_fd = log.fileno()
         ending = node.follow_first()

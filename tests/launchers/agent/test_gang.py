@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.agent import network
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.procfs import is_running
@@ -367,7 +368,7 @@ def test_without_any_route_the_host_name_is_the_address(monkeypatch):
 def test_an_address_given_by_configuration_or_scheduler_is_taken(attempt):
     far = [{"host": "other", "boot_id": "other", "net": "other"}]
     job = attempt("pass", nnodes=2)
-    node = Node(job.config, 0, "x:1", master_host="login-1")
+    node = Node(AgentConfig(job.config), 0, "x:1", master_host="login-1")
     assert address(node, far) == "login-1"
     job.write(rendezvous={"addr": "10.0.0.9"})
-    assert address(Node(job.config, 0, "x:1", master_host="login-1"), far) == "10.0.0.9"
+    assert address(Node(AgentConfig(job.config), 0, "x:1", master_host="login-1"), far) == "10.0.0.9"

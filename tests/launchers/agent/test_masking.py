@@ -106,13 +106,14 @@ def test_ranks_with_secrets_leave_no_core_file_unless_that_is_asked_for(attempt,
 
 def test_where_core_files_are_forbidden_already_secrets_can_be_had_without_being_root() -> None:
     source = """import os, resource, sys
+from types import SimpleNamespace
 from orc.launchers.agent import preparation
 from orc.launchers.agent.node import Node
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 if not os.geteuid():
     os.setuid(65534)
 node = Node.__new__(Node)
-node.config, node.private = {"secrets": ["KEY"]}, ""
+node.config, node.private = SimpleNamespace(secrets=["KEY"], core_dumps=False), ""
 preparation.read_json = lambda path: {"KEY": "geheim-4711"}
 preparation.load_secrets(node)
 print(*resource.getrlimit(resource.RLIMIT_CORE))

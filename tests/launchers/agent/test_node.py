@@ -15,6 +15,7 @@ import pytest
 
 from orc.launchers.agent import state
 from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import exit_of, shell_status, spawn
 from orc.launchers.agent.procfs import process_start
@@ -321,7 +322,7 @@ def test_what_escaped_from_its_session_is_found_when_the_agent_is_gone(attempt):
 
 def test_a_full_disk_costs_the_log_tail_but_not_the_record(attempt, monkeypatch, capfd):
     job = attempt("pass")
-    node = Node(job.config, 0, "x:1")
+    node = Node(AgentConfig(job.config), 0, "x:1")
     os.makedirs(node.dir)
     (job.directory / "logs").mkdir()
     node.log_fd = os.open(job.directory / "logs/node-0.log", os.O_WRONLY | os.O_CREAT)

@@ -70,6 +70,12 @@ class Node:
     def config(self, **environment: Any) -> Path:
         (self.attempt / "node-0").mkdir(parents=True, exist_ok=True)
         config = {
+            "format": 1,
+            "job": "job-1",
+            "name": "job",
+            "attempt": 1,
+            "nnodes": 1,
+            "nproc": 1,
             "root": str(self.root),
             "job_dir": str(self.root / "jobs/job-1"),
             "attempt_dir": str(self.attempt),

@@ -96,6 +96,9 @@ def test_a_program_ends_when_nobody_listens_any_more(tmp_path: Path) -> None:
     tree = tmp_path / "tree" / "orc" / "launchers"
     shutil.copytree(Path(agent.__file__).parent, tree / "agent")
     config = {
+        "format": 1,
+        "root": "/",
+        "code_tree": "/",
         "job": "x",
         "name": "x",
         "attempt": 1,

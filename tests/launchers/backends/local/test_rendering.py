@@ -117,5 +117,6 @@ def test_checkpoints_may_go_to_an_object_store(backend):
 
 
 def test_text_that_is_no_unicode_is_refused():
+    plan = render(LocalBackend(Cluster(name="here", kind="local", root="/r")), script="train.py")
     with pytest.raises(RenderError, match="not valid UTF-8"):
-        agent_file({"name": "x", "attempt_dir": "/a", "env": {"X": "caf\udce9"}})
+        agent_file({**json.loads(plan.files[0].content), "env": {"X": "caf\udce9"}})
