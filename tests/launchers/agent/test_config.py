@@ -13,7 +13,11 @@ from orc.launchers.agent.errors import LaunchFailure
 
 LEAST: dict[str, Any] = {
     **dict.fromkeys(("job", "name", "marker", "root", "job_dir", "attempt_dir", "code_tree", "runtime_tree"), "x"),
-    **{"format": 1, "attempt": 1, "nnodes": 2, "nproc": 4, "command": {"spawn": "ranks"}},
+    "format": 1,
+    "attempt": 1,
+    "nnodes": 2,
+    "nproc": 4,
+    "command": {"spawn": "ranks"},
 }
 
 
