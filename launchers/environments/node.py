@@ -24,6 +24,7 @@ import time
 
 from orc.launchers.agent.config import load_config
 from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.procfs import process_stat
 from orc.launchers.environments import container, copied, requirements
 
 TYPE_CHECKING = False
@@ -98,12 +99,8 @@ def end_session(leader: subprocess.Popen[bytes]) -> None:
 def _is_of_group(pid: str, group: int) -> bool:
     if not pid.isdigit():
         return False
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, _parent, found = file.read().rpartition(")")[2].split()[:3]
-    except OSError:  # it has just ended
-        return False
-    return state not in ("Z", "X") and int(found) == group
+    stat = process_stat(int(pid))
+    return stat is not None and stat[0] not in ("Z", "X") and int(stat[2]) == group
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str | None:

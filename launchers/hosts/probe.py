@@ -19,6 +19,8 @@ import socket
 import sys
 import time
 
+from orc.launchers.agent.network import reachable_addresses
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -166,20 +168,7 @@ def addresses() -> list[str]:
                 found.append(probe.getsockname()[0])
         except OSError:
             pass
-    try:
-        with open("/proc/net/fib_trie") as file:
-            found += re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", file.read())
-    except OSError:
-        pass
-    try:
-        with open("/proc/net/if_inet6") as file:
-            for line in file:
-                digits, _, _, scope, _, _ = line.split()
-                if scope == "00":  # global
-                    packed = bytes.fromhex(digits)
-                    found.append(socket.inet_ntop(socket.AF_INET6, packed))
-    except OSError:
-        pass
+    found += reachable_addresses()
     useful = [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1", "fe80:", "0.0.0.0"))]
     return useful or ["127.0.0.1"]
 

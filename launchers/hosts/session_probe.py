@@ -184,12 +184,10 @@ def machine() -> tuple[float, float]:
 
 def usage(pid: int) -> tuple[float, int] | None:
     """Processor seconds and resident bytes of one process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in ("Z", "X"):
+    from orc.launchers.agent.procfs import process_stat
+
+    fields = process_stat(pid)
+    if fields is None or fields[0] in ("Z", "X"):
         return None
     return (int(fields[11]) + int(fields[12])) / _HZ, int(fields[21]) * _PAGE
 
@@ -224,7 +222,7 @@ class Sampler:
 
     def __init__(self, directory: str, node: int) -> None:
         self.directory, self.node = directory, node
-        self.config = config_of(directory)
+        find_agent(config_of(directory))
         self.before = self.measure()
 
     def measure(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from orc.launchers.agent.procfs import boot_id, process_start
+
 # Longer than any backend's own time-out of one submit call; only what died on another machine is waited for so long.
 TTL_S = 300.0
 
@@ -29,7 +31,7 @@ class Owner:
     def new(cls) -> Owner:
         """This process, for one purpose."""
         pid = os.getpid()
-        return cls(_boot_id(), _pid_namespace(), pid, _started(pid) or "", os.urandom(4).hex())
+        return cls(boot_id(), _pid_namespace(), pid, process_start(pid) or "", os.urandom(4).hex())
 
     def __str__(self) -> str:
         return f"{self.boot_id}/{self.pid_namespace}/{self.pid}/{self.started}/{self.nonce}"
@@ -49,24 +51,10 @@ def is_free(owner: str | None, expires_at: float | None, now: float, is_gone: Ca
 def owner_is_gone(text: str) -> bool:
     """True when the owner was a process on this machine and has ended; False when nobody can tell from here."""
     owner = Owner.parse(text)
-    if (owner.boot_id, owner.pid_namespace) != (_boot_id(), _pid_namespace()):
+    if (owner.boot_id, owner.pid_namespace) != (boot_id(), _pid_namespace()):
         return False
-    return _started(owner.pid) != owner.started
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return process_start(owner.pid) != owner.started
 
 
 def _pid_namespace() -> str:
     return str(Path("/proc/self/ns/pid").stat().st_ino)
-
-
-def _started(pid: int) -> str | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name, in parentheses, may hold anything; the fields after it are plain. State Z has ended already.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
-_PROGRAM = Program("backends.ssh.on_host", ("strict_modes",))
+_PROGRAM = Program("backends.ssh.on_host", ("strict_modes", "agent.procfs"))
 _ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
 
 

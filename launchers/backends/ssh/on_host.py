@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+from orc.launchers.agent import procfs
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
 TYPE_CHECKING = False
@@ -71,15 +72,7 @@ def unlink(path: str) -> None:
 
 def is_running(lease: dict[str, Any]) -> bool:
     """Whether the process that holds *lease* still runs on this machine."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            if file.read().strip() != lease.get("boot_id"):
-                return False
-        with open(f"/proc/{int(lease.get('pid', 0))}/stat", encoding="utf-8", errors="replace") as file:
-            stat = file.read().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return stat[0] not in ("Z", "X") and stat[19] == str(lease.get("pid_start"))
+    return procfs.is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
