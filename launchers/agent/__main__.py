@@ -6,7 +6,7 @@ import os
 import sys
 
 from orc.launchers.agent.config import load_config
-from orc.launchers.agent.errors import EXIT_LAUNCH, LaunchFailure, complain
+from orc.launchers.agent.errors import EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.processes import make_private
 
 TYPE_CHECKING = False
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return main(arguments)
     except LaunchFailure as failure:
-        complain(str(failure))
+        log_stderr(str(failure))
         return EXIT_LAUNCH
 
 

@@ -1,7 +1,7 @@
 """Calls: how a launcher starts something on another node of its attempt without SSH between the hosts.
 
 `rsh` is what the launcher
-runs in place of ``ssh``: it leaves a call in the attempt directory and waits for its end. `Calls` is the other
+runs in place of ``ssh``: it leaves a call in the attempt directory and waits for its end. `RemoteCalls` is the other
 side: the agent of the node that is named runs it. Format: docs/explanation/attempt-directory.md.
 """
 
@@ -13,13 +13,20 @@ import sys
 import time
 
 from orc.launchers.agent.config import load_config
-from orc.launchers.agent.errors import LaunchFailure, complain
-from orc.launchers.agent.processes import agent_argv, exit_of, make_private, shell_status, spawn, users_umask
+from orc.launchers.agent.errors import LaunchFailure, log_stderr
+from orc.launchers.agent.processes import (
+    agent_argv,
+    decode_wait_status,
+    make_private,
+    shell_exit_status,
+    spawn,
+    users_umask,
+)
 from orc.launchers.agent.procfs import identity, is_running, process_start
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.shim import node_of
 from orc.launchers.agent.signals import signal_group
-from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S, LOOK_S, NodeState
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, POLL_S, NodeState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ _WITH_ARGUMENT = "BbcDEeFIiJLlmOoPpQRSWw"
 # --- who is asked ----------------------------------------------------------------------------------------------------
 
 
-def node_called(host: str, config: AgentConfig, attempt_dir: str) -> int | None:
+def resolve_node(host: str, config: AgentConfig, attempt_dir: str) -> int | None:
     """The node that a launcher means by *host*: by any name it may know it by."""
     nnodes = config.nnodes
     leases = [read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
@@ -91,10 +98,10 @@ def rsh(arguments: Sequence[str]) -> int:
         raise LaunchFailure("rsh runs below a launcher of an orc agent: ORC_ATTEMPT_DIR must be set")
     host, text = parse(arguments)
     config = load_config(os.path.join(attempt_dir, "agent.json"))
-    node = node_called(host, config, attempt_dir)
+    node = resolve_node(host, config, attempt_dir)
     if node is None:
         names = ", ".join(str(entry["name"]) for entry in config.hosts) or "node-0, node-1 and so on"
-        complain(f"{host} is no host of this attempt; they are {names}")
+        log_stderr(f"{host} is no host of this attempt; they are {names}")
         return EXIT_NO_CONNECTION
     own = node_of(attempt_dir)
     me = identity()
@@ -157,7 +164,7 @@ def install(directory: str, runtime_tree: str) -> str:
     return directory
 
 
-class Calls:
+class RemoteCalls:
     """What other nodes ask of this one, for as long as its agent runs."""
 
     def __init__(self, node: NodeState, env: Mapping[str, str]) -> None:
@@ -175,7 +182,7 @@ class Calls:
 
     def pace(self) -> float:
         """Seconds until the next look: launchers call at their start, one node after the other."""
-        return HURRY_S if time.monotonic() - self.since < HURRY_FOR_S else LOOK_S
+        return FAST_POLL_S if time.monotonic() - self.since < HURRY_FOR_S else POLL_S
 
     def look(self) -> None:
         """Start what is new, end what is to end, tell what has ended."""
@@ -201,7 +208,7 @@ class Calls:
                 self.end(call)
         now = time.monotonic()
         if now >= self.next_callers:
-            self.next_callers = now + LOOK_S
+            self.next_callers = now + POLL_S
             self.look_at_callers()
 
     def consider(self, call: str) -> None:
@@ -249,7 +256,7 @@ class Calls:
         finally:
             os.close(null)
         node.sessions[pid] = process_start(pid) or ""
-        node.note_pids()
+        node.record_pids()
         self.running[call] = pid
 
     def end(self, call: str) -> None:
@@ -265,7 +272,7 @@ class Calls:
     def done(self, call: str, status: int) -> None:
         """Tell the caller how it ended."""
         record, start = self.begun[call]
-        code = shell_status(*exit_of(status))
+        code = shell_exit_status(*decode_wait_status(status))
         answer = {
             "id": call,
             "node": record["node"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from orc.launchers.agent.errors import complain
+from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.processes import users_umask
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import create_json, remove
@@ -34,6 +34,6 @@ def finish_gang(config: AgentConfig) -> None:
             os.umask(users_umask())
             os.execvpe(on_exit["argv"][0], on_exit["argv"], env)
         except OSError as error:
-            complain(f"cannot start {on_exit['argv'][0]}: {error}")
+            log_stderr(f"cannot start {on_exit['argv'][0]}: {error}")
         finally:
             os._exit(127)

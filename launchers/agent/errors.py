@@ -23,7 +23,7 @@ class LaunchFailure(Exception):
     """Setup or start failed; the message is the reason that people read."""
 
 
-def complain(message: str) -> None:
+def log_stderr(message: str) -> None:
     """Say it on standard error. That may be a log on a full disk, or closed: no reason for an agent to end."""
     try:
         os.write(2, f"orc agent: {message}\n".encode("utf-8", "replace"))

@@ -6,10 +6,10 @@ import os
 import time
 
 from orc.launchers.agent.errors import EXIT_PREEMPTED
-from orc.launchers.agent.processes import exit_of, how_it_ended, shell_status
+from orc.launchers.agent.processes import decode_wait_status, describe_exit, shell_exit_status
 from orc.launchers.agent.records import log_tail
 from orc.launchers.agent.state import FAILURE_GRACE_S, NodeState, Rank
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,22 +22,22 @@ CALL_PATIENCE_S = 10.0  # for a launcher that does not notice that a node could 
 def on_failure(node: NodeState, failure: dict[str, Any]) -> None:
     """Stop the others because of this first failure."""
     who = f"rank {failure['rank']}" if failure["rank"] is not None else "the launcher"
-    reason = f"{who} {how_it_ended(failure['exit_code'], failure['signal'])}"
+    reason = f"{who} {describe_exit(failure['exit_code'], failure['signal'])}"
     if failure["stall"]:
-        node.look_for_stacks()  # before the others are told to end
+        node.answer_stack_requests()  # before the others are told to end
         reason += f"; {failure['stall']}"
-    status = shell_status(failure["exit_code"], failure["signal"]) or 1
+    status = shell_exit_status(failure["exit_code"], failure["signal"]) or 1
     grace = min(node.grace_s, FAILURE_GRACE_S)
-    node.request(Stop("crash", reason, grace, failure=failure, exit_status=status))
+    node.request(StopRequest("crash", reason, grace, failure=failure, exit_status=status))
 
 
 def failure_of(node: NodeState, rank: Rank | None) -> dict[str, Any]:
     """The first failure among the ranks of this node, given the process that has ended, if it was the agent's."""
     if rank is None:
         rank = node.ranks[0] if node.ranks else Rank(None, None, 0, "", 0)
-    code, name = exit_of(rank.status or 0)
+    code, name = decode_wait_status(rank.status or 0)
     number, local_rank, at, log, start = rank.rank, rank.local_rank, rank.at, rank.log, rank.log_start
-    if rank.rank is None and (first := first_of_launcher(node)):
+    if rank.rank is None and (first := first_rank_failure(node)):
         number, local_rank, at = first["rank"], first["local_rank"], first["at"]
         code, name = first["exit_code"], first["signal"]
         log, start = os.path.join(node.logs, f"rank-{number}.log"), first.get("log_start", 0)
@@ -54,7 +54,7 @@ def failure_of(node: NodeState, rank: Rank | None) -> dict[str, Any]:
     }
 
 
-def first_of_launcher(node: NodeState) -> dict[str, Any] | None:
+def first_rank_failure(node: NodeState) -> dict[str, Any] | None:
     """The earliest failure that the shims have seen in the launcher's last round.
 
     A launcher tells the others to end after the first failure, so the end of one that was told counts last.
@@ -81,29 +81,29 @@ def launcher_preempted(node: NodeState) -> bool:
         return False
     first = min(records, key=lambda r: r["at"])
     reason = f"rank {first['rank']} asked to be run again (exit code {node.preempt_exit})"
-    node.request(Stop("preempted", reason, node.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+    node.request(StopRequest("preempted", reason, node.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
     return True
 
 
-def ask_shims(node: NodeState) -> None:
+def check_rank_records(node: NodeState) -> None:
     """The launcher says that all is well. Some say so although a rank has failed: the ranks' own records count."""
-    first = first_of_launcher(node)
+    first = first_rank_failure(node)
     if first is not None and not started_again(node, first) and not launcher_preempted(node):
         on_failure(node, failure_of(node, None))
 
 
-def look_at_launcher(node: NodeState) -> None:
+def check_launcher(node: NodeState) -> None:
     """Cut short a launcher that waits for ranks which hang because another one has failed."""
     if node.stop or node.unexplained or not (node.calls or any(rank.rank is None for rank in node.ranks)):
         return
-    first = first_of_launcher(node)
+    first = first_rank_failure(node)
     if first is not None and node.calls and not first["told"]:  # such launchers do not start ranks again
         if not launcher_preempted(node):
             on_failure(node, failure_of(node, None))
         return
     if node.calls and (failure := node.calls.failure(CALL_PATIENCE_S)):
         reason = f"node {node.node} could not start what the launcher asked for (exit status {failure['exit_code']})"
-        node.request(Stop("crash", reason, 0.0, failure=failure, exit_status=failure["exit_code"]))
+        node.request(StopRequest("crash", reason, 0.0, failure=failure, exit_status=failure["exit_code"]))
         return
     settle = float(node.config.command.get("settle_s") or FAILURE_GRACE_S)
     if first is None or time.time() - first["at"] < settle:

@@ -18,12 +18,12 @@ import time
 from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.agent.errors import Superseded
 from orc.launchers.agent.preparation import end_containers
-from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, exit_of, load_libc, prctl
+from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, decode_wait_status, load_libc, prctl
 from orc.launchers.agent.procfs import descendants, is_running, runs_another
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.signals import ENDING, NEWS, signal_process
 from orc.launchers.agent.state import NodeState
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.stop import StopRequest
 from orc.launchers.agent.verdict import verdict
 
 TYPE_CHECKING = False
@@ -107,11 +107,11 @@ class Fence:
 
     # its guard
 
-    def raise_guard(self) -> None:
+    def start_guard(self) -> None:
         """From now on the ranks do not outlive the term."""
         self.guard = Guard(self)
 
-    def lower(self) -> None:
+    def stop_guard(self) -> None:
         """No rank is left to be ended."""
         guard, self.guard = self.guard, None
         if guard:
@@ -122,7 +122,7 @@ class Fence:
         if self.guard and pid == self.guard.pid:
             self.node.log("the guard's process has ended; starting it again")
             self.guard.forget()
-            self.raise_guard()
+            self.start_guard()
             self.renew(self.renewed)
 
     # those before
@@ -139,13 +139,13 @@ class Fence:
                     found.append((directory, node, lease))
         return found
 
-    def alone(self) -> bool:
+    def predecessors_ended(self) -> bool:
         """Return whether no earlier run has ranks any more. What it has left on this machine is ended."""
         # No short cut: what is on this machine is not waited for.
         open_ = [one for one in self.predecessors() if not self._end_here(*one)]
         return not open_ or _clock() - self.claimed > self.wait_s
 
-    def settle(self) -> None:
+    def record_predecessors_end(self) -> None:
         """Note the end of those that were waited for, so that nobody waits for them again."""
         for directory, node, lease in self.predecessors():
             restart = int(lease.get("restart", 0))
@@ -292,7 +292,9 @@ def _end_term(fence: Fence, parent: int) -> None:
         node.superseded, node.link = True, None  # no heartbeat more
         node.prepared = read_json(os.path.join(node.dir, "environment.json")) or {}
         end_containers(node)
-        stop = Stop("node_failure", f"{reason} (node failure; {node.me['host']})", 0.0, lost=True, lost_node=node.node)
+        stop = StopRequest(
+            "node_failure", f"{reason} (node failure; {node.me['host']})", 0.0, lost=True, lost_node=node.node
+        )
         node.announce(stop)
         node.record(verdict(node, stop), node.exit_name())
         try:
@@ -308,5 +310,5 @@ def _end_term(fence: Fence, parent: int) -> None:
             ended, status = os.waitpid(writer, os.WNOHANG)
             time.sleep(0.01)
     # An agent that fails makes srun end the step of that number, which a newer run has by now. It stays stopped.
-    if exit_of(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
+    if decode_wait_status(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
         signal_process(parent, signal.SIGKILL)

@@ -8,9 +8,9 @@ import time
 
 from orc.launchers.agent.cleanup import kill_attempt, kill_descendants
 from orc.launchers.agent.completion import finish_gang
-from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, complain
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, log_stderr
 from orc.launchers.agent.node import Node
-from orc.launchers.agent.processes import become_subreaper, exit_of, how_it_ended, load_libc
+from orc.launchers.agent.processes import become_subreaper, decode_wait_status, describe_exit, load_libc
 from orc.launchers.agent.procfs import identity, is_running
 from orc.launchers.agent.records import create_json, read_json, remove
 from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
@@ -53,7 +53,7 @@ class Gang:
             if status == 0:
                 self.supervise()
         except OSError as error:
-            complain(str(error))
+            log_stderr(str(error))
         finally:
             os._exit(status)
 
@@ -65,7 +65,7 @@ class Gang:
         if create_json(path, lease):
             return 0
         held = read_json(path) or {}
-        complain(
+        log_stderr(
             f"{self.config.marker} is held by {held.get('owner')} (pid {held.get('pid')} on "
             f"{held.get('host')}); nothing was started"
         )
@@ -99,7 +99,7 @@ class Gang:
                 except BaseException:
                     import traceback
 
-                    complain(traceback.format_exc())
+                    log_stderr(traceback.format_exc())
                 finally:
                     os._exit(status)
             self.agents[pid] = node
@@ -124,11 +124,11 @@ class Gang:
             node = self.agents.pop(pid, None)
             exited = os.path.join(self.attempt_dir, f"node-{node}", "exit.json")
             if node is not None and read_json(exited) is None:
-                self.on_lost_agent(node, how_it_ended(*exit_of(status)))
+                self.on_lost_agent(node, describe_exit(*decode_wait_status(status)))
 
     def on_lost_agent(self, node: int, how: str) -> None:
         """An agent was killed: what it had started must not run on, and the others need not wait for a time-out."""
-        complain(f"the agent of node {node} {how}")
+        log_stderr(f"the agent of node {node} {how}")
         kill_attempt(self.attempt_dir, node)
         create_json(
             os.path.join(self.attempt_dir, "stop-r0.json"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from orc.launchers.agent.errors import complain
+from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.state import NodeState
 
@@ -30,7 +30,7 @@ def take_lease(node: NodeState) -> bool:
             os.rename(before, os.path.join(node.dir, f"exit-r{int(held.get('restart', 0))}.json"))
         write_json(path, lease)
         return True
-    complain(
+    log_stderr(
         f"node {node.node} of {node.config.marker} is held by {held.get('owner')} "
         f"(pid {held.get('pid')} on {held.get('host')}); nothing was started"
     )

@@ -7,18 +7,18 @@ import time
 
 from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.completion import finish_gang
-from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, complain
-from orc.launchers.agent.failures import ask_shims
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, log_stderr
+from orc.launchers.agent.failures import check_rank_records
 from orc.launchers.agent.fence import Fence
 from orc.launchers.agent.lease import succeeded_before, take_lease
 from orc.launchers.agent.preparation import end_containers, load_secrets, prepare
 from orc.launchers.agent.processes import become_subreaper
 from orc.launchers.agent.ranks import start_ranks
 from orc.launchers.agent.records import read_json, remove, write_json
-from orc.launchers.agent.rendezvous import meet
+from orc.launchers.agent.rendezvous import join_rendezvous
 from orc.launchers.agent.signals import take_signals
-from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S
+from orc.launchers.agent.stop import StopRequest
 from orc.launchers.agent.supervision import Supervisor
 from orc.launchers.agent.termination import end_processes, kill_sessions, rank_processes, stop_ranks_now
 from orc.launchers.agent.verdict import make_verdict, verdict
@@ -43,32 +43,32 @@ class Node(Supervisor):
             write_json(
                 os.path.join(self.attempt_dir, "agent.json"), self.config.to_dict()
             )  # with the real number of nodes
-        return self.work_through()
+        return self.run_with_lease()
 
-    def work_through(self) -> int:
+    def run_with_lease(self) -> int:
         """The rest, once the lease is held."""
         take_signals()
         become_subreaper()
         log = os.path.join(self.logs, f"node-{self.node}.log")
         self.log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.ownership = Fence(self)
+        self.owner_fence = Fence(self)
         try:
-            return self.work_alone()
+            return self.run_as_owner()
         except Superseded as newer:
-            return self.give_way(str(newer))
+            return self.end_superseded(str(newer))
 
-    def work_alone(self) -> int:
+    def run_as_owner(self) -> int:
         """The rest, for as long as no newer run owns the job."""
         try:
-            self.ownership.claim()
+            self.owner_fence.claim()
             self.reserve()
-            self.note_pids()
+            self.record_pids()
             if self.linked:
                 from orc.launchers.agent.link.process import Link
 
                 self.link = self.link or Link(self)
                 self.link.start()
-            ending = self.live()
+            ending = self.run_ranks()
         except LaunchFailure as error:
             ending = make_verdict("launch", str(error), EXIT_LAUNCH)
         except Superseded:
@@ -79,10 +79,10 @@ class Node(Supervisor):
             self.log("the agent failed:\n" + traceback.format_exc())
             ending = make_verdict("launch", f"the agent failed: {type(error).__name__}: {error}", EXIT_LAUNCH)
         if ending["outcome"] == "launch":
-            self.announce(Stop("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
+            self.announce(StopRequest("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
         kill_sessions(self)
         end_containers(self)
-        self.ownership.lower()
+        self.owner_fence.stop_guard()
         self.record(ending)
         kill_descendants(self.config.marker, spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
@@ -93,22 +93,24 @@ class Node(Supervisor):
             self.await_peers()
         return int(ending["exit_status"])
 
-    def give_way(self, reason: str) -> int:
+    def end_superseded(self, reason: str) -> int:
         """A newer run owns the job: end the ranks at once, without grace, because they would save."""
         self.superseded = True
         kill_sessions(self)
-        self.ownership.lower()
+        self.owner_fence.stop_guard()
         kill_descendants(self.config.marker)
         end_containers(self)
-        complain(f"{reason}; ended node {self.node} of {self.config.marker}")
-        stop = Stop("node_failure", f"{reason} (node failure; {self.me['host']})", 0.0, lost=True, lost_node=self.node)
+        log_stderr(f"{reason}; ended node {self.node} of {self.config.marker}")
+        stop = StopRequest(
+            "node_failure", f"{reason} (node failure; {self.me['host']})", 0.0, lost=True, lost_node=self.node
+        )
         self.record(verdict(self, stop), self.exit_name())
         for held in filter(None, (self.port, self.slots, self.link)):
             held.close()
         # Not a failure: srun would have Slurm end the step of that number, which is by now that of the newer run.
         return 0
 
-    def live(self) -> dict[str, Any]:
+    def run_ranks(self) -> dict[str, Any]:
         """From the lease to the end of the last rank."""
         self.beat("setup")
         try:
@@ -116,7 +118,7 @@ class Node(Supervisor):
             cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
             if cancel is not None:  # it came before the start did
                 self.on_cancel(cancel)
-            if self.stop is None and self.be_alone() and prepare(self) and (where := meet(self)):
+            if self.stop is None and self.await_predecessors() and prepare(self) and (where := join_rendezvous(self)):
                 start_ranks(self, *where)
         except LaunchFailure:
             stop_ranks_now(self)
@@ -124,24 +126,24 @@ class Node(Supervisor):
         self.beat("running" if self.ranks or self.calls else "stopping")
         return self.supervise()
 
-    def be_alone(self) -> bool:
+    def await_predecessors(self) -> bool:
         """Wait until no earlier run of the job has ranks any more; False when a stop came first."""
-        if not self.ownership.alone():
-            before = self.ownership.predecessors()
+        if not self.owner_fence.predecessors_ended():
+            before = self.owner_fence.predecessors()
             hosts = ", ".join(sorted({str(lease.get("host")) for _, _, lease in before}))
-            limit = f"it ends itself within {self.ownership.wait_s:g} s"
+            limit = f"it ends itself within {self.owner_fence.wait_s:g} s"
             self.log(f"an earlier run of this job on {hosts} has not ended; {limit}")
-            if not self.until(self.ownership.alone):
+            if not self.until(self.owner_fence.predecessors_ended):
                 return False
-        self.ownership.settle()
-        self.ownership.raise_guard()
+        self.owner_fence.record_predecessors_end()
+        self.owner_fence.start_guard()
         return True
 
     def supervise(self) -> dict[str, Any]:
         """Until the last rank has ended; returns the exit record's verdict."""
         if self.calls and self.node:
             if self.until(lambda: self.peer_record(0, "exit.json") is not None):
-                return self.follow_first()
+                return self.follow_launcher_node()
         elif self.ranks and self.until(
             lambda: self.unexplained is None and all(rank.status is not None for rank in self.ranks)
         ):
@@ -157,20 +159,20 @@ class Node(Supervisor):
         end_processes(self, lambda: rank_processes(self))
         return verdict(self, stop)
 
-    def follow_first(self) -> dict[str, Any]:
+    def follow_launcher_node(self) -> dict[str, Any]:
         """The verdict of a node without a launcher when the first node, which has it, has ended."""
         record = self.peer_record(0, "exit.json") or {}
         if record.get("outcome") != "succeeded":
             self.look(time.monotonic())  # a cancellation may be the reason of both
             # Otherwise it has left no word, or that has not come yet.
-            self.request(Stop("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
+            self.request(StopRequest("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
             end_processes(self, lambda: rank_processes(self))
             return verdict(self, self.stop)  # type: ignore[arg-type]
         deadline = time.monotonic() + FAILURE_GRACE_S
         while self.sessions and time.monotonic() < deadline:  # the launcher's daemons
-            self.next_look = time.monotonic() + HURRY_S
+            self.next_look = time.monotonic() + FAST_POLL_S
             self.tick()
-        ask_shims(self)
+        check_rank_records(self)
         return verdict(self, self.stop) if self.stop else make_verdict("succeeded", "", 0)
 
     def await_peers(self) -> None:
@@ -182,7 +184,7 @@ class Node(Supervisor):
         while time.monotonic() < deadline and os.path.isdir(self.dir):
             if all(self.peer_record(node, "exit.json") for node in range(self.nnodes) if node not in self.lost):
                 return
-            time.sleep(HURRY_S)
+            time.sleep(FAST_POLL_S)
 
     def clean_up(self, ending: dict[str, Any]) -> None:
         """Secrets go when the attempt is over; one that will be run again in the same place still needs them."""

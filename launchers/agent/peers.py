@@ -6,12 +6,12 @@ import os
 import signal
 import time
 
-from orc.launchers.agent.failures import failure_of, first_of_launcher, on_failure
+from orc.launchers.agent.failures import failure_of, first_rank_failure, on_failure
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.state import FAILURE_GRACE_S, NodeState
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ def watch_peers(node: NodeState, now: float, slept: bool) -> None:
         over = node.peer_record(peer, "exit.json")
         # Node 0 stays until all have ended: whoever does not hear of it is cut off, and counted as lost.
         needed = over is None or (node.link is not None and peer == 0)
-        if over is not None and over.get("peer_lost") and do_without(node, peer, "it was cut off"):
+        if over is not None and over.get("peer_lost") and drop_peer(node, peer, "it was cut off"):
             continue
         if over is not None and over.get("exit_status"):  # its disk had no room for more
-            on_told(node, {"grace_s": min(node.grace_s, FAILURE_GRACE_S), **over})
+            on_peer_stop(node, {"grace_s": min(node.grace_s, FAILURE_GRACE_S), **over})
             return
         if needed and str(peer) in gone:
-            if do_without(node, peer, gone[str(peer)]):
+            if drop_peer(node, peer, gone[str(peer)]):
                 continue
-            on_silence(node, peer, f"node {peer} is lost: {gone[str(peer)]}")
+            on_lost_peer(node, peer, f"node {peer} is lost: {gone[str(peer)]}")
             return
         beat = node.peer_record(peer, "heartbeat.json")
         if beat is None:
@@ -46,12 +46,12 @@ def watch_peers(node: NodeState, now: float, slept: bool) -> None:
             node.seen[peer] = (beat.get("at"), now)
         elif now - last[1] > node.peer_timeout_s and needed:
             how = f"has been silent for {node.peer_timeout_s:g} s"
-            if not do_without(node, peer, how):
-                on_silence(node, peer, f"node {peer} {how}")
+            if not drop_peer(node, peer, how):
+                on_lost_peer(node, peer, f"node {peer} {how}")
                 return
 
 
-def do_without(node: NodeState, peer: int, how: str) -> bool:
+def drop_peer(node: NodeState, peer: int, how: str) -> bool:
     """Go on without a lost *peer*, where the launcher re-forms its gang (and does not live on that node)."""
     left = node.nnodes - len(node.lost) - 1
     if not node.ranks or node.node or left < node.min_nodes:
@@ -74,11 +74,11 @@ def do_without(node: NodeState, peer: int, how: str) -> bool:
     return True
 
 
-def on_silence(node: NodeState, peer: int, reason: str) -> None:
+def on_lost_peer(node: NodeState, peer: int, reason: str) -> None:
     """Stop because a peer is lost."""
     lease = read_json(os.path.join(node.attempt_dir, f"node-{peer}", "lease.json")) or {}
     reason += f" (node failure; {lease['host']})" if lease.get("host") else " (node failure)"
-    stop = Stop(
+    stop = StopRequest(
         "node_failure",
         reason,
         min(node.grace_s, FAILURE_GRACE_S),
@@ -90,16 +90,16 @@ def on_silence(node: NodeState, peer: int, reason: str) -> None:
     node.request(stop)
 
 
-def on_told(node: NodeState, told: dict[str, Any]) -> None:
+def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
     """Stop because another node says so."""
     outcome = str(told.get("outcome"))
-    if node.calls and outcome == "crash" and (first := first_of_launcher(node)) and not first["told"]:
+    if node.calls and outcome == "crash" and (first := first_rank_failure(node)) and not first["told"]:
         on_failure(node, failure_of(node, None))  # the launcher's node saw no more than that it ended
         return
     reason = f"node {told.get('node')} ({told.get('host')}): {told.get('reason')}"
     own = outcome in ("preempted", "cancelled", "timeout")
     node.request(
-        Stop(
+        StopRequest(
             outcome if own else "peer",
             str(told.get("reason")) if own else f"stopped because of {reason}",
             float(told.get("grace_s") or 0.0),
@@ -112,12 +112,12 @@ def on_told(node: NodeState, told: dict[str, Any]) -> None:
     )
 
 
-def never_came(node: NodeState, peer: int) -> bool:
+def start_timed_out(node: NodeState, peer: int) -> bool:
     """Whether the start of *peer* has taken too long; then a stop has been requested."""
     limit = float(node.config.startup_timeout_s or (JOIN_TIMEOUT_S if node.linked else STARTUP_TIMEOUT_S))
     if peer not in node.seen and time.monotonic() - node.begun > limit:
         alternative = " or cannot reach this one" if node.linked else ""
-        on_silence(node, peer, f"node {peer} did not start within {limit:g} s{alternative}")
+        on_lost_peer(node, peer, f"node {peer} did not start within {limit:g} s{alternative}")
     return node.stop is not None
 
 
@@ -125,5 +125,5 @@ def is_ready(node: NodeState, peer: int) -> bool:
     """Whether *peer* has finished its setup."""
     beat = node.peer_record(peer, "heartbeat.json")
     if beat is None:
-        never_came(node, peer)
+        start_timed_out(node, peer)
     return beat is not None and beat.get("state") != "setup"

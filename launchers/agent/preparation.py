@@ -6,12 +6,12 @@ import os
 import time
 
 from orc.launchers.agent.errors import LaunchFailure
-from orc.launchers.agent.peers import never_came
-from orc.launchers.agent.processes import agent_argv, background, exit_of, how_it_ended, spawn, users_umask
+from orc.launchers.agent.peers import start_timed_out
+from orc.launchers.agent.processes import agent_argv, background, decode_wait_status, describe_exit, spawn, users_umask
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.ranks import job_environment
 from orc.launchers.agent.records import log_tail, read_json
-from orc.launchers.agent.state import HURRY_S, NodeState
+from orc.launchers.agent.state import FAST_POLL_S, NodeState
 from orc.launchers.agent.supervision import Supervisor
 from orc.launchers.agent.termination import end_processes
 
@@ -50,7 +50,7 @@ def prepare(node: Supervisor) -> bool:
         status = step(node, background(lambda: make_work(node.config.code_tree, node.work), node.log_fd))
         if status and node.stop is None:
             raise LaunchFailure(f"cannot copy the snapshot to {node.work}: {last_words(node)}")
-    elif node.node and not node.linked and not node.until(lambda: os.path.isdir(node.work) or never_came(node, 0)):
+    elif node.node and not node.linked and not node.until(lambda: os.path.isdir(node.work) or start_timed_out(node, 0)):
         return False
     if node.stop or (node.config.environment and not make_environment(node)):
         return False
@@ -65,7 +65,7 @@ def prepare(node: Supervisor) -> bool:
             break
         if status:
             tail = log_tail(os.path.join(node.logs, f"node-{node.node}.log"), began, list(node.secrets.values()))
-            how = how_it_ended(*exit_of(status))
+            how = describe_exit(*decode_wait_status(status))
             raise LaunchFailure(f"setup on node {node.node} failed: `{line}` {how}" + (f"\n{tail}" if tail else ""))
     os.close(null)
     return node.stop is None
@@ -82,7 +82,7 @@ def make_environment(node: Supervisor) -> bool:
         return False
     made = read_json(answer) or {}
     if status or "python" not in made:
-        reason = made.get("error") or f"the step {how_it_ended(*exit_of(status))}"
+        reason = made.get("error") or f"the step {describe_exit(*decode_wait_status(status))}"
         raise LaunchFailure(f"no environment on node {node.node}: {node.masked(str(reason))}")
     node.prepared, node.python = made, str(made["python"])
     return True
@@ -96,7 +96,7 @@ def environment_argv(node: NodeState) -> list[str]:
 def step(node: Supervisor, pid: int) -> int:
     """Wait for one child in its own session, ending it when a stop comes; returns its wait status."""
     node.sessions[pid] = process_start(pid) or ""
-    node.note_pids()
+    node.record_pids()
     if not node.until(lambda: pid in node.ended):
         end_processes(node, lambda: [pid] if pid not in node.ended else [])
     return node.ended.get(pid, 0)
@@ -122,4 +122,4 @@ def end_containers(node: NodeState) -> None:
     while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
         if time.monotonic() >= node.next_beat:
             node.beat(node.state)
-        time.sleep(HURRY_S)
+        time.sleep(FAST_POLL_S)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from orc.launchers.agent.errors import LaunchFailure, complain
+from orc.launchers.agent.errors import LaunchFailure, log_stderr
 from orc.launchers.agent.signals import release_signals
 
 TYPE_CHECKING = False
@@ -141,13 +141,13 @@ def background(work: Callable[[], None], output: int | None = None) -> int:
             work()
             status = 0
         except BaseException as error:
-            complain(f"{type(error).__name__}: {error}")
+            log_stderr(f"{type(error).__name__}: {error}")
         finally:
             os._exit(status)
     return pid
 
 
-def exit_of(status: int) -> tuple[int | None, str | None]:
+def decode_wait_status(status: int) -> tuple[int | None, str | None]:
     """``(exit code, None)`` or ``(None, "SIGKILL")`` of a wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -158,7 +158,7 @@ def exit_of(status: int) -> tuple[int | None, str | None]:
     return os.WEXITSTATUS(status), None
 
 
-def shell_status(code: int | None, name: str | None) -> int:
+def shell_exit_status(code: int | None, name: str | None) -> int:
     """One number for both kinds of end, as shells count: 128 + n for signal n."""
     if name is None:
         return code or 0
@@ -166,7 +166,7 @@ def shell_status(code: int | None, name: str | None) -> int:
     return 128 + int(number if number is not None else name[3:])
 
 
-def how_it_ended(code: int | None, name: str | None) -> str:
+def describe_exit(code: int | None, name: str | None) -> str:
     """``exited with 1`` or ``was killed by SIGKILL``."""
     return f"was killed by {name}" if name else f"exited with {code}"
 

@@ -64,7 +64,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
         given = {**os.environ, **(node.config.env)}
         node.own_env.update({n: v for n, v in node.link.variables().items() if n not in given})
     if node.own_env:
-        node.note_pids()
+        node.record_pids()
     values = {
         "python": node.python,
         "nnodes": str(node.nnodes),
@@ -89,12 +89,12 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
     log = os.path.join(node.logs, f"node-{node.node}.log")
     runtime_tree = node.config.runtime_tree
     if node.first_alone:
-        from orc.launchers.agent.calls import Calls, install
+        from orc.launchers.agent.calls import RemoteCalls, install
 
         env["PATH"] = (
             install(os.path.join(node.dir, "bin"), runtime_tree) + os.pathsep + (env.get("PATH") or os.defpath)
         )
-        node.calls = Calls(node, env)
+        node.calls = RemoteCalls(node, env)
         if node.node:
             return  # node 0 calls
     program = list(command["program"])
@@ -123,7 +123,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
             log = os.path.join(node.logs, f"rank-{rank}.log")
             start_one(node, rank, local_rank, prefix + program, {**env, **own}, null, log)
     os.close(null)
-    node.note_pids()
+    node.record_pids()
 
 
 def host_names(node: NodeState) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import time
 
 from orc.launchers.agent.network import Port, fenced_address, own_address
-from orc.launchers.agent.peers import is_ready, never_came
+from orc.launchers.agent.peers import is_ready, start_timed_out
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.state import NodeState
 from orc.launchers.agent.supervision import Supervisor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def meet(node: Supervisor) -> tuple[str, int] | None:
+def join_rendezvous(node: Supervisor) -> tuple[str, int] | None:
     """Agree with the other nodes on address and port; `None` when a stop came first."""
     if not node.node:
         node.token = node.link.token_of_ranks(node.rendezvous_id()) if node.link else os.urandom(32).hex()
@@ -56,7 +56,7 @@ def meet(node: Supervisor) -> tuple[str, int] | None:
         record = read_json(path)
         if record is not None:
             found.append(record)
-        return record is not None or never_came(node, 0)
+        return record is not None or start_timed_out(node, 0)
 
     if not node.until(published) or not found:
         return None
@@ -71,7 +71,7 @@ def publish(node: NodeState, addr: str, port: int) -> None:
         record["token"] = node.token
     path = os.path.join(node.attempt_dir, f"rendezvous-r{node.restart}.json")
     write_json(path, record, durable=node.nnodes > 1)
-    node.pass_on()
+    node.notify_link()
 
 
 def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:

@@ -11,13 +11,13 @@ import signal
 import sys
 import time
 
-from orc.launchers.agent.errors import EXIT_CANCELLED, LaunchFailure, complain
+from orc.launchers.agent.errors import EXIT_CANCELLED, LaunchFailure, log_stderr
 from orc.launchers.agent.processes import (
     PR_SET_PDEATHSIG,
-    exit_of,
+    decode_wait_status,
     make_private,
     prctl,
-    shell_status,
+    shell_exit_status,
     spawn,
     users_umask,
 )
@@ -141,13 +141,13 @@ def run(program: Sequence[str]) -> NoReturn:
                 signal_process(pid, received.si_signo)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                code, name = exit_of(status)
+                code, name = decode_wait_status(status)
                 break
     record = {**me, "exit_code": code, "signal": name, "told": told, "at": time.time()}
     try:
         write_json(f"{base}.json", record)
     except OSError as error:
-        complain(f"cannot write {base}.json: {error}: {record}")
+        log_stderr(f"cannot write {base}.json: {error}: {record}")
     end_like(code, name)
 
 
@@ -156,7 +156,7 @@ def end_like(code: int | None, name: str | None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if name is not None:
-        number = shell_status(code, name) - 128
+        number = shell_exit_status(code, name) - 128
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump, of the program itself, is enough
@@ -164,4 +164,4 @@ def end_like(code: int | None, name: str | None) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
-    os._exit(shell_status(code, name))
+    os._exit(shell_exit_status(code, name))

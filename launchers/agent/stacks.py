@@ -19,7 +19,7 @@ from orc.launchers.agent.processes import background, make_private
 from orc.launchers.agent.procfs import descendants, process_start
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.signals import signal_process
-from orc.launchers.agent.state import HURRY_S, NodeState
+from orc.launchers.agent.state import FAST_POLL_S, NodeState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def number() -> int:
 # --- the agent's side ------------------------------------------------------------------------------------------------
 
 
-class Requests:
+class StackRequests:
     """What this node has been asked for."""
 
     def __init__(self, node: NodeState) -> None:
@@ -74,7 +74,7 @@ class Requests:
         node.sessions[pid] = process_start(pid) or ""
         deadline = time.monotonic() + 2 * ANSWER_S
         while pid not in node.ended and time.monotonic() < deadline:
-            time.sleep(HURRY_S)
+            time.sleep(FAST_POLL_S)
             if time.monotonic() >= node.next_beat:  # the other nodes must not take this for silence
                 node.beat(node.state)
             node.reap()
@@ -120,17 +120,17 @@ def running_ranks(node: NodeState) -> list[tuple[int, int, int]]:
 
 def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any = str) -> list[dict[str, Any]]:
     """The stacks of these ranks, whose files are in *directory*."""
-    spy = find_spy()
+    spy = find_py_spy()
     # All are asked before the first is waited for: the stacks of one moment.
-    asked = {} if spy else {rank: Question(directory, rank, pid) for rank, _, pid in ranks}
+    asked = {} if spy else {rank: RankStackDump(directory, rank, pid) for rank, _, pid in ranks}
     found = []
     for rank, local_rank, pid in ranks:
         source, error = "py-spy", ""
         threads: list[dict[str, Any]] = []
         if spy is not None:
-            threads, error = spy_on(spy, pid)
+            threads, error = py_spy_stacks(spy, pid)
         if not threads:  # py-spy may not be allowed to look
-            own, why = (asked.get(rank) or Question(directory, rank, pid)).answer()
+            own, why = (asked.get(rank) or RankStackDump(directory, rank, pid)).answer()
             if own or spy is None:
                 source, threads, error = "faulthandler", own, why
         for frame in (frame for thread in threads for frame in thread["frames"]):
@@ -140,18 +140,18 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
     return found
 
 
-class Question:
+class RankStackDump:
     """One rank that is asked, when this is made, to write its stacks behind what is in its file already."""
 
     def __init__(self, directory: str, rank: int, pid: int) -> None:
         self.path = os.path.join(directory, f"stacks-{rank}.txt")
-        self.pid = next((p for p in (pid, *descendants(pid)) if catches(p)), 0)
+        self.pid = next((p for p in (pid, *descendants(pid)) if handles_stack_signal(p)), 0)
         if not os.path.exists(self.path):
             self.pid = 0
         if not self.pid:  # none that could answer
             return
         self.start = os.path.getsize(self.path)
-        self.deaf = blocking(self.pid)[1]
+        self.deaf = stack_signal_state(self.pid)[1]
         self.until = time.monotonic() + ANSWER_S
         signal_process(self.pid, number())
 
@@ -176,16 +176,16 @@ class Question:
 
         Not by how long nothing was written: on a busy machine a rank may rest between two lines.
         """
-        pending, blocked = blocking(self.pid)
+        pending, blocked = stack_signal_state(self.pid)
         return pending or bool(blocked - self.deaf)
 
 
-def catches(pid: int) -> bool:
+def handles_stack_signal(pid: int) -> bool:
     """Whether the process has a handler for `number`: to any other, it would be the end."""
     return _has_signal(f"/proc/{pid}/status", "SigCgt")
 
 
-def blocking(pid: int) -> tuple[bool, set[str]]:
+def stack_signal_state(pid: int) -> tuple[bool, set[str]]:
     """Whether `number` is pending in a process, and which of its threads block it."""
     tasks = f"/proc/{pid}/task"
     try:
@@ -224,7 +224,7 @@ def parse(text: str) -> list[dict[str, Any]]:
     return threads
 
 
-def find_spy() -> str | None:
+def find_py_spy() -> str | None:
     """The program py-spy, where it is installed."""
     for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
         path = os.path.join(directory, "py-spy")
@@ -233,7 +233,7 @@ def find_spy() -> str | None:
     return None
 
 
-def spy_on(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
+def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
     """The threads of a process as py-spy sees them."""
     import subprocess
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, complain
+from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.lease import take_lease
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.procfs import is_running
@@ -68,11 +68,11 @@ def start(config: AgentConfig, node: int, owner: str) -> int:
             pass  # who asked is gone; the node is held all the same, and will be found
         os.close(write)
         if status == 0:
-            status = own.work_through()
+            status = own.run_with_lease()
     except BaseException:
         import traceback
 
-        complain(traceback.format_exc())
+        log_stderr(traceback.format_exc())
     finally:
         os._exit(status)
 

@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from orc.launchers.agent.errors import complain
-from orc.launchers.agent.processes import exit_of
+from orc.launchers.agent.errors import log_stderr
+from orc.launchers.agent.processes import decode_wait_status
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import FORMAT, create_json, read_json, refresh_json, remove, write_json
 from orc.launchers.agent.signals import ended_children
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from orc.launchers.agent.config import AgentConfig
 
-LOOK_S = 0.25  # how often the records of others are looked at
-HURRY_S = 0.02  # the same while the nodes of an attempt find each other
+POLL_S = 0.25  # how often the records of others are looked at
+FAST_POLL_S = 0.02  # the same while the nodes of an attempt find each other
 FAILURE_GRACE_S = 5.0  # ranks whose peer has crashed hang in a collective; there is nothing to save
 RESERVE_BYTES = 32768  # kept on disk so that the exit record can be written when the disk is full
 
@@ -77,7 +77,7 @@ class NodeState:
         self.started_at = time.time()
         self.begun = time.monotonic()
         self.state = "setup"
-        self.stop: Stop | None = None
+        self.stop: StopRequest | None = None
         self.kill_at = float("inf")  # monotonic; when the grace period is over
         self.secrets: dict[str, str] = {}
         self.sessions: dict[int, str] = {}  # pid -> start time, every session leader that is not reaped
@@ -88,7 +88,7 @@ class NodeState:
         self.shims = command["spawn"] == "launcher"  # the ranks are a launcher's, each below a shim
         self.first_alone = self.shims and command.get("where") == "first" and self.nnodes > 1
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
-        self.ownership: Any = None  # against other runs of the same job
+        self.owner_fence: Any = None  # against other runs of the same job
         self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
         self.linked = config.link and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
@@ -110,7 +110,7 @@ class NodeState:
         """Fresh for every incarnation."""
         return f"{self.config.marker}-r{self.restart}"
 
-    def request(self, stop: Stop) -> None:
+    def request(self, stop: StopRequest) -> None:
         """Begin to stop; the first reason counts."""
         if self.stop is None:
             self.stop = stop
@@ -118,7 +118,7 @@ class NodeState:
             if not stop.announced:
                 self.announce(stop)
 
-    def announce(self, stop: Stop) -> None:
+    def announce(self, stop: StopRequest) -> None:
         """Tell the other nodes, and keep the first failure safe should this agent not live to write its record."""
         path = os.path.join(self.attempt_dir, f"stop-r{self.restart}.json")
         try:
@@ -140,7 +140,7 @@ class NodeState:
         except OSError as error:
             self.log(f"cannot write {path}: {error}")
             remove(os.path.join(self.dir, ".reserve"))  # the exit record can do with less
-        self.pass_on()
+        self.notify_link()
 
     def peer_record(self, peer: int, name: str) -> dict[str, Any] | None:
         """A record of the peer's current incarnation."""
@@ -185,7 +185,7 @@ class NodeState:
         try:
             os.write(self.log_fd, f"[orc {stamp} node {self.node}] {message}\n".encode("utf-8", "replace"))
         except OSError as error:  # a full disk must not stop the agent from ending its ranks
-            complain(f"{message} (not in the log: {error})")
+            log_stderr(f"{message} (not in the log: {error})")
 
     def beat(self, state: str) -> None:
         """Show the others that this node is alive, if the job is still its own: raises `Superseded`."""
@@ -205,23 +205,23 @@ class NodeState:
             "progress": progress,
         }
         try:
-            began = self.ownership.clock()
-            self.ownership.check()
+            began = self.owner_fence.clock()
+            self.owner_fence.check()
             refresh_json(os.path.join(self.dir, "heartbeat.json"), record)
-            self.ownership.renew(began)
+            self.owner_fence.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
-            self.request(Stop("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
+            self.request(StopRequest("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
         except OSError as error:
             self.log(f"cannot write a heartbeat: {error}")
-        self.pass_on()
+        self.notify_link()
 
-    def pass_on(self) -> None:
+    def notify_link(self) -> None:
         """There is a new record for other hosts."""
         if self.link:
             self.link.poke()
 
-    def note_pids(self) -> None:
+    def record_pids(self) -> None:
         """Note what has to be killed should this agent be killed."""
         record = {
             "host": self.me["host"],
@@ -242,8 +242,8 @@ class NodeState:
                 self.ended[pid] = status
             if self.link and pid == self.link.pid:
                 self.link.on_end()
-            if self.ownership:
-                self.ownership.on_end(pid)
+            if self.owner_fence:
+                self.owner_fence.on_end(pid)
             for rank in self.ranks:
                 if rank.pid == pid:
                     rank.status, rank.at = status, time.time()
@@ -252,7 +252,7 @@ class NodeState:
     def on_rank_end(self, rank: Rank) -> None:
         """React to the end of a rank (or of the launcher)."""
 
-    def look_for_stacks(self) -> None:
+    def answer_stack_requests(self) -> None:
         """Answer requests for the stacks of the ranks."""
 
     def reserve(self) -> None:
@@ -282,7 +282,7 @@ class NodeState:
                 write_json(path, record)
                 break
             except OSError as error:
-                complain(f"cannot write {path}: {error}")
+                log_stderr(f"cannot write {path}: {error}")
                 if isinstance(error, FileNotFoundError):
                     break  # the directory was removed; it does not come back
                 remove(os.path.join(self.dir, ".reserve"))
@@ -291,9 +291,9 @@ class NodeState:
                 if attempt:
                     time.sleep(0.5)
         else:
-            complain(json.dumps(record))
+            log_stderr(json.dumps(record))
         remove(os.path.join(self.dir, ".reserve"))
-        self.pass_on()
+        self.notify_link()
 
     def exit_name(self) -> str:
         """The name of this run's exit record: not that of the attempt any more when a later restart has the lease."""
@@ -311,6 +311,6 @@ class NodeState:
         found = {}
         for rank in self.ranks:
             if rank.rank is not None and rank.status is not None:
-                code, name = exit_of(rank.status)
+                code, name = decode_wait_status(rank.status)
                 found[rank.rank] = {"exit_code": code, "signal": name, "at": rank.at}
         return found

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Stop:
+class StopRequest:
     """Why the ranks are being ended before they ended by themselves."""
 
     def __init__(

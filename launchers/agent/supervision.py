@@ -9,19 +9,19 @@ import time
 from orc.launchers.agent.errors import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_TIMEOUT
 from orc.launchers.agent.failures import (
     EXPLAIN_S,
-    ask_shims,
+    check_launcher,
+    check_rank_records,
     failure_of,
-    first_of_launcher,
+    first_rank_failure,
     launcher_preempted,
-    look_at_launcher,
     on_failure,
 )
-from orc.launchers.agent.peers import on_told, watch_peers
-from orc.launchers.agent.processes import exit_of
+from orc.launchers.agent.peers import on_peer_stop, watch_peers
+from orc.launchers.agent.processes import decode_wait_status
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.signals import ENDING, NEWS, next_signal
-from orc.launchers.agent.state import HURRY_S, LOOK_S, NodeState, Rank
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.state import FAST_POLL_S, POLL_S, NodeState, Rank
+from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ class Supervisor(NodeState):
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
         received = next_signal(min(self.next_beat, self.next_look) - now)
-        if self.ownership and self.ownership.slept:  # who else runs comes before everything that has happened meanwhile
+        if (
+            self.owner_fence and self.owner_fence.slept
+        ):  # who else runs comes before everything that has happened meanwhile
             self.beat(self.state)
         if received is not None:
             if received.si_signo in ENDING:
                 self.on_signal(signal.Signals(received.si_signo))
             if received.si_signo == NEWS:  # however many there are, no more than some looks in a second
-                self.next_look = min(self.next_look, self.last_look + HURRY_S)
+                self.next_look = min(self.next_look, self.last_look + FAST_POLL_S)
             self.reap(received.si_pid if received.si_signo == signal.SIGCHLD else 0)
         now = time.monotonic()
         if self.calls:
@@ -69,18 +71,20 @@ class Supervisor(NodeState):
         if cancel is not None:
             self.on_cancel(cancel)
         elif told is not None:
-            on_told(self, told)
+            on_peer_stop(self, told)
         elif number == signal.SIGINT:
-            self.request(Stop("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
+            self.request(StopRequest("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
         else:
-            self.request(Stop("preempted", f"preempted ({number.name})", self.grace_s, exit_status=EXIT_PREEMPTED))
+            self.request(
+                StopRequest("preempted", f"preempted ({number.name})", self.grace_s, exit_status=EXIT_PREEMPTED)
+            )
 
     def on_cancel(self, cancel: dict[str, Any]) -> None:
         """``cancel.json`` is there."""
         grace = cancel.get("grace_s")
         reason = str(cancel.get("reason") or "cancelled")
         self.request(
-            Stop(
+            StopRequest(
                 "cancelled",
                 reason,
                 self.grace_s if grace is None else float(grace),
@@ -91,12 +95,12 @@ class Supervisor(NodeState):
 
     def on_rank_end(self, rank: Rank) -> None:
         """A rank (or the launcher) has ended: was that the end of the attempt?"""
-        code, name = exit_of(rank.status or 0)
+        code, name = decode_wait_status(rank.status or 0)
         if self.stop:
             return
         if code == 0 and name is None:
             if rank.rank is None:
-                ask_shims(self)
+                check_rank_records(self)
             return
         if name == "SIGTERM":
             # Schedulers signal every process at once. If our own SIGTERM is on its way, that is what happened.
@@ -109,11 +113,11 @@ class Supervisor(NodeState):
                 return
         if code == self.preempt_exit and rank.rank is not None:
             reason = f"rank {rank.rank} asked to be run again (exit code {code})"
-            self.request(Stop("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+            self.request(StopRequest("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
             return
         if rank.rank is None and launcher_preempted(self):
             return
-        if self.first_alone and first_of_launcher(self) is None:
+        if self.first_alone and first_rank_failure(self) is None:
             self.unexplained = (rank, time.monotonic() + EXPLAIN_S)
         else:
             on_failure(self, failure_of(self, rank))
@@ -125,35 +129,35 @@ class Supervisor(NodeState):
         self.last_look = now
         # The link tells when something comes; files that hosts share do not.
         hurry = self.state == "waiting" and now - self.begun < 10 and not self.link
-        self.next_look = now + (HURRY_S if hurry else LOOK_S)
+        self.next_look = now + (FAST_POLL_S if hurry else POLL_S)
         deadline = self.config.deadline_s
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
             stall = self.stall()
             reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")
-            self.request(Stop("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
+            self.request(StopRequest("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
         if cancel is not None and self.stop is None:
             self.on_cancel(cancel)
         elif cancel is not None:  # a later cancellation can only make it shorter
             self.kill_at = min(self.kill_at, now + float(cancel.get("grace_s") or 0.0))
-        self.look_for_stacks()
-        look_at_launcher(self)
+        self.answer_stack_requests()
+        check_launcher(self)
         if self.nnodes == 1 or self.stop:
             return
         told = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
         if told is not None:
-            on_told(self, told)
+            on_peer_stop(self, told)
             return
         if self.unexplained and now > self.unexplained[1]:
             on_failure(self, failure_of(self, self.unexplained[0]))
             return
         if self.link and asleep > self.peer_timeout_s:  # nobody counts on this node any more
             reason = f"node {self.node} was stopped for {asleep:.0f} s (node failure; {self.me['host']})"
-            self.request(Stop("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
+            self.request(StopRequest("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
             return
         watch_peers(self, now, slept)
 
-    def look_for_stacks(self) -> None:
+    def answer_stack_requests(self) -> None:
         """Has somebody asked for the stacks of the ranks? A rank that stalls asks for those of all."""
         if not self.stalled and self.state == "running" and self.stall():
             self.stalled = True
@@ -164,8 +168,8 @@ class Supervisor(NodeState):
             except OSError as error:  # a full disk
                 self.log(f"cannot ask for stacks: {error}")
         if self.stacks is None and os.path.isdir(os.path.join(self.attempt_dir, "stacks")):
-            from orc.launchers.agent.stacks import Requests
+            from orc.launchers.agent.stacks import StackRequests
 
-            self.stacks = Requests(self)
+            self.stacks = StackRequests(self)
         if self.stacks is not None:
             self.stacks.look()

@@ -7,7 +7,7 @@ import time
 
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.signals import signal_group, signal_process
-from orc.launchers.agent.state import HURRY_S, NodeState
+from orc.launchers.agent.state import FAST_POLL_S, NodeState
 from orc.launchers.agent.supervision import Supervisor
 
 TYPE_CHECKING = False
@@ -21,7 +21,7 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
     node.kill_at = min(node.kill_at, time.monotonic() + grace)
     told: set[int] = set()
     while (left := living()) and time.monotonic() < node.kill_at:
-        if not others_may_save(node):
+        if not may_save_elsewhere(node):
             for pid in left:
                 if pid not in told:  # a launcher's turn comes when its ranks are gone
                     signal_process(pid, signal.SIGTERM)
@@ -38,7 +38,7 @@ def stop_ranks_now(node: Supervisor) -> None:
     deadline = time.monotonic() + 10.0
     kill_sessions(node)
     while node.sessions and time.monotonic() < deadline:
-        node.next_look = time.monotonic() + HURRY_S
+        node.next_look = time.monotonic() + FAST_POLL_S
         node.tick()
 
 
@@ -59,7 +59,7 @@ def rank_processes(node: NodeState) -> list[int]:
     return called + [rank.pid for rank in node.ranks if rank.status is None]
 
 
-def others_may_save(node: NodeState) -> bool:
+def may_save_elsewhere(node: NodeState) -> bool:
     """Whether a launcher that spans the nodes has lost its ranks here, but may have some elsewhere: it would end
     those at once if it were told to end. It ends by itself after its last rank, or with the grace period.
     """

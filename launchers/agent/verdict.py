@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from orc.launchers.agent.errors import EXIT_PREEMPTED
-from orc.launchers.agent.processes import how_it_ended
+from orc.launchers.agent.processes import describe_exit
 from orc.launchers.agent.state import NodeState
-from orc.launchers.agent.stop import Stop
+from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-def verdict(node: NodeState, stop: Stop) -> dict[str, Any]:
+def verdict(node: NodeState, stop: StopRequest) -> dict[str, Any]:
     """What to record, given why the ranks were stopped and how they ended."""
     records = node.rank_records()
     codes = [record["exit_code"] for record in records.values()]
@@ -23,7 +23,7 @@ def verdict(node: NodeState, stop: Stop) -> dict[str, Any]:
         reason = stop.reason
         if node.ranks and not clean:
             bad = next(
-                (f"rank {r} {how_it_ended(v['exit_code'], v['signal'])}" for r, v in records.items()
+                (f"rank {r} {describe_exit(v['exit_code'], v['signal'])}" for r, v in records.items()
                  if v["exit_code"] not in (0, node.preempt_exit)),
                 "not all ranks reported",
             )  # fmt: skip

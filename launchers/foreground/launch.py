@@ -18,7 +18,14 @@ from pathlib import Path
 from orc.launchers.agent import network
 from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.errors import LaunchFailure
-from orc.launchers.agent.processes import background, become_subreaper, exit_of, how_it_ended, shell_status, spawn
+from orc.launchers.agent.processes import (
+    background,
+    become_subreaper,
+    decode_wait_status,
+    describe_exit,
+    shell_exit_status,
+    spawn,
+)
 from orc.launchers.agent.procfs import children
 from orc.launchers.agent.signals import next_signal, release_signals, signal_process, take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S
@@ -213,10 +220,10 @@ class _Round:
         if self.failed is None:
             return _End(0) if self.interrupted is None or self.started else self._never_started()
         rank, code, name = self.failed
-        status = shell_status(code, name)
+        status = shell_exit_status(code, name)
         if self.interrupted is not None:
             return _End(status, f"stopped by {self.interrupted.name}", interrupted=True)
-        return _End(status, f"rank {rank} {how_it_ended(code, name)}")
+        return _End(status, f"rank {rank} {describe_exit(code, name)}")
 
     def _never_started(self) -> _End:
         number = self.interrupted or signal.SIGTERM
@@ -334,7 +341,7 @@ class _Round:
             if not done:
                 continue
             del self.alive[pid]
-            code, name = exit_of(status)
+            code, name = decode_wait_status(status)
             if (code != 0 or name is not None) and self.failed is None:
                 self.failed = (rank, code, name)
                 if self.interrupted is None:

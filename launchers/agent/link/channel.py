@@ -26,7 +26,7 @@ _TAG = 32
 _NONCE = 32
 
 
-class Broken(Exception):
+class PeerDisconnected(Exception):
     """The connection cannot be used any more; the message says why.
 
     *closed*: the other host has closed it, so the host is there, and its process perhaps not. A cut does not say so.
@@ -37,8 +37,8 @@ class Broken(Exception):
         self.closed = closed
 
 
-def _broken(error: OSError) -> Broken:
-    return Broken(error.strerror or str(error), closed=error.errno in (errno.ECONNRESET, errno.EPIPE))
+def _broken(error: OSError) -> PeerDisconnected:
+    return PeerDisconnected(error.strerror or str(error), closed=error.errno in (errno.ECONNRESET, errno.EPIPE))
 
 
 class Channel:
@@ -70,7 +70,7 @@ class Channel:
         self._out += struct.pack(">I", len(payload)) + payload + tag
 
     def greeting(self, label: bytes) -> dict[str, Any] | None:
-        """The next frame of the handshake, if it is here. Raises `Broken` when the token is not the same."""
+        """The next frame of the handshake, if it is here. Raises `PeerDisconnected` when the token is not the same."""
         found = self._frame()
         if found is None:
             return None
@@ -78,7 +78,7 @@ class Channel:
         if label and not hmac.compare_digest(
             tag, hmac.new(self.token, label + self.nonces + payload, hashlib.sha256).digest()
         ):
-            raise Broken("it does not know the attempt's token")
+            raise PeerDisconnected("it does not know the attempt's token")
         return self._object(payload)
 
     def agree(self, hub: bool) -> None:
@@ -95,13 +95,13 @@ class Channel:
         self._numbers[0] += 1
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message, if it is here. Raises `Broken` when it was changed, repeated or left out on the way."""
+        """The next message, if it is here. Raises `PeerDisconnected` for one that was changed on the way."""
         found = self._frame() if self.keys else None
         if found is None or self.keys is None:
             return None
         payload, tag = found
         if not hmac.compare_digest(tag, self._tag(self.keys[1], self._numbers[1], payload)):
-            raise Broken("a message was changed on the way")
+            raise PeerDisconnected("a message was changed on the way")
         self._numbers[1] += 1
         return self._object(payload)
 
@@ -110,7 +110,7 @@ class Channel:
             return None
         (length,) = struct.unpack_from(">I", self._in)
         if length > (FRAME_BYTES if self.keys else _GREETING_BYTES):
-            raise Broken("it does not speak this protocol")
+            raise PeerDisconnected("it does not speak this protocol")
         if len(self._in) < 4 + length + _TAG:
             return None
         payload, tag = bytes(self._in[4 : 4 + length]), bytes(self._in[4 + length : 4 + length + _TAG])
@@ -123,11 +123,11 @@ class Channel:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise Broken("it does not speak this protocol")
+            raise PeerDisconnected("it does not speak this protocol")
         return message
 
     def read(self) -> None:
-        """Take in what has arrived. Raises `Broken`."""
+        """Take in what has arrived. Raises `PeerDisconnected`."""
         try:
             data = self.sock.recv(1 << 16)
         except (BlockingIOError, InterruptedError):
@@ -135,12 +135,12 @@ class Channel:
         except OSError as error:
             raise _broken(error) from None
         if not data:
-            raise Broken("it has closed the connection", closed=True)
+            raise PeerDisconnected("it has closed the connection", closed=True)
         self._in += data
         self.heard = time.monotonic()
 
     def flush(self) -> None:
-        """Give to the kernel what it takes. Raises `Broken`."""
+        """Give to the kernel what it takes. Raises `PeerDisconnected`."""
         if not self._out:
             return
         try:
@@ -164,11 +164,11 @@ class Channel:
 
 
 def nonce_in(message: Mapping[str, Any]) -> bytes:
-    """The random number of the other side. Raises `Broken` when there is none."""
+    """The random number of the other side. Raises `PeerDisconnected` when there is none."""
     try:
         nonce = bytes.fromhex(str(message.get("nonce")))
     except ValueError:
         nonce = b""
     if len(nonce) != _NONCE:
-        raise Broken("it does not speak this protocol")
+        raise PeerDisconnected("it does not speak this protocol")
     return nonce

@@ -14,12 +14,12 @@ import selectors
 import socket
 import time
 
-from orc.launchers.agent.errors import complain
-from orc.launchers.agent.link.channel import FRAME_BYTES, Broken, Channel
+from orc.launchers.agent.errors import log_stderr
+from orc.launchers.agent.link.channel import FRAME_BYTES, Channel, PeerDisconnected
 from orc.launchers.agent.link.records import Files, is_record
 from orc.launchers.agent.records import refresh_json
 from orc.launchers.agent.signals import NEWS, signal_process
-from orc.launchers.agent.state import HURRY_S
+from orc.launchers.agent.state import FAST_POLL_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ HANDSHAKE_S = 10.0
 GONE_S = 6.0  # a closed or refused connection that stays so is an agent that has ended
 
 
-class Side:
+class LinkEndpoint:
     """What the hub and a joiner have in common: one thread, one selector, one look at the files every `SCAN_S`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -74,11 +74,11 @@ class Side:
                     next_scan = 0.0
                 else:
                     self.on_event(key, events)
-                    next_scan = min(next_scan, last_scan + HURRY_S)
+                    next_scan = min(next_scan, last_scan + FAST_POLL_S)
             now = time.monotonic()
             if now >= next_scan:
                 hurry = (self.hurry and now - self.begun < HURRY_FOR_S) or not self.is_settled()
-                last_scan, next_scan = now, now + (HURRY_S if hurry else SCAN_S)
+                last_scan, next_scan = now, now + (FAST_POLL_S if hurry else SCAN_S)
                 for name, record in self.files.changed().items():
                     self.publish(name, record)
                 self.keep_up(now)
@@ -97,7 +97,7 @@ class Side:
             if events & selectors.EVENT_READ:
                 channel.read()
                 self.advance(channel)
-        except Broken as error:
+        except PeerDisconnected as error:
             self.drop(channel, str(error), error.closed)
 
     def advance(self, channel: Channel) -> None:
@@ -133,14 +133,14 @@ class Side:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting else 0)
             if self.selector.get_key(channel.sock).events != wanted:
                 self.selector.modify(channel.sock, wanted, channel)
-        except Broken as error:
+        except PeerDisconnected as error:
             self.drop(channel, str(error), error.closed)
 
     def send_record(self, channel: Channel, name: str) -> None:
         """The newest content of one file."""
         record = self.table[name]
         if len(json.dumps(record, ensure_ascii=False).encode()) > FRAME_BYTES - 4096:
-            complain(f"link: {name} is too large to be passed on")
+            log_stderr(f"link: {name} is too large to be passed on")
             return
         channel.sent += 1
         channel.send({"name": name, "record": record})
@@ -165,7 +165,7 @@ class Side:
         return channel
 
     def drop(self, channel: Channel, why: str, by_peer: bool = False) -> None:
-        """Close a connection. *by_peer*: see `Broken.closed`."""
+        """Close a connection. *by_peer*: see `PeerDisconnected.closed`."""
         if channel in self.channels:
             self.channels.remove(channel)
             self.selector.unregister(channel.sock)
@@ -207,7 +207,7 @@ class Side:
             refresh_json(path, state)
         except OSError as error:  # a full disk; the directory was removed
             if os.path.isdir(self.directory):
-                complain(f"link: cannot write {path}: {error}")
+                log_stderr(f"link: cannot write {path}: {error}")
             self.tell_at = now + 1.0
             return
         self.told_state = state
@@ -224,11 +224,11 @@ class Side:
         raise NotImplementedError
 
     def shake_hands(self, channel: Channel) -> None:
-        """Go on with the handshake. Raises `Broken`."""
+        """Go on with the handshake. Raises `PeerDisconnected`."""
         raise NotImplementedError
 
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
-        """A record has come. Raises `Broken` for one that the other side may not send."""
+        """A record has come. Raises `PeerDisconnected` for one that the other side may not send."""
         raise NotImplementedError
 
     def on_dropped(self, channel: Channel, why: str, by_peer: bool) -> None:

@@ -7,8 +7,8 @@ import selectors
 import socket
 import time
 
-from orc.launchers.agent.link.channel import VERSION, Broken, Channel, nonce_in
-from orc.launchers.agent.link.endpoint import Side
+from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
+from orc.launchers.agent.link.endpoint import LinkEndpoint
 from orc.launchers.agent.link.records import concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STRANGERS = 512  # connections that have not said who they are
 
 
-class Hub(Side):
+class Hub(LinkEndpoint):
     """Node 0's side: whom everybody is connected to."""
 
     def __init__(self, settings: Mapping[str, Any], listener: socket.socket) -> None:
@@ -60,9 +60,9 @@ class Hub(Side):
             return
         node = hello.get("node")
         if hello.get("marker") != self.marker or hello.get("restart") != self.restart:
-            raise Broken("it belongs to another attempt")
+            raise PeerDisconnected("it belongs to another attempt")
         if not isinstance(node, int) or not 0 < node < self.nnodes:
-            raise Broken(f"there is no node {node!r}")
+            raise PeerDisconnected(f"there is no node {node!r}")
         channel.nonces += nonce_in(hello)
         channel.greet(b"hub", {"welcome": node})
         channel.agree(hub=True)
@@ -78,16 +78,16 @@ class Hub(Side):
         channel.pending = {name: None for name, record in self.table.items() if concerns(node, name, record)}
 
     def refuse_lost(self, channel: Channel, node: int) -> None:
-        """Raises `Broken` when the gang goes on without *node*: what it says does not count any more."""
+        """Raises `PeerDisconnected` when the gang goes on without *node*: what it says does not count any more."""
         if os.path.exists(os.path.join(self.directory, f"node-{node}", "lost.json")):
             channel.send({"refused": "it goes on without this node"})
             channel.flush()
-            raise Broken("it was given up")
+            raise PeerDisconnected("it was given up")
 
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
         """Keep it, and pass it on."""
         if channel.node is None or not may_send(channel.node, name):
-            raise Broken(f"it may not send {name}")
+            raise PeerDisconnected(f"it may not send {name}")
         self.refuse_lost(channel, channel.node)
         if name.startswith("stop-") and name in self.table:
             return  # the first one counts

@@ -8,9 +8,9 @@ import selectors
 import socket
 import time
 
-from orc.launchers.agent.errors import complain
-from orc.launchers.agent.link.channel import VERSION, Broken, Channel, nonce_in
-from orc.launchers.agent.link.endpoint import Side
+from orc.launchers.agent.errors import log_stderr
+from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
+from orc.launchers.agent.link.endpoint import LinkEndpoint
 from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
 from orc.launchers.agent.network import interface_of, plain
 
@@ -25,7 +25,7 @@ STAGGER_S = 0.05  # between the addresses of node 0, in their order
 BACKOFF_S = (0.05, 1.0)
 
 
-class Joiner(Side):
+class Joiner(LinkEndpoint):
     """The side of every other node: connected to node 0, or trying to be."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Joiner(Side):
         for channel, address in list(self.tries.items()):
             try:
                 self.shake_hands(channel)
-            except Broken as error:
+            except PeerDisconnected as error:
                 self.drop(channel, str(error))
                 continue
             if now - channel.opened > CONNECT_S:
@@ -128,7 +128,7 @@ class Joiner(Side):
             if self.speaking is not None or (first := channel.greeting(b"")) is None:
                 return
             if first.get("orc-link") != VERSION:
-                raise Broken("it does not speak this protocol")
+                raise PeerDisconnected("it does not speak this protocol")
             self.speaking = channel
             channel.nonces = nonce_in(first)
             nonce = os.urandom(32)
@@ -168,7 +168,7 @@ class Joiner(Side):
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
         """Keep it. Where node 0 can be reached depends on who asks."""
         if name.startswith(f"node-{self.node}/"):
-            raise Broken(f"it may not send {name}")
+            raise PeerDisconnected(f"it may not send {name}")
         if isinstance(record, dict) and RENDEZVOUS.fullmatch(name):
             record = {**record, "addr": self.good}
         if self.accept_record(name, record) and name == "node-0/exit.json":
@@ -188,7 +188,7 @@ class Joiner(Side):
             self.speaking = None
         if channel is self.joined:
             self.joined = None
-            complain(f"link: the connection to node 0 is lost: {why}")
+            log_stderr(f"link: the connection to node 0 is lost: {why}")
             self.queue = [(time.monotonic() + self.pause_s, str(self.good))]
 
     def place(self) -> dict[str, Any]:

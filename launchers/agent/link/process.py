@@ -20,7 +20,7 @@ from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, prctl
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json, remove
 from orc.launchers.agent.signals import ENDING, next_signal, signal_process
-from orc.launchers.agent.state import FAILURE_GRACE_S, HURRY_S, NodeState
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, NodeState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Link:
                 over = not waiting and (bool(state.get("delivered")) or now > alone_at + FAILURE_GRACE_S)
             if over:
                 return
-            received = next_signal(HURRY_S)
+            received = next_signal(FAST_POLL_S)
             if received is not None and received.si_signo in ENDING:
                 return
             node.reap()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from orc.launchers.agent.errors import complain
+from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.records import create_json, read_json, refresh_json
 
 TYPE_CHECKING = False
@@ -67,7 +67,7 @@ class Files:
             else:
                 refresh_json(path, record, durable=name.endswith("/exit.json"))
         except OSError as error:
-            complain(f"link: cannot write {path}: {error}")
+            log_stderr(f"link: cannot write {path}: {error}")
             return True  # the others may have room for it
         signature = _signature(path)
         if signature is not None:

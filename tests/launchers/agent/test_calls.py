@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,9 +189,10 @@ def test_what_a_launcher_may_ask_a_host(called, arguments, answer):
 
 
 def test_names_and_addresses_of_the_hosts_are_understood(tmp_path):
-    config = {"nnodes": 2, "hosts": [{"name": "gpu1", "address": "10.0.0.1"}, {"name": "gpu2", "address": "fd00::2"}]}
+    hosts = [{"name": "gpu1", "address": "10.0.0.1"}, {"name": "gpu2", "address": "fd00::2"}]
+    config = SimpleNamespace(nnodes=2, hosts=hosts)
     found = {
-        name: calls.node_called(name, config, str(tmp_path))
+        name: calls.resolve_node(name, config, str(tmp_path))
         for name in ("gpu1", "gpu2", "gpu2.cluster.example", "10.0.0.1", "fd00::2", "node-1", "gpu3")
     }
     assert list(found.values()) == [0, 1, 1, 0, 1, 1, None]
@@ -232,7 +234,7 @@ def test_a_cancellation_that_has_ended_the_first_node_already_is_the_reason_on_t
     node = Node(AgentConfig(job.config), 1, "test:1")
     with (job.root / "log").open("wb") as log:
         node.log_fd = log.fileno()
-        ending = node.follow_first()
+        ending = node.follow_launcher_node()
     assert (ending["outcome"], ending["exit_status"]) == ("cancelled", 143)
 
 

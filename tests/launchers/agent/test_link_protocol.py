@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from orc.launchers.agent.link.channel import Broken, Channel
+from orc.launchers.agent.link.channel import Channel, PeerDisconnected
 from orc.launchers.agent.link.joiner import Joiner
 from orc.launchers.agent.link.records import concerns, is_record, may_send
 from orc.launchers.agent.records import read_json
@@ -78,7 +78,7 @@ def test_messages_arrive_whole_and_in_order_in_both_directions():
 @pytest.mark.parametrize(("server", "client"), [(TOKEN, "other"), ("other", TOKEN)])
 def test_who_does_not_know_the_token_does_not_get_past_the_handshake(server, client):
     hub, joiner = pair(server, client)
-    with pytest.raises(Broken, match="token"):
+    with pytest.raises(PeerDisconnected, match="token"):
         shake(hub, joiner)
 
 
@@ -114,7 +114,7 @@ def test_what_is_changed_on_the_way_ends_the_connection(change):
     joiner.read()
     if change == "repeated":
         assert joiner.receive() == {"number": 0}
-    with pytest.raises(Broken, match="changed on the way"):
+    with pytest.raises(PeerDisconnected, match="changed on the way"):
         joiner.receive()
 
 
@@ -123,7 +123,7 @@ def test_a_stranger_cannot_make_it_wait_for_a_gigabyte():
     joiner._out += struct.pack(">I", 1 << 30) + b"x" * 100
     joiner.flush()
     hub.read()
-    with pytest.raises(Broken, match="does not speak"):
+    with pytest.raises(PeerDisconnected, match="does not speak"):
         hub.greeting(b"join")
 
 
@@ -213,7 +213,7 @@ def test_what_is_nested_without_end_ends_the_connection():
         there.sendall(len(payload).to_bytes(4, "big") + payload + b"\0" * 32)
         here.setblocking(True)
         channel.read()
-        with pytest.raises(Broken):
+        with pytest.raises(PeerDisconnected):
             channel.greeting(b"")
 
 
@@ -251,7 +251,7 @@ class Many:
             node, channel = key.data
             try:
                 channel.read()
-            except Broken:  # node 0 has ended
+            except PeerDisconnected:  # node 0 has ended
                 self.selector.unregister(channel.sock)
                 continue
             if channel.keys is None:

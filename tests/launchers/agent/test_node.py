@@ -17,7 +17,7 @@ from orc.launchers.agent import state
 from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.node import Node
-from orc.launchers.agent.processes import exit_of, shell_status, spawn
+from orc.launchers.agent.processes import decode_wait_status, shell_exit_status, spawn
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import log_tail, write_json
 from orc.launchers.agent.variables import substitute
@@ -409,12 +409,12 @@ def test_only_known_placeholders_are_filled_in():
 
 
 def test_exit_statuses_are_told_like_a_shell_does():
-    assert exit_of(42 << 8) == (42, None)
-    assert exit_of(9) == (None, "SIGKILL")
-    assert exit_of(40) == (None, "SIG40")
-    assert shell_status(None, "SIGKILL") == 137
-    assert shell_status(None, "SIG40") == 168
-    assert shell_status(3, None) == 3
+    assert decode_wait_status(42 << 8) == (42, None)
+    assert decode_wait_status(9) == (None, "SIGKILL")
+    assert decode_wait_status(40) == (None, "SIG40")
+    assert shell_exit_status(None, "SIGKILL") == 137
+    assert shell_exit_status(None, "SIG40") == 168
+    assert shell_exit_status(3, None) == 3
 
 
 def test_ranks_do_not_ignore_what_a_background_shell_ignores(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_an_answer_is_read_to_its_end_however_slowly_it_is_written(tmp_path, mon
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        threads, why = stacks.Question(str(tmp_path), 0, process.pid).answer()
+        threads, why = stacks.RankStackDump(str(tmp_path), 0, process.pid).answer()
         process.kill()
     assert ([thread["frames"][0]["function"] for thread in threads], why) == (["first", "second"], "")
 
