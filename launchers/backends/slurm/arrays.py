@@ -28,7 +28,7 @@ _OWN = ("job-name", "comment", "chdir", "output")
 
 
 @dataclass(frozen=True)
-class Element:
+class ArrayElement:
     """One place in one array."""
 
     array: str  # its name in Slurm
@@ -46,15 +46,15 @@ def array_dir(layout: Layout, name: str) -> PurePosixPath:
     return layout.root / "arrays" / name
 
 
-def elements_of(record: bytes) -> list[Element]:
+def elements_of(record: bytes) -> list[ArrayElement]:
     """What an ``array.json`` says, oldest first."""
     try:
-        return [Element(str(one["array"]), int(one["index"])) for one in json.loads(record)["elements"]]
+        return [ArrayElement(str(one["array"]), int(one["index"])) for one in json.loads(record)["elements"]]
     except (ValueError, KeyError, TypeError):  # a file that a crashed machine has lost the content of
         return []
 
 
-def record_of(elements: Sequence[Element]) -> bytes:
+def record_of(elements: Sequence[ArrayElement]) -> bytes:
     """The inverse of `elements_of`."""
     return json.dumps({"elements": [{"array": one.array, "index": one.index} for one in elements]}).encode() + b"\n"
 

@@ -24,14 +24,14 @@ from orc.launchers.backends.base import (
     Snapshot,
     cancel_request,
 )
-from orc.launchers.backends.slurm.finding import Finder, of_handles
 from orc.launchers.backends.slurm.login import (
     DEFAULT_PYTHON,
     entry_python,
-    in_home,
+    home_options,
     open_transport,
     root_of,
 )
+from orc.launchers.backends.slurm.lookup import JobLookup, of_handles
 from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, read_options, read_settings
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.slurm.client import SlurmClient
-    from orc.launchers.backends.slurm.rows import JobRow
-    from orc.launchers.backends.slurm.submitting import Submitter
-    from orc.launchers.backends.slurm.verdict import Witness
+    from orc.launchers.backends.slurm.queue_rows import JobRow
+    from orc.launchers.backends.slurm.submission import Submitter
+    from orc.launchers.backends.slurm.verdict import AgentEvidence
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
@@ -76,9 +76,9 @@ class SlurmBackend(Backend):
     @classmethod
     def discover(cls, options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
         """Ask sinfo, scontrol and sacctmgr."""
-        from orc.launchers.backends.slurm.discovery import described
+        from orc.launchers.backends.slurm.discovery import describe
 
-        return described(options, name)
+        return describe(options, name)
 
     @property
     def root(self) -> str:
@@ -114,20 +114,20 @@ class SlurmBackend(Backend):
         )
 
     @property
-    def _finder(self) -> Finder:
-        return Finder(self._client, self._transport, self.layout, self.cluster.name)
+    def _lookup(self) -> JobLookup:
+        return JobLookup(self._client, self._transport, self.layout, self.cluster.name)
 
     # -- before the start
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
-        from orc.launchers.backends.slurm.contradictions import refuse_nesting
+        from orc.launchers.backends.slurm.conflicts import check_nesting
         from orc.launchers.backends.slurm.script import SCRIPT_NAME, render_script, shape
         from orc.launchers.environments.rendering import environment_of
 
         options = self._options(job)
-        refuse_nesting(job, options, environment_of(job, self.cluster), str(self.layout.root))
+        check_nesting(job, options, environment_of(job, self.cluster), str(self.layout.root))
         made = shape(job, options)
         config = agent_config(job, snapshot, attempt, self.cluster, self.layout, deadline_s=made.deadline_s)
         counted: dict[str, Any] = {"nnodes_from": "SLURM_JOB_NUM_NODES"} if made.ranges else {}
@@ -164,7 +164,7 @@ class SlurmBackend(Backend):
 
     def _submission(self, attempt: AttemptId, script: str) -> tuple[str, ...]:
         """``sbatch`` does not know what ``~`` means in a batch script; `submit` fills it in on the command line."""
-        places = in_home(attempt, self.layout)
+        places = home_options(attempt, self.layout)
         return (self._settings.program("sbatch"), "--parsable", *(f"--{k}={v}" for k, v in places), script)
 
     def preflight(self, plan: Plan) -> list[Finding]:
@@ -201,9 +201,9 @@ class SlurmBackend(Backend):
 
     @property
     def _submitter(self) -> Submitter:
-        from orc.launchers.backends.slurm.submitting import Submitter
+        from orc.launchers.backends.slurm.submission import Submitter
 
-        return Submitter(self._client, self._transport, self.layout, self._settings, self._finder, self.poll)
+        return Submitter(self._client, self._transport, self.layout, self._settings, self._lookup, self.poll)
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Write the files, run ``sbatch`` once; an attempt that is there already is left as it is."""
@@ -226,7 +226,7 @@ class SlurmBackend(Backend):
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Ask the queue, accounting and the attempt directory for the marker."""
-        return self._finder.anywhere(marker)
+        return self._lookup.find_job(marker)
 
     # -- afterwards
 
@@ -250,7 +250,7 @@ class SlurmBackend(Backend):
             ended = [row for row in accounted or () if row.ended]
             rows.update(of_handles(ended, forgotten))
         # After Slurm was asked: what had ended by then has left its records.
-        directories = {handle: self._finder.directory(handle.marker) for handle in handles}
+        directories = {handle: self._lookup.directory(handle.marker) for handle in handles}
         records = read_attempts(self._transport, list(directories.values()))
         rows.update(self._of_lease_holders(directories, records, rows))
         now = time.time()
@@ -305,7 +305,7 @@ class SlurmBackend(Backend):
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
         """Return the machine where the cluster is entered, and the attempt's directory."""
-        return self._transport, self._finder.directory(handle.marker)
+        return self._transport, self._lookup.directory(handle.marker)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return an entry to each node: one more step of the job, beside the agents.
@@ -313,10 +313,10 @@ class SlurmBackend(Backend):
         The controller is asked for the job first: a step would wait for one that is silent without a word, and end
         with a status that looks like the program's.
         """
-        from orc.launchers.backends.slurm.entering import entries
+        from orc.launchers.backends.slurm.exec import entries
 
         self._client.queue((handle.native_id,))
-        directory = self._finder.directory(handle.marker)
+        directory = self._lookup.directory(handle.marker)
         config = json.loads(
             self._transport.read_many([f"{directory}/agent.json"]).get(f"{directory}/agent.json", b"{}")
         )
@@ -337,7 +337,7 @@ class SlurmBackend(Backend):
         living = {handle: row for handle, row in rows.items() if not row.ended}
         request = _json(cancel_request(grace))
         for handle in living:
-            self._transport.write(f"{self._finder.directory(handle.marker)}/cancel.json", request, mode=0o600)
+            self._transport.write(f"{self._lookup.directory(handle.marker)}/cancel.json", request, mode=0o600)
         running = [row.job_id for row in living.values() if row.state == "RUNNING"]
         others = [row.job_id for row in living.values() if row.state != "RUNNING"]
         if others:
@@ -348,11 +348,11 @@ class SlurmBackend(Backend):
             client.cancel(running, "--batch", "--signal=URG")  # the batch script
 
 
-def _witness(records: AttemptRecords) -> Witness:
-    from orc.launchers.backends.slurm.verdict import Witness
+def _witness(records: AttemptRecords) -> AgentEvidence:
+    from orc.launchers.backends.slurm.verdict import AgentEvidence
 
     current = [node for node, lease in records.leases.items() if int(lease.get("restart", 0)) == records.restart]
-    return Witness(
+    return AgentEvidence(
         exit=records.verdict(),
         restarts=records.restart,
         hosts=records.hosts,

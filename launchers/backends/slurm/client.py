@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from orc.launchers.backends.base import PartitionReport, QueuedJob
 from orc.launchers.backends.slurm.inventory import SINFO_FORMAT, START_FORMAT, parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.options import SlurmSettings
-from orc.launchers.backends.slurm.rows import (
+from orc.launchers.backends.slurm.queue_rows import (
     SACCT_FORMAT,
     SACCT_FORMAT_NEWER,
     SQUEUE_FORMAT,
@@ -98,7 +98,7 @@ class SlurmClient:
         job_id = done.stdout.strip().split(";")[0]
         if done.status == 0 and job_id.isdigit():
             return job_id
-        said = _said(done)
+        said = _stderr_of(done)
         # A signal, or a success without a job id, says nothing about what the controller did.
         if done.status <= 0 or _CUT_OFF.search(said):
             raise AmbiguousSubmit(f"sbatch was cut off: {said}", where=self._where)
@@ -123,7 +123,7 @@ class SlurmClient:
         flags = ("--noheader", "--array", "--states=all", f"--format={SQUEUE_FORMAT}")
         done = self._run((self._settings.program("squeue"), *flags, which), self._settings.query_timeout)
         if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):
-            raise BackendUnreachable(f"squeue failed: {_said(done)}", where=self._where)
+            raise BackendUnreachable(f"squeue failed: {_stderr_of(done)}", where=self._where)
         return parse_squeue(done.stdout)
 
     def accounted(self, job_ids: Iterable[str]) -> list[JobRow] | None:
@@ -164,7 +164,7 @@ class SlurmClient:
             done = self._run(
                 (self._settings.program("scancel"), "--quiet", *flags, *some), self._settings.submit_timeout
             )
-            said = _said(done)
+            said = _stderr_of(done)
             if done.status != 0 and _CUT_OFF.search(said):
                 raise BackendUnreachable(f"scancel failed: {said}", where=self._where)
             # With --quiet it says nothing about jobs that have just ended, and exits with a number all the same.
@@ -193,7 +193,7 @@ class SlurmClient:
             self._settings.query_timeout,
         )
         if done.status != 0:
-            raise BackendUnreachable(f"sinfo failed: {_said(done)}", where=self._where)
+            raise BackendUnreachable(f"sinfo failed: {_stderr_of(done)}", where=self._where)
         return read_partitions(done.stdout)
 
     def inventory(self) -> list[PartitionReport]:
@@ -201,7 +201,7 @@ class SlurmClient:
         argv = (self._settings.program("sinfo"), "--noheader", f"--format={SINFO_FORMAT}")
         done = self._run(argv, self._settings.query_timeout)
         if done.status != 0:
-            raise BackendUnreachable(f"sinfo failed: {_said(done)}", where=self._where)
+            raise BackendUnreachable(f"sinfo failed: {_stderr_of(done)}", where=self._where)
         return parse_sinfo(done.stdout)
 
     def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
@@ -212,7 +212,7 @@ class SlurmClient:
             argv = (self._settings.program("squeue"), "--noheader", "--array", f"--format={START_FORMAT}", which)
             done = self._run(argv, self._settings.query_timeout)
             if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):
-                raise BackendUnreachable(f"squeue failed: {_said(done)}", where=self._where)
+                raise BackendUnreachable(f"squeue failed: {_stderr_of(done)}", where=self._where)
             found += parse_expected(done.stdout)
         return found
 
@@ -220,7 +220,7 @@ class SlurmClient:
         """What ``scontrol show config`` says, by key. Raises `BackendError`."""
         done = self._run((self._settings.program("scontrol"), "show", "config"), self._settings.query_timeout)
         if done.status != 0:
-            raise BackendUnreachable(f"scontrol failed: {_said(done)}", where=self._where)
+            raise BackendUnreachable(f"scontrol failed: {_stderr_of(done)}", where=self._where)
         pairs = (line.partition("=") for line in done.stdout.splitlines() if "=" in line)
         return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -249,7 +249,7 @@ class SlurmClient:
         return self._transport.run(argv, timeout_s=timeout_s, env=env, drop_env=_DROP, keep_env=_KEEP, stdin=stdin)
 
 
-def _said(done: Completed) -> str:
+def _stderr_of(done: Completed) -> str:
     """Slurm's own words on one line, without the name of the command before each of them."""
     lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line.strip()) for line in done.stderr.splitlines()]
     text = "; ".join(dict.fromkeys(line for line in lines if line))

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """What was found out."""
 
     cluster: str
@@ -42,7 +42,7 @@ class Facts:
     torch: bool = True  # it has torch
 
 
-def discover(options: Mapping[str, Any]) -> Facts:
+def discover(options: Mapping[str, Any]) -> ClusterFacts:
     """Ask the cluster that *options* (those of clusters.yaml) lead to. Raises `LaunchError`."""
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.login import open_transport
@@ -56,7 +56,7 @@ def discover(options: Mapping[str, Any]) -> Facts:
         transport.close()
 
 
-def described(options: Mapping[str, Any], name: str | None) -> DiscoveredCluster:
+def describe(options: Mapping[str, Any], name: str | None) -> DiscoveredCluster:
     """Return an entry for the cluster that *options* lead to, called *name* or by its own name."""
     facts = discover(options)
     called = name or entry_name(facts)
@@ -69,13 +69,13 @@ def described(options: Mapping[str, Any], name: str | None) -> DiscoveredCluster
     return DiscoveredCluster(called, text, asdict(facts), (warning,))
 
 
-def _ask(client: SlurmClient, transport: Transport) -> Facts:
+def _ask(client: SlurmClient, transport: Transport) -> ClusterFacts:
     version = client.version()
     config = client.config()
     user, python, torch, *_ = [*transport.run(("/bin/sh", "-c", _PROBE), timeout_s=60).stdout.split("\n"), "", "", ""]
     accounting = config.get("AccountingStorageType", "").rpartition("/")[2] not in ("", "none", "(null)")
     account, accounts = client.accounts(user) if accounting else ("", ())
-    return Facts(
+    return ClusterFacts(
         cluster=config.get("ClusterName", ""),
         version=version,
         accounting=accounting,
@@ -87,12 +87,12 @@ def _ask(client: SlurmClient, transport: Transport) -> Facts:
     )
 
 
-def entry_name(facts: Facts) -> str:
+def entry_name(facts: ClusterFacts) -> str:
     """The cluster's own name, if it can be one in clusters.yaml, else ``slurm``."""
     return facts.cluster if _NAME.fullmatch(facts.cluster) and facts.cluster != "local" else "slurm"
 
 
-def entry(name: str, facts: Facts, options: Mapping[str, Any]) -> str:
+def entry(name: str, facts: ClusterFacts, options: Mapping[str, Any]) -> str:
     """The text of an entry called *name*. *options* are those that led there. Pure. Raises `LaunchError`."""
     if not facts.partitions:
         raise BackendError("sinfo shows no partition that you may use", where=facts.cluster)
@@ -120,7 +120,7 @@ def entry(name: str, facts: Facts, options: Mapping[str, Any]) -> str:
     return text
 
 
-def _about_python(facts: Facts) -> str:
+def _about_python(facts: ClusterFacts) -> str:
     if not facts.python:
         return "CHANGE THIS: no Python 3.9 or newer was found; on the nodes it must be, with torch"
     return "on the nodes; must have torch" if facts.torch else "CHANGE THIS: it has no torch where it was looked for"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orc.launchers.backends.base import PartitionReport, QueuedJob
-from orc.launchers.backends.slurm.rows import JobRow, duration
+from orc.launchers.backends.slurm.queue_rows import JobRow, duration
 from orc.launchers.backends.slurm.verdict import waiting_reason
 
 # P: partition, a: availability, D: nodes, A: nodes allocated/idle, C: cores allocated/idle/other/total, l: time limit,

@@ -62,7 +62,7 @@ def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = 
     return root
 
 
-def in_home(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
+def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
     """The options of sbatch that hold paths below a home directory, where the root is in one."""
     if not str(layout.root).startswith("~"):
         return ()
@@ -70,7 +70,7 @@ def in_home(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
     return (("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%")))
 
 
-def at_home(agent: str, expand: Callable[[str], str]) -> str:
+def expand_agent_paths(agent: str, expand: Callable[[str], str]) -> str:
     """The content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
     from orc.launchers.backends.ssh.on_host import at_home
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from orc.launchers.backends.slurm.reserved import LIKE_OURS, OURS, OURS_IN_SRUN, SHORT_IN_SRUN
+from orc.launchers.backends.slurm.reserved import NOT_RESERVED, RESERVED, RESERVED_IN_SRUN, SHORT_SRUN_OPTIONS
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import Machine, Reaching
 from orc.launchers.spec.options import (
@@ -102,9 +102,9 @@ def _srun_args(value: Any) -> tuple[str, ...]:
     for given in words:
         if not given.startswith("-"):
             raise ValueError(f"{given!r} is not an option; write every option as one word, like --cpu-bind=none")
-        name = given[2:].partition("=")[0] if given.startswith("--") else SHORT_IN_SRUN.get(given[1:2], "")
-        if name and (ours := _meant(name, OURS_IN_SRUN)):
-            raise ValueError(f"{given} is set by orc: {OURS_IN_SRUN[ours]}")
+        name = given[2:].partition("=")[0] if given.startswith("--") else SHORT_SRUN_OPTIONS.get(given[1:2], "")
+        if name and (ours := _meant(name, RESERVED_IN_SRUN)):
+            raise ValueError(f"{given} is set by orc: {RESERVED_IN_SRUN[ours]}")
         if name.startswith("container-"):
             raise ValueError(f"{given}: containers have keys of their own, like `container_image`")
     return words
@@ -137,10 +137,10 @@ def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
     for option, _ in pairs:
         if not _OPTION.fullmatch(option):
             raise ValueError(f"--{option} is not an option; write for example --hint=nomultithread")
-        if option in LIKE_OURS:
+        if option in NOT_RESERVED:
             continue
-        if option not in keys and (ours := _meant(option, OURS)):
-            raise ValueError(f"--{option} is set by orc: {OURS[ours]}")
+        if option not in keys and (ours := _meant(option, RESERVED)):
+            raise ValueError(f"--{option} is set by orc: {RESERVED[ours]}")
         if key := _meant(option, keys):
             raise ValueError(f"--{option} has a key of its own: `{key.replace('-', '_')}`")
     return tuple(pairs)
@@ -322,8 +322,8 @@ def _read(model: type[_Model], given: Mapping[str, Any], placed: Placed, also_kn
         option = name.replace("_", "-")
         valid = [*model.model_fields, *also_known]
         near = nearest(name.replace("-", "_"), valid) or f"; the keys here are {', '.join(valid)}"
-        if option in OURS:
-            return f"{near}; --{option}: {OURS[option]}"
+        if option in RESERVED:
+            return f"{near}; --{option}: {RESERVED[option]}"
         return f"{near}; other options of sbatch go under `extra`"
 
     return validate_options(model, Placed(given, placed.document, ()), "", unknown=unknown)

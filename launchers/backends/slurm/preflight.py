@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from orc.launchers.backends.base import Finding
-from orc.launchers.backends.slurm.rows import duration
+from orc.launchers.backends.slurm.queue_rows import duration
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
-    from orc.launchers.backends.slurm.rows import Partition
+    from orc.launchers.backends.slurm.queue_rows import Partition
     from orc.launchers.plan import Plan
     from orc.launchers.remote.transport import Transport
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _SUBMITS = "with it nothing is submitted"
 
-OURS = {
+RESERVED = {
     "array": "submit one job per array element",
     "chdir": "ranks run in the job's working copy of `workdir`",
     "clusters": "describe each Slurm cluster by itself, with its own `conf`",
@@ -41,31 +41,31 @@ OURS = {
 }
 
 # Options of sbatch that are not what they begin like: a key of ours (an OCI bundle, a free text of the job).
-LIKE_OURS = frozenset({"container", "extra"})
+NOT_RESERVED = frozenset({"container", "extra"})
 
 _STARTS = "with it nothing is started"
 # The same for the srun that starts the agents.
-OURS_IN_SRUN = {
-    "cpus-per-task": OURS["cpus-per-task"],
-    "error": OURS["error"],
+RESERVED_IN_SRUN = {
+    "cpus-per-task": RESERVED["cpus-per-task"],
+    "error": RESERVED["error"],
     "export": "use `env:` of the job or of the cluster, or the key `export`",
     "help": _STARTS,
     "het-group": "use `heterogeneous`",
-    "input": OURS["input"],
+    "input": RESERVED["input"],
     "jobid": "the agents run in their own job",
     "kill-on-bad-exit": "orc relies on it",
-    "label": OURS["output"],
+    "label": RESERVED["output"],
     "multi-prog": "use `command:` of the job",
-    "nodes": OURS["nodes"],
-    "ntasks": OURS["ntasks"],
-    "ntasks-per-node": OURS["ntasks-per-node"],
-    "output": OURS["output"],
+    "nodes": RESERVED["nodes"],
+    "ntasks": RESERVED["ntasks"],
+    "ntasks-per-node": RESERVED["ntasks-per-node"],
+    "output": RESERVED["output"],
     "pty": "use `orc ssh` to look into a job",
     "test-only": _STARTS,
     "usage": _STARTS,
     "version": _STARTS,
 }
-SHORT_IN_SRUN = {
+SHORT_SRUN_OPTIONS = {
     "c": "cpus-per-task",
     "e": "error",
     "h": "help",

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.slurm.contradictions import refuse_contradictions
+from orc.launchers.backends.slurm.conflicts import check_conflicts
 from orc.launchers.backends.slurm.heterogeneous import ONCE, components
-from orc.launchers.backends.slurm.login import LOG_NAME, in_home
+from orc.launchers.backends.slurm.login import LOG_NAME, home_options
 from orc.launchers.backends.slurm.options import EARLIEST_S, SlurmOptions, SlurmSettings
 from orc.launchers.errors import RenderError
 
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]&|*^~!?<>()-]+")
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """The parts of a job that both the script and the agents' configuration must agree on."""
 
     nodes: int
@@ -44,12 +44,12 @@ class Shape:
         return self.min_nodes < self.nodes
 
 
-def shape(job: JobSpec, options: SlurmOptions) -> Shape:
+def shape(job: JobSpec, options: SlurmOptions) -> JobShape:
     """What *job* asks of Slurm. Raises `RenderError` for what cannot be carried."""
     resources = job.resources
     parts = components(job, options)
     for part in parts:
-        refuse_contradictions(*part)
+        check_conflicts(*part)
     wants_retry = bool({"preempted", "node_failure"} & set(job.retry.on)) and job.retry.max_attempts > 1
     requeue = wants_retry if options.requeue is None else options.requeue
     limit = resources.time_s
@@ -60,7 +60,7 @@ def shape(job: JobSpec, options: SlurmOptions) -> Shape:
     else:
         lead, reserve = (10, math.ceil(job.grace) + 10) if limit else (math.ceil(job.grace) + 30, 0)
         lead = min(lead, EARLIEST_S)
-    return Shape(
+    return JobShape(
         nodes=resources.max_nodes,
         min_nodes=resources.min_nodes,
         cpus_per_node=_cpus(job),
@@ -103,7 +103,7 @@ def option_pairs(
     pairs: list[tuple[str, str | int | None]] = [
         ("job-name", marker),
         ("comment", f"{marker} {options.comment}" if options.comment else marker),
-        *([] if in_home(attempt, layout) else places),  # else they are on the command line
+        *([] if home_options(attempt, layout) else places),  # else they are on the command line
         ("open-mode", "append"),
         ("requeue" if made.requeue else "no-requeue", None),
         ("export", options.export if isinstance(options.export, str) else ",".join(options.export)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.launchers.backends.slurm.rows import JobRow
+from orc.launchers.backends.slurm.queue_rows import JobRow
 
 # A job without any trace is called lost only this long after its submission or its agents' last sign, in seconds:
 # accounting lags.
@@ -65,7 +65,7 @@ _HOPELESS = {
 
 
 @dataclass(frozen=True)
-class Witness:
+class AgentEvidence:
     """What the attempt directory tells: the agents' side."""
 
     exit: AttemptExit | None = None  # of the newest restart
@@ -81,7 +81,7 @@ class Witness:
 
 def judge(
     row: JobRow | None,
-    witness: Witness,
+    evidence: AgentEvidence,
     *,
     submitted_at: float,
     now: float,
@@ -102,47 +102,47 @@ def judge(
     where:
         The directory to look at, for messages.
     """
-    if _is_final(witness, now) and not (row is not None and row.ended):
-        return _observation(Phase.SUCCEEDED, witness, None)
+    if _is_final(evidence, now) and not (row is not None and row.ended):
+        return _observation(Phase.SUCCEEDED, evidence, None)
     if row is not None and row.waiting:
-        runs = witness.restarts + 1 if witness.seen else 0
-        return _observation(Phase.PENDING, replace(witness, restarts=runs), row, reason=waiting_reason(row))
+        runs = evidence.restarts + 1 if evidence.seen else 0
+        return _observation(Phase.PENDING, replace(evidence, restarts=runs), row, reason=waiting_reason(row))
     if row is not None and not row.ended:
         reason = "" if row.state in ("RUNNING", "COMPLETING") else row.state.lower().replace("_", " ")
-        return _observation(Phase.RUNNING, witness, row, reason=reason)
-    if row is None and witness.cancelled and not witness.seen:
+        return _observation(Phase.RUNNING, evidence, row, reason=reason)
+    if row is None and evidence.cancelled and not evidence.seen:
         # The batch script ends at once where it finds the request, so nothing will ever run.
-        return _observation(Phase.CANCELLED, witness, None, cause=Cause.CANCELLED, reason="cancelled")
-    if row is None and (witness.exit is None or not witness.exit.complete):
-        sign = witness.last_sign or 0.0
-        if witness.seen and now - sign < ALIVE_S:
+        return _observation(Phase.CANCELLED, evidence, None, cause=Cause.CANCELLED, reason="cancelled")
+    if row is None and (evidence.exit is None or not evidence.exit.complete):
+        sign = evidence.last_sign or 0.0
+        if evidence.seen and now - sign < ALIVE_S:
             return _observation(
-                Phase.RUNNING, witness, None, reason="Slurm does not know the job; its agents are alive"
+                Phase.RUNNING, evidence, None, reason="Slurm does not know the job; its agents are alive"
             )
         if not asked_everyone or now - max(submitted_at, sign) < LOST_AFTER_S:
-            return _observation(Phase.UNKNOWN, witness, None, reason="Slurm does not know the job (yet)")
-        if witness.exit is None:
+            return _observation(Phase.UNKNOWN, evidence, None, reason="Slurm does not know the job (yet)")
+        if evidence.exit is None:
             reason = f"Slurm has forgotten the job; no exit record in {where}"
-            return _observation(Phase.LOST, witness, None, cause=Cause.NODE_FAILURE, reason=reason)
-    return _ended(row, _current(row, witness), lead_s, where)
+            return _observation(Phase.LOST, evidence, None, cause=Cause.NODE_FAILURE, reason=reason)
+    return _ended(row, _current(row, evidence), lead_s, where)
 
 
-def _is_final(witness: Witness, now: float) -> bool:
+def _is_final(evidence: AgentEvidence, now: float) -> bool:
     """Return whether every node has recorded success: Slurm may not have noticed yet, and a restart changes nothing."""
-    record = witness.exit
+    record = evidence.exit
     return record is not None and record.succeeded and record.complete and now - (record.ended_at or now) > SETTLED_S
 
 
-def _current(row: JobRow | None, witness: Witness) -> Witness:
+def _current(row: JobRow | None, evidence: AgentEvidence) -> AgentEvidence:
     """The witness without records that an earlier run of the same, requeued job has left behind."""
-    record = witness.exit
+    record = evidence.exit
     if row is None or row.started_at is None or record is None or record.ended_at is None:
-        return witness
+        return evidence
     if record.succeeded and record.complete:  # the agents of a later run find that, and do nothing
-        return witness
+        return evidence
     if record.ended_at > row.started_at - CLOCK_SKEW_S:
-        return witness
-    return replace(witness, exit=None, seen=False, silent=())
+        return evidence
+    return replace(evidence, exit=None, seen=False, silent=())
 
 
 def waiting_reason(row: JobRow) -> str:
@@ -157,72 +157,72 @@ def waiting_reason(row: JobRow) -> str:
     return name or state
 
 
-def _ended(row: JobRow | None, witness: Witness, lead_s: float, where: str) -> Observation:
-    record = witness.exit
+def _ended(row: JobRow | None, evidence: AgentEvidence, lead_s: float, where: str) -> Observation:
+    record = evidence.exit
     # A node without a record was cut off, unless Slurm itself says that all went well.
     whole = record is not None and (record.complete or (row is not None and row.state == "COMPLETED"))
     if record is not None and record.succeeded and whole:
-        return _observation(Phase.SUCCEEDED, witness, row)
-    if witness.cancelled and not (record is not None and whole and record.cause in (Cause.CRASH, Cause.LAUNCH)):
+        return _observation(Phase.SUCCEEDED, evidence, row)
+    if evidence.cancelled and not (record is not None and whole and record.cause in (Cause.CRASH, Cause.LAUNCH)):
         reason = record.reason if record is not None and record.cause is Cause.CANCELLED else "cancelled"
-        return _observation(Phase.CANCELLED, witness, row, cause=Cause.CANCELLED, reason=reason)
+        return _observation(Phase.CANCELLED, evidence, row, cause=Cause.CANCELLED, reason=reason)
     if row is None:
-        return _by_record(record, witness, None, lead_s)
+        return _from_record(record, evidence, None, lead_s)
     if row.state == "COMPLETED" and record is None:
-        return _observation(Phase.SUCCEEDED, witness, row, reason=f"no exit record in {where}")
+        return _observation(Phase.SUCCEEDED, evidence, row, reason=f"no exit record in {where}")
     if row.state in _SLURM_CAUSES:
         program = record is not None and whole and record.cause in (Cause.CRASH, Cause.LAUNCH)
         # What the program did before Slurm stepped in counts, except where its end was bound to follow from that.
         if not (program and row.state in ("TIMEOUT", "DEADLINE", "CANCELLED")) and not (
             record is not None and record.cause in (Cause.CANCELLED, Cause.TIMEOUT)
         ):
-            return _by_slurm(row, witness)
+            return _from_state(row, evidence)
     if record is None:
-        return _without_record(row, witness, where)
-    return _by_record(record, witness, row, lead_s)
+        return _without_record(row, evidence, where)
+    return _from_record(record, evidence, row, lead_s)
 
 
-def _by_slurm(row: JobRow, witness: Witness) -> Observation:
+def _from_state(row: JobRow, evidence: AgentEvidence) -> Observation:
     cause = _SLURM_CAUSES[row.state]
     words = _SLURM_WORDS[row.state]
     if row.state == "NODE_FAIL":
-        failed = row.failed_node or ", ".join(witness.silent)
+        failed = row.failed_node or ", ".join(evidence.silent)
         words = f"NODE_FAIL: {failed} failed" if failed else f"NODE_FAIL: {words} (one of {', '.join(row.nodes)})"
     elif row.state == "CANCELLED" and row.reason.strip("()") == "DependencyNeverSatisfied":
         words = f"never started: {_HOPELESS['DependencyNeverSatisfied']}"
     elif row.state == "CANCELLED" and row.by:
         words += f" by user {row.by}"
     phase = Phase.CANCELLED if cause is Cause.CANCELLED else Phase.FAILED
-    return _observation(phase, witness, row, cause=cause, reason=words)
+    return _observation(phase, evidence, row, cause=cause, reason=words)
 
 
-def _without_record(row: JobRow, witness: Witness, where: str) -> Observation:
+def _without_record(row: JobRow, evidence: AgentEvidence, where: str) -> Observation:
     """Slurm says FAILED and no agent has written how."""
     code = f"exit code {row.exit_code}" if row.exit_code else "a failure"
-    if witness.seen:
-        who = "agent on" if len(witness.silent) < 2 else "agents on"
+    if evidence.seen:
+        who = "agent on" if len(evidence.silent) < 2 else "agents on"
         reason = (
-            f"the {who} {', '.join(witness.silent) or 'a node'} left no exit record; Slurm says {row.state} ({code})"
+            f"the {who} {', '.join(evidence.silent) or 'a node'} left no exit record; Slurm says {row.state} ({code})"
         )
-        return _observation(Phase.FAILED, witness, row, cause=Cause.NODE_FAILURE, reason=reason)
+        return _observation(Phase.FAILED, evidence, row, cause=Cause.NODE_FAILURE, reason=reason)
     reason = f"the batch script ended with {code} before an agent started; see {where}/logs/slurm.log"
-    return _observation(Phase.FAILED, witness, row, cause=Cause.LAUNCH, reason=reason)
+    return _observation(Phase.FAILED, evidence, row, cause=Cause.LAUNCH, reason=reason)
 
 
-def _by_record(record: AttemptExit | None, witness: Witness, row: JobRow | None, lead_s: float) -> Observation:
+def _from_record(record: AttemptExit | None, evidence: AgentEvidence, row: JobRow | None, lead_s: float) -> Observation:
     assert record is not None
     if record.cause is Cause.CANCELLED:
-        return _observation(Phase.CANCELLED, witness, row, cause=Cause.CANCELLED, reason=record.reason)
+        return _observation(Phase.CANCELLED, evidence, row, cause=Cause.CANCELLED, reason=record.reason)
     cause, reason = record.cause or Cause.NODE_FAILURE, record.reason
     # The ranks that lose their peer crash before anybody notices that its node is gone, or srun ends their agents with
     # the signal of a preemption; had Slurm preempted the job, it would say so.
     follows = cause is Cause.CRASH or (cause is Cause.PREEMPTED and row is not None and row.state == "FAILED")
-    if record.succeeded or (follows and not record.complete and witness.silent):
+    if record.succeeded or (follows and not record.complete and evidence.silent):
         cause = Cause.NODE_FAILURE
-        reason = "; ".join(filter(None, (f"no exit record from {', '.join(witness.silent) or 'a node'}", reason)))
+        reason = "; ".join(filter(None, (f"no exit record from {', '.join(evidence.silent) or 'a node'}", reason)))
     elif cause is Cause.PREEMPTED and row is not None and _near_limit(row, record, lead_s):
         cause, reason = Cause.TIMEOUT, "Slurm's time limit was near; the ranks were told to save and end"
-    return _observation(Phase.FAILED, witness, row, cause=cause, reason=reason)
+    return _observation(Phase.FAILED, evidence, row, cause=cause, reason=reason)
 
 
 def _near_limit(row: JobRow, record: AttemptExit, lead_s: float) -> bool:
@@ -233,10 +233,10 @@ def _near_limit(row: JobRow, record: AttemptExit, lead_s: float) -> bool:
 
 
 def _observation(
-    phase: Phase, witness: Witness, row: JobRow | None, *, cause: Cause | None = None, reason: str = ""
+    phase: Phase, evidence: AgentEvidence, row: JobRow | None, *, cause: Cause | None = None, reason: str = ""
 ) -> Observation:
-    record = witness.exit if phase.ended else None
-    blamed = _culprits(row, witness) if phase.ended and cause is Cause.NODE_FAILURE else ()
+    record = evidence.exit if phase.ended else None
+    blamed = _failed_hosts(row, evidence) if phase.ended and cause is Cause.NODE_FAILURE else ()
     ended_at = None
     if phase.ended:
         ended_at = record.ended_at if record else row.ended_at if row else None
@@ -245,16 +245,16 @@ def _observation(
         cause=cause,
         reason=reason,
         exit=record,
-        hosts=witness.hosts or (row.nodes if row else ()),
-        started_at=witness.started_at or (row.started_at if row else None),
+        hosts=evidence.hosts or (row.nodes if row else ()),
+        started_at=evidence.started_at or (row.started_at if row else None),
         ended_at=ended_at,
-        restarts=witness.restarts,
-        progress=witness.progress,
+        restarts=evidence.restarts,
+        progress=evidence.progress,
         culprits=blamed,
     )
 
 
-def _culprits(row: JobRow | None, witness: Witness) -> tuple[str, ...]:
+def _failed_hosts(row: JobRow | None, evidence: AgentEvidence) -> tuple[str, ...]:
     """Nodes to blame for a node failure, by Slurm's names: what Slurm says, else what other nodes have to say.
 
     Where all have fallen silent, something that they share has ended them (srun, the batch script, the file system).
@@ -263,9 +263,9 @@ def _culprits(row: JobRow | None, witness: Witness) -> tuple[str, ...]:
         return (row.failed_node,)
     if row is not None and row.state in ("NODE_FAIL", "BOOT_FAIL") and len(row.nodes) == 1:
         return row.nodes
-    lost = witness.exit.lost_nodes if witness.exit else ()
-    silent = [witness.hosts[node] for node in lost if node < len(witness.hosts)]
-    if not silent and len(witness.silent) < len(witness.hosts):
-        silent = list(witness.silent)
+    lost = evidence.exit.lost_nodes if evidence.exit else ()
+    silent = [evidence.hosts[node] for node in lost if node < len(evidence.hosts)]
+    if not silent and len(evidence.silent) < len(evidence.hosts):
+        silent = list(evidence.silent)
     # The agents know host names. Where Slurm calls the nodes something else, they are no good to it.
     return tuple(host for host in silent if row is None or not row.nodes or host in row.nodes)

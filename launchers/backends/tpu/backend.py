@@ -31,14 +31,14 @@ from orc.launchers.backends.base import (
     require_secrets,
 )
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
-from orc.launchers.backends.tpu.asking import ask, own_sights
-from orc.launchers.backends.tpu.lifecycle import Away, Create, End, Node, Sight, State, Use, Wait
+from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
 from orc.launchers.backends.tpu.pods import Pods
-from orc.launchers.backends.tpu.polling import Polling
+from orc.launchers.backends.tpu.poller import Poller
+from orc.launchers.backends.tpu.provision import own_statuses, request_tpu
 from orc.launchers.backends.tpu.rendering import hosts_of, render_plan
-from orc.launchers.backends.tpu.request import Place
+from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import Settings, read_settings
-from orc.launchers.backends.tpu.workers import directory_of, has_begun, worker_name
+from orc.launchers.backends.tpu.workers import directory_of, has_started, worker_name
 from orc.launchers.errors import (
     AmbiguousSubmit,
     BackendError,
@@ -52,8 +52,8 @@ from orc.launchers.plan import Plan
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh import SshBackend
     from orc.launchers.backends.tpu.client import TpuApi
-    from orc.launchers.backends.tpu.kept import Kept
-    from orc.launchers.backends.tpu.sights import Board
+    from orc.launchers.backends.tpu.listing import Listing
+    from orc.launchers.backends.tpu.local_state import LocalState
     from orc.launchers.ids import AttemptId
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from orc.launchers.transfer.targets import Targets
 
 
-_IDLE_LOOK_S = 60.0  # between two looks for TPUs that have been idle for too long
+_IDLE_CHECK_S = 60.0  # between two looks for TPUs that have been idle for too long
 
 
 class TpuBackend(Backend):
@@ -75,8 +75,8 @@ class TpuBackend(Backend):
         self.settings: Settings = read_settings(cluster)
         self._pods = Pods(cluster, self.settings, state_dir, lambda: self.api)
         self._named_workers: Mapping[str, Transport] | None = None
-        self._polling = Polling(self._look)
-        self._idle_looked_at = float("-inf")  # monotonic
+        self._poller = Poller(self._list)
+        self._idle_listed_at = float("-inf")  # monotonic
 
     @cached_property
     def api(self) -> TpuApi:
@@ -144,90 +144,92 @@ class TpuBackend(Backend):
         """
         secrets = require_secrets(plan, secrets)
         handle = self._handle(plan)
-        place = Place.parse(handle.native_id)
-        if not place.is_made_for(plan.marker):
-            self._pods.start(self._named(plan, place), plan, secrets)
+        location = TpuLocation.parse(handle.native_id)
+        if not location.is_made_for(plan.marker):
+            self._pods.start(self._named(plan, location), plan, secrets)
             return handle
-        if any(s.state is not State.ABSENT for s in own_sights(self._look([place]), place, plan.marker)):
+        if any(s.state is not State.NOT_FOUND for s in own_statuses(self._list([location]), location, plan.marker)):
             return handle
-        refusals = ask(self.api, plan, place.zones)
-        if len(refusals) < len(place.zones):
+        rejections = request_tpu(self.api, plan, location.zones)
+        if len(rejections) < len(location.zones):
             return handle
-        end = lifecycle.no_zone_left(refusals)
+        end = lifecycle.no_zone_left(rejections)
         if end.cause is Cause.LAUNCH:
             raise BackendError(end.reason, where=self.cluster.name)
         raise NoRoom(f"waiting for a TPU: {end.reason}", where=self.cluster.name)
 
     def _handle(self, plan: Plan) -> Handle:
-        place = str(request.in_plan(plan)["place"])
-        return Handle(self.cluster.name, self.kind, plan.marker, place, time.time(), hosts_of(plan))
+        location = str(request.read_requests(plan)["place"])
+        return Handle(self.cluster.name, self.kind, plan.marker, location, time.time(), hosts_of(plan))
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """What is there under the attempt's name in any of the cluster's zones; on a TPU that is named, the attempt."""
         options = self.settings.options
         if options.name is not None:
-            place = request.place_of(options, marker)
-            for sight in self._look([place]).sights(place):
-                if sight.state is State.READY and sight.node is not None:
-                    found = self._pods.on(sight.node).find(marker)
-                    return None if found is None else replace(found, backend=self.kind, native_id=str(place))
+            location = request.location_of(options, marker)
+            for status in self._list([location]).statuses(location):
+                if status.state is State.READY and status.node is not None:
+                    found = self._pods.on(status.node).find(marker)
+                    return None if found is None else replace(found, backend=self.kind, native_id=str(location))
             return None
-        queued = Place(options.project, options.zones, request.QUEUED, request.tpu_id(marker))
-        if ended := self._kept_of(marker).handle:
+        queued = TpuLocation(options.project, options.zones, request.QUEUED, request.tpu_id(marker))
+        if ended := self._local_of(marker).handle:
             return ended
-        places = [queued, replace(queued, collection=request.NODES)]
-        board = self._look(places)
-        for place in places:
-            for sight in board.sights(place):
-                if sight.state is State.WAITING and sight.queued is None and sight.node is None:
-                    raise BackendUnreachable("its TPU is being created, and not listed yet", where=sight.zone)
-                if sight.state in (State.ABSENT, State.GOING) or request.MARKER not in sight.labels:
+        locations = [queued, replace(queued, collection=request.NODES)]
+        listing = self._list(locations)
+        for location in locations:
+            for status in listing.statuses(location):
+                if status.state is State.PROVISIONING and status.queued is None and status.node is None:
+                    raise BackendUnreachable("its TPU is being created, and not listed yet", where=status.zone)
+                if status.state in (State.NOT_FOUND, State.DELETING) or request.MARKER not in status.labels:
                     continue
-                if place.collection == request.NODES and sight.node is not None and sight.node.queued:
+                if location.collection == request.NODES and status.node is not None and status.node.queued:
                     continue  # it goes with its queued resource
-                hosts = tuple(map(worker_name, range(accelerators.parse(sight.accelerator_type).hosts)))
-                return Handle(self.cluster.name, self.kind, marker, str(place), time.time(), hosts)
+                hosts = tuple(map(worker_name, range(accelerators.parse(status.accelerator_type).hosts)))
+                return Handle(self.cluster.name, self.kind, marker, str(location), time.time(), hosts)
         return None
 
     # -- the start on the workers
 
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
         """Ask in the next zone, or start the agents on a TPU that is up."""
-        kept, place = self._kept(handle), Place.parse(handle.native_id)
-        sights = self._look([place]).sights(place)
-        step = self._step(sights)
-        if kept.end() is None and not kept.cancelled and isinstance(step, Create):
-            zones = place.zones[place.zones.index(step.zone) :]
-            refusals = ask(self.api, plan, zones)
-            if len(refusals) == len(zones):
-                failed = [sight for sight in sights if sight.state is State.FAILED]
-                return self._over(handle, _observed(lifecycle.no_zone_left([*failed, *refusals])))
-            return Observation(Phase.PENDING, reason=f"the TPU is asked for in {zones[len(refusals)]} ({step.reason})")
-        if kept.end() is None and not kept.cancelled and not kept.started and isinstance(step, Use):
+        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        statuses = self._list([location]).statuses(location)
+        step = self._step(statuses)
+        if local.end() is None and not local.cancelled and isinstance(step, Create):
+            zones = location.zones[location.zones.index(step.zone) :]
+            rejections = request_tpu(self.api, plan, zones)
+            if len(rejections) == len(zones):
+                failed = [status for status in statuses if status.state is State.FAILED]
+                return self._over(handle, _observed(lifecycle.no_zone_left([*failed, *rejections])))
+            return Observation(
+                Phase.PENDING, reason=f"the TPU is asked for in {zones[len(rejections)]} ({step.reason})"
+            )
+        if local.end() is None and not local.cancelled and not local.started and isinstance(step, Ready):
             try:
                 self._pods.start(step.node, plan, secrets)
             except (BackendUnreachable, NoRoom, AmbiguousSubmit) as error:
-                seen = self._booting(handle, step.node, _told(error))
+                seen = self._booting(handle, step.node, _one_line(error))
                 return self._over(handle, seen) if seen.phase.ended else seen
             except LaunchError as error:
-                return self._over(handle, Observation(Phase.FAILED, Cause.LAUNCH, _told(error)))
-            kept.mark_started()
+                return self._over(handle, Observation(Phase.FAILED, Cause.LAUNCH, _one_line(error)))
+            local.mark_started()
         return self.poll([handle])[handle]
 
-    def _named(self, plan: Plan, place: Place) -> Node:
+    def _named(self, plan: Plan, location: TpuLocation) -> Node:
         """The TPU that the options name. Raises `NoRoom` while it is not up, `BackendError` when it will not do."""
-        step = self._step(self._look([place]).sights(place))
-        if isinstance(step, Use):
-            wanted = str(request.in_plan(plan)["accelerator_type"])
+        step = self._step(self._list([location]).statuses(location))
+        if isinstance(step, Ready):
+            wanted = str(request.read_requests(plan)["accelerator_type"])
             if step.node.accelerator_type not in ("", wanted):
                 raise BackendError(
                     f"it is a {step.node.accelerator_type}, and the options say {wanted}", where=step.node.name
                 )
             return step.node
-        if isinstance(step, (Wait, Away)):
-            raise NoRoom(f"waiting for {place.id}: {step.reason}", where=self.cluster.name)
+        if isinstance(step, (Provisioning, Restarting)):
+            raise NoRoom(f"waiting for {location.id}: {step.reason}", where=self.cluster.name)
         raise BackendError(
-            f"there is no TPU {place.id} to be used: {step.reason}",
+            f"there is no TPU {location.id} to be used: {step.reason}",
             where=self.cluster.name,
             hint="Create it, or remove `name:` and let orc make one for each attempt.",
         )
@@ -237,46 +239,48 @@ class TpuBackend(Backend):
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Two listings of each attempt's own zone, and one round trip to each worker that is up; many at a time.
 
-        All zones are asked where an attempt's TPU is not (any more) where it was; see `Polling`.
+        All zones are asked where an attempt's TPU is not (any more) where it was; see `Poller`.
         """
         from orc.launchers.remote.ssh.fanout import each
 
         if not handles:
             return {}
         self._end_idle()
-        places = {handle.marker: Place.parse(handle.native_id) for handle in handles}
-        kept = {handle.marker: self._kept(handle) for handle in handles}
-        live = {marker: place for marker, place in places.items() if kept[marker].end() is None}
-        sights = self._polling.sights(live, {marker: kept[marker].zone for marker in live})
-        for marker, found in sights.items():
-            if (zone := next((sight.zone for sight in found if sight.alive), "")) not in ("", kept[marker].zone):
-                kept[marker].zone = zone
-        results = each({h.marker: h for h in handles}, lambda handle: self._observe(handle, sights.get(handle.marker)))
+        locations = {handle.marker: TpuLocation.parse(handle.native_id) for handle in handles}
+        local = {handle.marker: self._local(handle) for handle in handles}
+        live = {marker: location for marker, location in locations.items() if local[marker].end() is None}
+        statuses = self._poller.statuses(live, {marker: local[marker].zone for marker in live})
+        for marker, found in statuses.items():
+            if (zone := next((status.zone for status in found if status.alive), "")) not in ("", local[marker].zone):
+                local[marker].zone = zone
+        results = each(
+            {h.marker: h for h in handles}, lambda handle: self._observe(handle, statuses.get(handle.marker))
+        )
         return {handle: _answer(results[handle.marker]) for handle in handles}
 
-    def _observe(self, handle: Handle, sights: Sequence[Sight] | None) -> Observation:
+    def _observe(self, handle: Handle, statuses: Sequence[ZoneStatus] | None) -> Observation:
         """One attempt. What has ended is reported once nothing of its TPU is left that should not be."""
-        kept = self._kept(handle)
-        if sights is None or kept.end() is not None:
+        local = self._local(handle)
+        if statuses is None or local.end() is not None:
             return self._settle(handle)
-        step = self._step(sights)
-        if kept.cancelled and not kept.started:
+        step = self._step(statuses)
+        if local.cancelled and not local.started:
             return self._over(handle, Observation(Phase.CANCELLED, Cause.CANCELLED, "cancelled before it was started"))
-        if isinstance(step, Use):
-            seen = self._look_at_workers(handle, step.node)
+        if isinstance(step, Ready):
+            seen = self._poll_workers(handle, step.node)
             return self._over(handle, seen) if seen.phase.ended else seen
-        if isinstance(step, End):
+        if isinstance(step, Ended):
             return self._over(handle, _observed(step))
         if isinstance(step, Create):
             return Observation(Phase.PENDING, reason=f"{step.reason}; next in {step.zone}", due=True)
-        if isinstance(step, Wait) and not kept.started:
+        if isinstance(step, Provisioning) and not local.started:
             return Observation(Phase.PENDING, reason=step.reason)
         return Observation(Phase.UNKNOWN, reason=step.reason)
 
-    def _look_at_workers(self, handle: Handle, node: Node) -> Observation:
+    def _poll_workers(self, handle: Handle, node: Node) -> Observation:
         """What the agents on a TPU that is up say."""
-        kept, place = self._kept(handle), Place.parse(handle.native_id)
-        started = kept.started or not place.is_made_for(handle.marker)
+        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        started = local.started or not location.is_made_for(handle.marker)
         try:
             inner = self._pods.on(node)
         except BackendUnreachable as error:
@@ -284,24 +288,24 @@ class TpuBackend(Backend):
                 return Observation(Phase.UNKNOWN, reason=error.what)
             return self._booting(handle, node, error.what)
         if not started:
-            sights = inner.hosts.look(dict.fromkeys(handle.hosts, (handle.marker,)))[handle.marker]
-            if not any(has_begun(sight) for sight in sights.values()):
-                away = [sight for sight in sights.values() if sight.answer is None]
+            statuses = inner.hosts.look(dict.fromkeys(handle.hosts, (handle.marker,)))[handle.marker]
+            if not any(has_started(status) for status in statuses.values()):
+                away = [status for status in statuses.values() if status.answer is None]
                 if away:
                     return self._booting(handle, node, f"{away[0].host}: {away[0].why}")
                 return Observation(Phase.PENDING, reason=f"the TPU is up in {node.zone}", due=True)
-            kept.mark_started()
+            local.mark_started()
         own = replace(handle, backend=inner.kind, native_id=inner.hosts.directory(handle.hosts[0], handle.marker))
         seen = replace(inner.poll([own])[own], culprits=())  # workers are nobody's to avoid: the next TPU has others
         if seen.phase.ended and seen.phase is not Phase.SUCCEEDED:
             # What ranks die of when their TPU is taken away says nothing about them.
-            step = self._step(self._look([place]).sights(place))
-            if isinstance(step, End) and step.cause is Cause.PREEMPTED:
+            step = self._step(self._list([location]).statuses(location))
+            if isinstance(step, Ended) and step.cause is Cause.PREEMPTED:
                 return replace(_observed(step), exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
-            if isinstance(step, Away):
+            if isinstance(step, Restarting):
                 return Observation(Phase.UNKNOWN, reason=step.reason)
         if seen.phase is Phase.UNKNOWN:
-            self._polling.forget(handle.marker)  # are they silent because their TPU is gone?
+            self._poller.invalidate(handle.marker)  # are they silent because their TPU is gone?
         if node.health and not seen.phase.ended:
             return replace(seen, reason="; ".join(filter(None, [seen.reason, f"the TPU is not well: {node.health}"])))
         return seen
@@ -309,7 +313,7 @@ class TpuBackend(Backend):
     def _booting(self, handle: Handle, node: Node, why: str) -> Observation:
         """The machines are there, and let nobody in yet: that takes a minute after the creation."""
         age = time.time() - node.created_at if node.created_at is not None else 0.0
-        own = Place.parse(handle.native_id).is_made_for(handle.marker)
+        own = TpuLocation.parse(handle.native_id).is_made_for(handle.marker)
         if own and age > self.settings.options.boot_timeout:
             reason = f"the workers could not be used {age:.0f} s after the creation of the TPU: {why}"
             return Observation(Phase.LOST, Cause.NODE_FAILURE, reason)
@@ -317,14 +321,14 @@ class TpuBackend(Backend):
 
     def _over(self, handle: Handle, end: Observation) -> Observation:
         """The attempt has ended: remember how, and clear up."""
-        self._kept(handle).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
+        self._local(handle).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
         return self._settle(handle)
 
     def _settle(self, handle: Handle) -> Observation:
-        from orc.launchers.backends.tpu.ending import settle
+        from orc.launchers.backends.tpu.teardown import settle
 
-        place = Place.parse(handle.native_id)
-        return settle(self, handle, self._look([place]).sights(place))
+        location = TpuLocation.parse(handle.native_id)
+        return settle(self, handle, self._list([location]).statuses(location))
 
     # -- logs
 
@@ -333,10 +337,10 @@ class TpuBackend(Backend):
         from orc.launchers.attempts.reader import log_selectors
         from orc.launchers.remote.transport import LocalTransport
 
-        kept = self._kept(handle)
-        if kept.has_logs:
-            return log_selectors(LocalTransport(), kept.attempt_directory)
-        inner = self._reached(handle)
+        local = self._local(handle)
+        if local.has_logs:
+            return log_selectors(LocalTransport(), local.attempt_directory)
+        inner = self._reachable(handle)
         return [] if inner is None else inner.log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
@@ -344,10 +348,10 @@ class TpuBackend(Backend):
         from orc.launchers.attempts.reader import read_log
         from orc.launchers.remote.transport import LocalTransport
 
-        kept = self._kept(handle)
-        if kept.has_logs:
-            return read_log(LocalTransport(), kept.attempt_directory, selector, offset)
-        inner = self._reached(handle)
+        local = self._local(handle)
+        if local.has_logs:
+            return read_log(LocalTransport(), local.attempt_directory, selector, offset)
+        inner = self._reachable(handle)
         return iter(()) if inner is None else inner.logs(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
@@ -355,33 +359,33 @@ class TpuBackend(Backend):
         from orc.launchers.attempts.reader import read_job_file
         from orc.launchers.remote.transport import LocalTransport
 
-        kept = self._kept(handle)
-        if kept.has_logs:
-            return read_job_file(LocalTransport(), kept.attempt_directory, name, offset)
-        inner = self._reached(handle)
+        local = self._local(handle)
+        if local.has_logs:
+            return read_job_file(LocalTransport(), local.attempt_directory, name, offset)
+        inner = self._reachable(handle)
         return b"" if inner is None else inner.read_file(handle, name, offset)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """OpenSSH's own client, with the addresses and host keys that were found when the TPU came up."""
-        from orc.launchers.backends.tpu.workers import kept_workers
+        from orc.launchers.backends.tpu.workers import saved_workers
 
-        directory = directory_of(self.cluster, Place.parse(handle.native_id).id, self._given_state_dir)
-        return self._pods.hosts(kept_workers(directory)).entries(handle)
+        directory = directory_of(self.cluster, TpuLocation.parse(handle.native_id).id, self._given_state_dir)
+        return self._pods.hosts(saved_workers(directory)).entries(handle)
 
     def recall(self, digest: str, handle: Handle) -> None:
         """From the workers, while they are there."""
-        inner = self._reached(handle)
+        inner = self._reachable(handle)
         if inner is None:
             raise BackendError("its TPU is not up", where=handle.marker)
         inner.recall(digest, handle)
 
-    def _reached(self, handle: Handle) -> SshBackend | None:
+    def _reachable(self, handle: Handle) -> SshBackend | None:
         """The workers of an attempt; `None` when they are not up. Asks the API only when this machine never did."""
-        place = Place.parse(handle.native_id)
-        if (inner := self._pods.known(place.id)) is not None:
+        location = TpuLocation.parse(handle.native_id)
+        if (inner := self._pods.known(location.id)) is not None:
             return inner
-        step = self._step(self._look([place]).sights(place))
-        return self._pods.on(step.node) if isinstance(step, Use) else None
+        step = self._step(self._list([location]).statuses(location))
+        return self._pods.on(step.node) if isinstance(step, Ready) else None
 
     # -- the end
 
@@ -394,42 +398,42 @@ class TpuBackend(Backend):
 
         if not handles:
             return
-        board = self._look([Place.parse(handle.native_id) for handle in handles])
-        results = each({h.marker: h for h in handles}, lambda handle: self._cancel(handle, board, grace))
+        listing = self._list([TpuLocation.parse(handle.native_id) for handle in handles])
+        results = each({h.marker: h for h in handles}, lambda handle: self._cancel(handle, listing, grace))
         failed = {marker: error for marker, error in results.items() if isinstance(error, LaunchError)}
         if failed:
             first = next(iter(failed.values()))
             raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(failed))
 
-    def _cancel(self, handle: Handle, board: Board, grace: timedelta) -> None:
-        kept, place = self._kept(handle), Place.parse(handle.native_id)
-        if kept.end() is not None:
+    def _cancel(self, handle: Handle, listing: Listing, grace: timedelta) -> None:
+        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        if local.end() is not None:
             return
-        step = self._step(board.sights(place))
-        if isinstance(step, Use):
-            inner = self._pods.on(step.node) if kept.started or not place.is_made_for(handle.marker) else None
+        step = self._step(listing.statuses(location))
+        if isinstance(step, Ready):
+            inner = self._pods.on(step.node) if local.started or not location.is_made_for(handle.marker) else None
             if inner is None:
-                seen = self._look_at_workers(handle, step.node)
-                inner = self._pods.on(step.node) if kept.started else None
+                seen = self._poll_workers(handle, step.node)
+                inner = self._pods.on(step.node) if local.started else None
                 if inner is None and seen.phase.ended:
                     return
             if inner is not None:
                 inner.cancel([handle], grace)
                 return
-        if not kept.started:
-            kept.mark_cancelled()  # the next look ends the attempt, and clears up
+        if not local.started:
+            local.mark_cancelled()  # the next look ends the attempt, and clears up
 
     def reap(self, handle: Handle) -> None:
         """The attempt is over, and the job goes on elsewhere: nothing of its TPU may be left, whatever the policy says.
 
         Raises `BackendUnreachable`.
         """
-        place = Place.parse(handle.native_id)
-        if not place.is_made_for(handle.marker):
-            if (inner := self._reached(handle)) is not None:
+        location = TpuLocation.parse(handle.native_id)
+        if not location.is_made_for(handle.marker):
+            if (inner := self._reachable(handle)) is not None:
                 inner.reap(handle)
             return
-        for name in lifecycle.to_delete(self._look([place]).sights(place), place):
+        for name in lifecycle.to_delete(self._list([location]).statuses(location), location):
             try:
                 self.api.delete(name)
             except BackendError as error:
@@ -437,9 +441,9 @@ class TpuBackend(Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """TPUs with our label, in the zones of the cluster."""
-        from orc.launchers.backends.tpu.sweeping import leftovers
+        from orc.launchers.backends.tpu.cleanup import leftovers
 
-        return leftovers(self._look([self._everywhere]), live, over, now=time.time())
+        return leftovers(self._list([self._all_zones]), live, over, now=time.time())
 
     def sweep(self, leftover: Leftover) -> None:
         """Delete it, and wait until that is done."""
@@ -447,45 +451,45 @@ class TpuBackend(Backend):
 
     def _end_idle(self) -> None:
         """Delete what has been idle for long enough. What cannot be deleted now is left to a later pass."""
-        from orc.launchers.backends.tpu.sweeping import idle_for_too_long
+        from orc.launchers.backends.tpu.cleanup import idle_for_too_long
 
-        if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_looked_at < _IDLE_LOOK_S:
+        if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_listed_at < _IDLE_CHECK_S:
             return
-        for name in idle_for_too_long(self._look([self._everywhere]), now=time.time()):
+        for name in idle_for_too_long(self._list([self._all_zones]), now=time.time()):
             with suppress(BackendError):
                 self.api.delete(name)
-        self._idle_looked_at = time.monotonic()
+        self._idle_listed_at = time.monotonic()
 
     # -- parts of the above
 
     @property
-    def _everywhere(self) -> Place:
+    def _all_zones(self) -> TpuLocation:
         """All that there is in the zones of the cluster."""
-        return Place(self.settings.options.project, self.settings.options.zones, request.QUEUED, "")
+        return TpuLocation(self.settings.options.project, self.settings.options.zones, request.QUEUED, "")
 
-    def _look(self, places: Sequence[Place]) -> Board:
-        from orc.launchers.backends.tpu.sights import look
+    def _list(self, locations: Sequence[TpuLocation]) -> Listing:
+        from orc.launchers.backends.tpu.listing import list_resources
 
-        return look(self.api, places)
+        return list_resources(self.api, locations)
 
-    def _step(self, sights: Sequence[Sight]) -> lifecycle.Step:
+    def _step(self, statuses: Sequence[ZoneStatus]) -> lifecycle.Step:
         limit = self.settings.options.provision_timeout
-        return lifecycle.next_step(sights, now=time.time(), provision_timeout_s=limit)
+        return lifecycle.next_step(statuses, now=time.time(), provision_timeout_s=limit)
 
-    def _kept(self, handle: Handle) -> Kept:
-        return self._kept_of(handle.marker)
+    def _local(self, handle: Handle) -> LocalState:
+        return self._local_of(handle.marker)
 
-    def _kept_of(self, marker: str) -> Kept:
-        from orc.launchers.backends.tpu.kept import Kept
+    def _local_of(self, marker: str) -> LocalState:
+        from orc.launchers.backends.tpu.local_state import LocalState
 
-        return Kept(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
+        return LocalState(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
 
 
-def _observed(end: End) -> Observation:
+def _observed(end: Ended) -> Observation:
     return Observation(end.phase, end.cause, end.reason, ended_at=time.time())
 
 
-def _told(error: LaunchError) -> str:
+def _one_line(error: LaunchError) -> str:
     """In one line; the long name of the TPU goes without saying."""
     return f"{error.where}: {error.what}" if error.where and "/" not in error.where else error.what
 

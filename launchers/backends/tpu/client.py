@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.backends.tpu.lifecycle import Creation, Failure, Node, Queued
+from orc.launchers.backends.tpu.lifecycle import Creation, Failure, Node, QueuedResource
 from orc.launchers.backends.tpu.request import API, NODES, parent
 from orc.launchers.errors import BackendError, BackendUnreachable
 
@@ -29,21 +29,21 @@ _AT_ONCE = 100  # workers whose host keys are asked for in one call
 T = TypeVar("T")
 
 
-class Exists(BackendError):
+class AlreadyExists(BackendError):
     """There is something of that name already."""
 
 
-class NoCapacity(BackendError):
+class ResourceExhausted(BackendError):
     """The zone has no such TPU to give now, or the project may not have more of them."""
 
 
-class Refused(BackendError):
+class ApiRejected(BackendError):
     """The API says no; ``code`` is its word for it."""
 
     code = ""
 
 
-class Missing(Refused):
+class NotFound(ApiRejected):
     """There is nothing of that name."""
 
 
@@ -82,7 +82,7 @@ class TpuApi:
 
     # -- looking
 
-    def queued(self, zone: str) -> list[Queued]:
+    def queued(self, zone: str) -> list[QueuedResource]:
         """All queued resources of a zone."""
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
@@ -101,16 +101,16 @@ class TpuApi:
         try:
             with self._errors(where):
                 return _node(self._client.get_node(name=where, **self._reading))
-        except Missing:
+        except NotFound:
             return None
 
-    def queued_resource(self, zone: str, name: str) -> Queued | None:
+    def queued_resource(self, zone: str, name: str) -> QueuedResource | None:
         """One queued resource; `None` when there is none of that name."""
         where = f"{parent(self.options.project, zone)}/queuedResources/{name}"
         try:
             with self._errors(where):
                 return _queued(self._client.get_queued_resource(name=where, **self._reading))
-        except Missing:
+        except NotFound:
             return None
 
     def creations(self, zone: str) -> dict[str, Creation]:
@@ -177,7 +177,7 @@ class TpuApi:
     def create(self, request: Mapping[str, Any]) -> None:
         """Ask for a TPU, as a plan has it. Returns when the request was taken, which is long before it is up.
 
-        Raises `Exists`, `NoCapacity`, `Refused`, and `BackendUnreachable` when it may have been taken.
+        Raises `AlreadyExists`, `ResourceExhausted` and `ApiRejected`; `BackendUnreachable` when it may have been taken.
         """
         from google.cloud.tpu_v2.types import cloud_tpu
 
@@ -203,7 +203,7 @@ class TpuApi:
                     operation = self._client.delete_queued_resource(request=order, **self._writing)
                 if wait_s:
                     self._until_done(operation, wait_s)
-        except Missing:
+        except NotFound:
             return
 
     def label(self, node: Node, labels: Mapping[str, str], *, wait_s: float = 60.0) -> None:
@@ -267,19 +267,19 @@ class TpuApi:
                 hint="Have they expired? `gcloud auth application-default login` renews them.",
             ) from None
         except e.AlreadyExists as error:
-            raise Exists(error.message, where=where) from None
+            raise AlreadyExists(error.message, where=where) from None
         except e.ResourceExhausted as error:
-            raise NoCapacity(error.message, where=where) from None
+            raise ResourceExhausted(error.message, where=where) from None
         except (e.PermissionDenied, e.Forbidden) as error:
-            raise _refusal(
-                Refused, error, where, f"Does your account have the role TPU Admin, and is {API} on?"
+            raise _rejection(
+                ApiRejected, error, where, f"Does your account have the role TPU Admin, and is {API} on?"
             ) from None
         except e.Unauthenticated as error:
-            raise _refusal(Refused, error, where, "Run `gcloud auth application-default login`.") from None
+            raise _rejection(ApiRejected, error, where, "Run `gcloud auth application-default login`.") from None
         except e.NotFound as error:
-            raise _refusal(Missing, error, where, "") from None
+            raise _rejection(NotFound, error, where, "") from None
         except (e.InvalidArgument, e.FailedPrecondition, e.OutOfRange, e.MethodNotImplemented) as error:
-            raise _refusal(Refused, error, where, "") from None
+            raise _rejection(ApiRejected, error, where, "") from None
         except (e.GoogleAPICallError, e.RetryError) as error:
             raise BackendUnreachable(f"the TPU API does not answer: {_first_line(error)}", where=where) from None
 
@@ -290,10 +290,10 @@ def _retry(patience_s: float, *kinds: type[Exception]) -> Retry:
     return Retry(predicate=if_exception_type(*kinds), initial=0.2, maximum=10.0, multiplier=2.0, timeout=patience_s)
 
 
-def _refusal(kind: type[Refused], error: Any, where: str, hint: str) -> Refused:
-    refused = kind(error.message, where=where, hint=hint)
-    refused.code = error.grpc_status_code.name if error.grpc_status_code else ""
-    return refused
+def _rejection(kind: type[ApiRejected], error: Any, where: str, hint: str) -> ApiRejected:
+    zone_rejected = kind(error.message, where=where, hint=hint)
+    zone_rejected.code = error.grpc_status_code.name if error.grpc_status_code else ""
+    return zone_rejected
 
 
 def _first_line(error: Exception) -> str:
@@ -305,13 +305,13 @@ def _seconds(time: Any) -> float | None:
     return float(time.timestamp()) if time else None
 
 
-def _queued(item: Any) -> Queued:
+def _queued(item: Any) -> QueuedResource:
     """A QueuedResource message as a plain value."""
     from google.rpc import code_pb2
 
     specs = list(item.tpu.node_spec)
     error = item.state.failed_data.error
-    return Queued(
+    return QueuedResource(
         name=item.name,
         state=item.state.state.name,
         accelerator_type=specs[0].node.accelerator_type if specs else "",
@@ -341,13 +341,13 @@ def _node(item: Any) -> Node:
     )
 
 
-def in_zones(zones: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
+def in_zones(zones: Sequence[str], request_tpu: Callable[[str], T]) -> dict[str, T]:
     """What *ask* says about each zone, side by side. Raises the first refusal."""
     from orc.launchers.errors import LaunchError
     from orc.launchers.remote.ssh.fanout import each
 
     found: dict[str, T] = {}
-    for zone, answer in each({zone: zone for zone in zones}, ask).items():
+    for zone, answer in each({zone: zone for zone in zones}, request_tpu).items():
         if isinstance(answer, LaunchError):
             raise answer
         found[zone] = answer

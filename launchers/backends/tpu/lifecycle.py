@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from orc.launchers.backends.base import Cause, Phase
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.tpu.request import Place
+    from orc.launchers.backends.tpu.request import TpuLocation
 
 # Capacity that is not there now may be there later; what these say stays as it is.
-_FOR_GOOD = frozenset({"INVALID_ARGUMENT", "PERMISSION_DENIED", "NOT_FOUND", "UNAUTHENTICATED", "FAILED_PRECONDITION"})
+_PERMANENT = frozenset({"INVALID_ARGUMENT", "PERMISSION_DENIED", "NOT_FOUND", "UNAUTHENTICATED", "FAILED_PRECONDITION"})
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Resource:
 
 
 @dataclass(frozen=True)
-class Queued(_Resource):
+class QueuedResource(_Resource):
     """A queued resource, as the API shows it."""
 
     state: str  # ACCEPTED, ...
@@ -82,32 +82,32 @@ class Creation:
 class State(enum.Enum):
     """What one zone has of an attempt's TPU."""
 
-    ABSENT = enum.auto()
-    WAITING = enum.auto()
+    NOT_FOUND = enum.auto()
+    PROVISIONING = enum.auto()
     READY = enum.auto()
-    AWAY = enum.auto()  # it is being restarted or repaired: it will be back
+    RESTARTING = enum.auto()  # it is being restarted or repaired: it will be back
     PREEMPTED = enum.auto()
     FAILED = enum.auto()
-    TAKEN_DOWN = enum.auto()  # by somebody, not by the service
-    GOING = enum.auto()  # it is being deleted
+    STOPPED = enum.auto()  # by somebody, not by the service
+    DELETING = enum.auto()  # it is being deleted
 
 
 @dataclass(frozen=True)
-class Sight:
+class ZoneStatus:
     """What one zone has, and the words for it."""
 
     zone: str
     state: State
-    said: str = ""
+    message: str = ""
     failure: Failure | None = None
     node: Node | None = None
-    queued: Queued | None = None
+    queued: QueuedResource | None = None
     since: float | None = None  # when its creation began, seconds since the epoch
 
     @property
     def alive(self) -> bool:
         """Return whether the attempt has its TPU here, or will get it here: other zones do not matter then."""
-        return self.state in (State.WAITING, State.READY, State.AWAY)
+        return self.state in (State.PROVISIONING, State.READY, State.RESTARTING)
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -122,19 +122,21 @@ class Sight:
 
 
 _NODE_STATES = {
-    "CREATING": State.WAITING,
+    "CREATING": State.PROVISIONING,
     "READY": State.READY,
     "PREEMPTED": State.PREEMPTED,
     "TERMINATED": State.PREEMPTED,  # the end of its life, as spot TPUs had it after a day
-    "DELETING": State.GOING,
-    "STOPPING": State.TAKEN_DOWN,
-    "STOPPED": State.TAKEN_DOWN,
-    "HIDING": State.TAKEN_DOWN,
-    "HIDDEN": State.TAKEN_DOWN,
+    "DELETING": State.DELETING,
+    "STOPPING": State.STOPPED,
+    "STOPPED": State.STOPPED,
+    "HIDING": State.STOPPED,
+    "HIDDEN": State.STOPPED,
 }
 
 
-def sight_of(zone: str, queued: Queued | None, node: Node | None, creation: Creation | None = None) -> Sight:
+def zone_status(
+    zone: str, queued: QueuedResource | None, node: Node | None, creation: Creation | None = None
+) -> ZoneStatus:
     """One zone, from what the API shows there. States that this version does not know are waited for.
 
     What is being created may not be listed yet: then its operation stands for it.
@@ -142,50 +144,52 @@ def sight_of(zone: str, queued: Queued | None, node: Node | None, creation: Crea
     if queued is not None:
         return _of_queued(zone, queued, node)
     if node is not None:
-        state = _NODE_STATES.get(node.state, State.AWAY)
-        return Sight(zone, state, f"{node.state} in {zone}", node=node, since=node.created_at)
+        state = _NODE_STATES.get(node.state, State.RESTARTING)
+        return ZoneStatus(zone, state, f"{node.state} in {zone}", node=node, since=node.created_at)
     if creation is not None and not creation.done:
-        return Sight(zone, State.WAITING, f"CREATING in {zone}", since=creation.started_at)
+        return ZoneStatus(zone, State.PROVISIONING, f"CREATING in {zone}", since=creation.started_at)
     if creation is not None and creation.failure is not None:
-        return Sight(zone, State.FAILED, f"{zone}: {creation.failure.error}", creation.failure)
-    return Sight(zone, State.ABSENT)
+        return ZoneStatus(zone, State.FAILED, f"{zone}: {creation.failure.error}", creation.failure)
+    return ZoneStatus(zone, State.NOT_FOUND)
 
 
-def _of_queued(zone: str, queued: Queued, node: Node | None) -> Sight:
-    said = f"{queued.state} in {zone}"
+def _of_queued(zone: str, queued: QueuedResource, node: Node | None) -> ZoneStatus:
+    message = f"{queued.state} in {zone}"
     if queued.state == "FAILED":
         failure = Failure(queued.code, queued.error or "the request failed")
-        return Sight(zone, State.FAILED, f"{zone}: {failure.error}", failure, node, queued)
+        return ZoneStatus(zone, State.FAILED, f"{zone}: {failure.error}", failure, node, queued)
     if queued.state in ("SUSPENDING", "SUSPENDED"):
-        taken = State.TAKEN_DOWN if queued.by_user else State.PREEMPTED
-        return Sight(zone, taken, said, node=node, queued=queued)
+        taken = State.STOPPED if queued.by_user else State.PREEMPTED
+        return ZoneStatus(zone, taken, message, node=node, queued=queued)
     if queued.state == "DELETING":
-        return Sight(zone, State.GOING, said, node=node, queued=queued)
+        return ZoneStatus(zone, State.DELETING, message, node=node, queued=queued)
     if queued.state == "ACTIVE" and node is not None:
-        state = _NODE_STATES.get(node.state, State.AWAY)
-        return Sight(zone, state, f"{node.state} in {zone}", node=node, queued=queued)
-    return Sight(zone, State.WAITING, said, node=node, queued=queued, since=node.created_at if node else None)
+        state = _NODE_STATES.get(node.state, State.RESTARTING)
+        return ZoneStatus(zone, state, f"{node.state} in {zone}", node=node, queued=queued)
+    return ZoneStatus(
+        zone, State.PROVISIONING, message, node=node, queued=queued, since=node.created_at if node else None
+    )
 
 
 # -- what to do
 
 
 @dataclass(frozen=True)
-class Wait:
+class Provisioning:
     """Nothing, until the next look."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Away:
+class Restarting:
     """Nothing can be said now: the machines are being restarted."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Use:
+class Ready:
     """The TPU is up."""
 
     node: Node
@@ -200,7 +204,7 @@ class Create:
 
 
 @dataclass(frozen=True)
-class End:
+class Ended:
     """There will be no TPU for this attempt, or there is none any more."""
 
     phase: Phase
@@ -208,67 +212,67 @@ class End:
     reason: str
 
 
-Step = Wait | Away | Use | Create | End
+Step = Provisioning | Restarting | Ready | Create | Ended
 
 
-def next_step(sights: Sequence[Sight], *, now: float, provision_timeout_s: float) -> Step:
+def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s: float) -> Step:
     """What follows from *sights*, one for each zone in the order in which they are tried."""
-    by_state = {state: [s for s in sights if s.state is state] for state in State}
+    by_state = {state: [s for s in statuses if s.state is state] for state in State}
     for ready in by_state[State.READY]:
         if ready.node is not None:
-            return Use(ready.node)
-    for away in by_state[State.AWAY]:
-        return Away(f"the TPU is {away.said}")
+            return Ready(ready.node)
+    for away in by_state[State.RESTARTING]:
+        return Restarting(f"the TPU is {away.message}")
     for gone in by_state[State.PREEMPTED]:
-        return End(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.said})")
-    for waiting in by_state[State.WAITING]:
+        return Ended(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.message})")
+    for waiting in by_state[State.PROVISIONING]:
         if waiting.since is not None and now - waiting.since > provision_timeout_s:
             took = f"{now - waiting.since:.0f} s"
-            return End(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.said} after {took}")
-        return Wait(f"the TPU is {waiting.said}")
-    for down in by_state[State.TAKEN_DOWN]:
-        return End(Phase.LOST, Cause.NODE_FAILURE, f"somebody has taken the TPU down ({down.said})")
-    for going in by_state[State.GOING]:
-        return End(Phase.LOST, Cause.NODE_FAILURE, f"somebody deletes the TPU ({going.said})")
-    return _after_failures(sights)
+            return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.message} after {took}")
+        return Provisioning(f"the TPU is {waiting.message}")
+    for down in by_state[State.STOPPED]:
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"somebody has taken the TPU down ({down.message})")
+    for going in by_state[State.DELETING]:
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"somebody deletes the TPU ({going.message})")
+    return _after_failures(statuses)
 
 
-def _after_failures(sights: Sequence[Sight]) -> Step:
+def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
     """The next zone that has not been asked; none is asked twice."""
-    failed = [sight for sight in sights if sight.state is State.FAILED]
+    failed = [status for status in statuses if status.state is State.FAILED]
     if not failed:
-        where = ", ".join(sight.zone for sight in sights)
-        return End(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: somebody has deleted it ({where})")
-    last = max(number for number, sight in enumerate(sights) if sight.state is State.FAILED)
-    said = "; ".join(sight.said for sight in failed)
-    for sight in sights[last + 1 :]:
-        return Create(sight.zone, said)
+        where = ", ".join(status.zone for status in statuses)
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: somebody has deleted it ({where})")
+    last = max(number for number, status in enumerate(statuses) if status.state is State.FAILED)
+    message = "; ".join(status.message for status in failed)
+    for status in statuses[last + 1 :]:
+        return Create(status.zone, message)
     return no_zone_left(failed)
 
 
-def no_zone_left(failed: Sequence[Sight]) -> End:
+def no_zone_left(failed: Sequence[ZoneStatus]) -> Ended:
     """All zones have been asked in vain: another attempt may have more luck, unless they said no for good."""
-    said = "; ".join(sight.said for sight in failed)
-    if all(sight.failure is not None and sight.failure.code in _FOR_GOOD for sight in failed):
-        return End(Phase.FAILED, Cause.LAUNCH, f"the TPU cannot be made: {said}")
-    return End(Phase.LOST, Cause.NODE_FAILURE, f"no TPU could be had: {said}")
+    message = "; ".join(status.message for status in failed)
+    if all(status.failure is not None and status.failure.code in _PERMANENT for status in failed):
+        return Ended(Phase.FAILED, Cause.LAUNCH, f"the TPU cannot be made: {message}")
+    return Ended(Phase.LOST, Cause.NODE_FAILURE, f"no TPU could be had: {message}")
 
 
-def refused(zone: str, code: str, error: str) -> Sight:
+def zone_rejected(zone: str, code: str, error: str) -> ZoneStatus:
     """A zone whose answer to the request itself was no."""
-    return Sight(zone, State.FAILED, f"{zone}: {error}", Failure(code, error))
+    return ZoneStatus(zone, State.FAILED, f"{zone}: {error}", Failure(code, error))
 
 
-def to_delete(sights: Sequence[Sight], place: Place) -> list[str]:
+def to_delete(statuses: Sequence[ZoneStatus], location: TpuLocation) -> list[str]:
     """Names of what still has to be deleted, so that nothing of an attempt is left. Others' things are none of it."""
     names = []
-    for sight in sights:
-        if sight.state in (State.ABSENT, State.GOING):
+    for status in statuses:
+        if status.state in (State.NOT_FOUND, State.DELETING):
             continue
-        if sight.queued is not None:
-            names.append(sight.queued.name)
-        elif sight.node is not None and sight.node.id == place.id:
-            names.append(sight.node.name)
-        elif sight.state is State.WAITING:  # its creation is under way, and it is not listed yet
-            names.append(f"projects/{place.project}/locations/{sight.zone}/{place.collection}/{place.id}")
+        if status.queued is not None:
+            names.append(status.queued.name)
+        elif status.node is not None and status.node.id == location.id:
+            names.append(status.node.name)
+        elif status.state is State.PROVISIONING:  # its creation is under way, and it is not listed yet
+            names.append(f"projects/{location.project}/locations/{status.zone}/{location.collection}/{location.id}")
     return names

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.backends.base import Finding
 from orc.launchers.backends.tpu import request
 from orc.launchers.backends.tpu.client import in_zones
-from orc.launchers.backends.tpu.request import Place
+from orc.launchers.backends.tpu.request import TpuLocation
 
 if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi
@@ -22,22 +22,22 @@ def check(api: TpuApi, plan: Plan) -> list[Finding]:
 
     Raises `BackendError` for credentials, rights and zones that the API refuses, `BackendUnreachable`.
     """
-    asked = request.in_plan(plan)
-    place = Place.parse(asked["place"])
+    asked = request.read_requests(plan)
+    location = TpuLocation.parse(asked["place"])
     if "requests" not in asked:
         return []  # submit looks at the TPU that is there
     body = asked["requests"][0]
     node = body["node"] if "node" in body else body["queued_resource"]["tpu"]["node_spec"][0]["node"]
     wanted = {"accelerator type": node["accelerator_type"], "runtime version": node["runtime_version"]}
-    types, versions = in_zones(place.zones, api.accelerator_types), in_zones(place.zones, api.runtime_versions)
+    types, versions = in_zones(location.zones, api.accelerator_types), in_zones(location.zones, api.runtime_versions)
     found = [*_lost_checkpoints(plan, node)]
     for what, has in (("accelerator type", types), ("runtime version", versions)):
         value = wanted[what]
-        without = [zone for zone in place.zones if value not in has[zone]]
+        without = [zone for zone in location.zones if value not in has[zone]]
         if not without:
             continue
-        known = sorted({one for zone in place.zones for one in has[zone]})
-        level = "error" if len(without) == len(place.zones) else "warning"
+        known = sorted({one for zone in location.zones for one in has[zone]})
+        level = "error" if len(without) == len(location.zones) else "warning"
         text = f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no {what} {value}"
         found.append(Finding("error" if level == "error" else "warning", text, hint=_choices(value, known)))
     return found

@@ -36,7 +36,7 @@ def tpu_id(marker: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class TpuLocation:
     """Where an attempt's TPU is to be found, in one line of text: what a handle remembers."""
 
     project: str
@@ -48,7 +48,7 @@ class Place:
         return f"projects/{self.project}/locations/{','.join(self.zones)}/{self.collection}/{self.id}"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> TpuLocation:
         """The inverse of `str`. Raises `ValueError`."""
         projects, project, locations, zones, collection, name = text.split("/")
         if (projects, locations) != ("projects", "locations") or collection not in (QUEUED, NODES):
@@ -60,11 +60,11 @@ class Place:
         return self.id == tpu_id(marker)
 
 
-def place_of(options: Options, marker: str) -> Place:
+def location_of(options: Options, marker: str) -> TpuLocation:
     """Where the TPU of an attempt is, or will be."""
     if options.name is not None:
-        return Place(options.project, options.zones, NODES, options.name)
-    return Place(options.project, options.zones, QUEUED if options.queued else NODES, tpu_id(marker))
+        return TpuLocation(options.project, options.zones, NODES, options.name)
+    return TpuLocation(options.project, options.zones, QUEUED if options.queued else NODES, tpu_id(marker))
 
 
 def render(options: Options, accelerator_type: str, marker: str, public_key: str | None) -> dict[str, Any]:
@@ -72,16 +72,16 @@ def render(options: Options, accelerator_type: str, marker: str, public_key: str
 
     For a TPU that exists there is nothing to ask for, and no request.
     """
-    place = place_of(options, marker)
-    found: dict[str, Any] = {"place": str(place), "accelerator_type": accelerator_type}
+    location = location_of(options, marker)
+    found: dict[str, Any] = {"place": str(location), "accelerator_type": accelerator_type}
     if options.name is None:
         make = _queued if options.queued else _node
         node = _node_spec(options, accelerator_type, marker, public_key)
-        found["requests"] = [make(options, zone, place.id, node) for zone in options.zones]
+        found["requests"] = [make(options, zone, location.id, node) for zone in options.zones]
     return found
 
 
-def in_plan(plan: Plan) -> dict[str, Any]:
+def read_requests(plan: Plan) -> dict[str, Any]:
     """What `render` made for this plan."""
     found: dict[str, Any] = json.loads(next(f.content for f in plan.files if f.host == API))
     return found
@@ -140,7 +140,7 @@ def _node_spec(options: Options, accelerator_type: str, marker: str, public_key:
             **({"subnetwork": options.subnetwork} if options.subnetwork else {}),
             **network,
         },
-        "labels": {**dict(sorted(options.labels.items())), **own_labels(options, marker)},
+        "labels": {**dict(sorted(options.labels.items())), **attempt_labels(options, marker)},
         **({"metadata": dict(sorted(metadata.items()))} if metadata else {}),
         **({"tags": list(options.tags)} if options.tags else {}),
         **({"service_account": {"email": account.email, "scope": list(account.scopes)}} if account else {}),
@@ -152,7 +152,7 @@ def _disks(options: Options) -> Sequence[Mapping[str, str]]:
     return [{"source_disk": disk.source, "mode": disk.mode.upper()} for disk in options.data_disks]
 
 
-def own_labels(options: Options, marker: str) -> dict[str, str]:
+def attempt_labels(options: Options, marker: str) -> dict[str, str]:
     """Labels by which passes and sweeps know a TPU, and what is to become of it."""
     idle = {IDLE_TIMEOUT: f"{options.idle_timeout:.0f}"} if options.on_finish == "idle" else {}
     return {MARKER: tpu_id(marker), ON_FINISH: options.on_finish, **idle}

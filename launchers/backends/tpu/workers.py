@@ -85,7 +85,7 @@ def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -
     return Workers(machines, str(config))
 
 
-def kept_workers(directory: Path) -> Workers:
+def saved_workers(directory: Path) -> Workers:
     """The same as it was last time, without asking anybody. Raises `BackendError` when there was none."""
     known = read_json(directory / "workers.json")
     if known is None:
@@ -148,7 +148,7 @@ def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], conf
     )
 
 
-def has_begun(sight: Sight) -> bool:
+def has_started(sight: Sight) -> bool:
     """Whether the attempt's agent has been on this worker."""
     return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
 

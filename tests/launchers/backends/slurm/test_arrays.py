@@ -84,7 +84,7 @@ def test_a_broken_record_names_no_element(record: bytes) -> None:
 
 
 def test_records_are_read_as_they_were_written() -> None:
-    elements = [arrays.Element("orc-array-1", 3), arrays.Element("orc-array-2", 0)]
+    elements = [arrays.ArrayElement("orc-array-1", 3), arrays.ArrayElement("orc-array-2", 0)]
     assert arrays.elements_of(arrays.record_of(elements)) == elements
 
 

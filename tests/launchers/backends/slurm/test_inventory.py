@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from orc.launchers.backends.base import PartitionReport, QueuedJob
-from orc.launchers.backends.slurm.discovery import Facts, entry, entry_name
+from orc.launchers.backends.slurm.discovery import ClusterFacts, entry, entry_name
 from orc.launchers.backends.slurm.inventory import parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import LaunchError
@@ -59,7 +59,7 @@ slurm_load_jobs error: something
     ]
 
 
-def facts(**more: Any) -> Facts:
+def facts(**more: Any) -> ClusterFacts:
     values: dict[str, Any] = {
         "cluster": "hpc",
         "version": "slurm 23.11.4",
@@ -69,7 +69,7 @@ def facts(**more: Any) -> Facts:
         "accounts": ("closed", "research"),
         "python": "/usr/bin/python3",
     }
-    return Facts(**{**values, **more})
+    return ClusterFacts(**{**values, **more})
 
 
 def test_an_entry_says_what_may_be_changed() -> None:

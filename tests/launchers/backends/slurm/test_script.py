@@ -17,7 +17,7 @@ from orc.launchers.ids import AttemptId
 from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.spec.clusters import Cluster, builtin_local
+from orc.launchers.spec.clusters import Cluster
 
 SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 
@@ -97,7 +97,7 @@ def test_a_root_of_several_lines_is_refused(text: str) -> None:
 def test_a_state_directory_of_several_lines_adds_no_directive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORC_STATE_DIR", "/state\n#SBATCH --wrap=id")
     with pytest.raises(LaunchError, match=r"ORC_STATE_DIR is .* one line of printable characters"):
-        builtin_local()
+        SlurmBackend(Cluster(name="here", kind="slurm"))
 
 
 @pytest.mark.parametrize("given", [True, "user", "mcs", "topo"])

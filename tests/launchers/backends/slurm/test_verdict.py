@@ -9,8 +9,8 @@ import pytest
 
 from orc.launchers.attempts.records import AttemptExit, RankFailure
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.launchers.backends.slurm.rows import JobRow
-from orc.launchers.backends.slurm.verdict import LOST_AFTER_S, Witness, judge
+from orc.launchers.backends.slurm.queue_rows import JobRow
+from orc.launchers.backends.slurm.verdict import LOST_AFTER_S, AgentEvidence, judge
 
 T0 = 1_700_000_000.0
 
@@ -30,7 +30,7 @@ def record(
     )
 
 
-def look(slurm: JobRow | None, witness: Witness | None = None, **more: Any) -> Observation:
+def look(slurm: JobRow | None, evidence: AgentEvidence | None = None, **more: Any) -> Observation:
     values: dict[str, Any] = {
         "submitted_at": T0,
         "now": T0 + 1000,
@@ -38,7 +38,7 @@ def look(slurm: JobRow | None, witness: Witness | None = None, **more: Any) -> O
         "asked_everyone": True,
         "where": "/a1",
     }
-    return judge(slurm, witness or Witness(), **{**values, **more})
+    return judge(slurm, evidence or AgentEvidence(), **{**values, **more})
 
 
 def test_a_waiting_job_says_why() -> None:
@@ -55,29 +55,31 @@ def test_a_reason_that_does_not_go_away_is_called_that(reason: str) -> None:
 
 
 def test_a_requeued_job_waits_and_shows_that_it_has_run_before() -> None:
-    seen = look(row("PENDING", reason="BeginTime"), Witness(exit=record(Cause.PREEMPTED), restarts=0, seen=True))
+    seen = look(row("PENDING", reason="BeginTime"), AgentEvidence(exit=record(Cause.PREEMPTED), restarts=0, seen=True))
     assert (seen.phase, seen.restarts, seen.exit) == (Phase.PENDING, 1, None)
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "SUSPENDED"])
 def test_a_job_that_has_nodes_runs_whatever_the_records_say(state: str) -> None:
-    seen = look(row(state), Witness(exit=record(Cause.PREEMPTED), hosts=("node1",), restarts=2, progress={"step": 7}))
+    seen = look(
+        row(state), AgentEvidence(exit=record(Cause.PREEMPTED), hosts=("node1",), restarts=2, progress={"step": 7})
+    )
     assert (seen.phase, seen.exit, seen.ended_at) == (Phase.RUNNING, None, None)
     assert (seen.hosts, seen.restarts, seen.progress) == (("node1",), 2, {"step": 7})
 
 
 def test_success_is_what_the_records_say() -> None:
-    seen = look(row("COMPLETED"), Witness(exit=record()))
+    seen = look(row("COMPLETED"), AgentEvidence(exit=record()))
     assert (seen.phase, seen.cause, seen.ended_at) == (Phase.SUCCEEDED, None, T0 + 90)
 
 
 def test_success_survives_what_slurm_does_afterwards() -> None:
-    assert look(row("NODE_FAIL"), Witness(exit=record())).phase is Phase.SUCCEEDED
-    assert look(row("CANCELLED"), Witness(exit=record())).phase is Phase.SUCCEEDED
+    assert look(row("NODE_FAIL"), AgentEvidence(exit=record())).phase is Phase.SUCCEEDED
+    assert look(row("CANCELLED"), AgentEvidence(exit=record())).phase is Phase.SUCCEEDED
 
 
 def test_a_crash_names_the_first_failing_rank() -> None:
-    seen = look(row("FAILED", exit_code=42), Witness(exit=record(Cause.CRASH)))
+    seen = look(row("FAILED", exit_code=42), AgentEvidence(exit=record(Cause.CRASH)))
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH)
     assert seen.reason == "rank 1 on node1 exited with 42"
     assert seen.exit is not None
@@ -95,50 +97,52 @@ def test_a_crash_names_the_first_failing_rank() -> None:
         ("OUT_OF_MEMORY", Cause.CRASH),
     ],
 )
-@pytest.mark.parametrize("witness", [Witness(), Witness(exit=record(Cause.PREEMPTED))])
-def test_what_slurm_did_is_taken_from_slurm(state: str, cause: Cause, witness: Witness) -> None:
-    seen = look(row(state), witness)
+@pytest.mark.parametrize("evidence", [AgentEvidence(), AgentEvidence(exit=record(Cause.PREEMPTED))])
+def test_what_slurm_did_is_taken_from_slurm(state: str, cause: Cause, evidence: AgentEvidence) -> None:
+    seen = look(row(state), evidence)
     assert (seen.phase, seen.cause) == (Phase.FAILED, cause)
     assert seen.reason
 
 
 def test_a_crash_before_slurm_ended_the_job_stays_a_crash() -> None:
-    assert look(row("TIMEOUT"), Witness(exit=record(Cause.CRASH))).cause is Cause.CRASH
-    assert look(row("CANCELLED"), Witness(exit=record(Cause.CRASH))).cause is Cause.CRASH
+    assert look(row("TIMEOUT"), AgentEvidence(exit=record(Cause.CRASH))).cause is Cause.CRASH
+    assert look(row("CANCELLED"), AgentEvidence(exit=record(Cause.CRASH))).cause is Cause.CRASH
 
 
 def test_a_crash_that_follows_from_a_dead_node_is_a_node_failure() -> None:
-    seen = look(row("NODE_FAIL", failed_node="node2"), Witness(exit=record(Cause.CRASH)))
+    seen = look(row("NODE_FAIL", failed_node="node2"), AgentEvidence(exit=record(Cause.CRASH)))
     assert (seen.cause, seen.reason) == (Cause.NODE_FAILURE, "NODE_FAIL: node2 failed")
 
 
 def test_a_crash_while_another_node_fell_silent_is_a_node_failure() -> None:
-    seen = look(row("FAILED", exit_code=1), Witness(exit=record(Cause.CRASH, complete=False), silent=("node2",)))
+    seen = look(row("FAILED", exit_code=1), AgentEvidence(exit=record(Cause.CRASH, complete=False), silent=("node2",)))
     assert seen.cause is Cause.NODE_FAILURE
     assert seen.reason == "no exit record from node2; rank 1 on node1 exited with 42"
 
 
 def test_a_preemption_notice_that_slurm_knows_nothing_of_came_from_srun_because_another_agent_died() -> None:
     left = record(Cause.PREEMPTED, complete=False, reason="preempted (SIGTERM)")
-    seen = look(row("FAILED", exit_code=137), Witness(exit=left, silent=("node2",), hosts=("node1", "node2")))
+    seen = look(row("FAILED", exit_code=137), AgentEvidence(exit=left, silent=("node2",), hosts=("node1", "node2")))
     assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ("node2",))
-    assert look(row("PREEMPTED"), Witness(exit=left, silent=("node2",))).cause is Cause.PREEMPTED
-    assert look(row("FAILED"), Witness(exit=record(Cause.PREEMPTED))).cause is Cause.PREEMPTED
+    assert look(row("PREEMPTED"), AgentEvidence(exit=left, silent=("node2",))).cause is Cause.PREEMPTED
+    assert look(row("FAILED"), AgentEvidence(exit=record(Cause.PREEMPTED))).cause is Cause.PREEMPTED
 
 
 def test_the_node_that_failed_is_blamed_by_slurm_s_word_else_by_the_agents() -> None:
     both = ("node1", "node2")
-    assert look(row("NODE_FAIL", failed_node="node2"), Witness(silent=both)).culprits == ("node2",)
-    assert look(row("FAILED", exit_code=1), Witness(seen=True, silent=("node1",), hosts=both)).culprits == ("node1",)
+    assert look(row("NODE_FAIL", failed_node="node2"), AgentEvidence(silent=both)).culprits == ("node2",)
+    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("node1",), hosts=both)).culprits == (
+        "node1",
+    )
     missed = dataclasses.replace(record(Cause.NODE_FAILURE), lost_nodes=(1,))
-    assert look(row("FAILED", exit_code=1), Witness(exit=missed, hosts=both)).culprits == ("node2",)
+    assert look(row("FAILED", exit_code=1), AgentEvidence(exit=missed, hosts=both)).culprits == ("node2",)
     # A host name that Slurm does not know as a node is of no use to it.
-    assert look(row("FAILED", exit_code=1), Witness(seen=True, silent=("other",))).culprits == ()
+    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("other",))).culprits == ()
 
 
 def test_where_all_nodes_fell_silent_none_is_blamed_unless_slurm_says_so() -> None:
     both = ("node1", "node2")
-    silent = Witness(seen=True, silent=both, hosts=both)
+    silent = AgentEvidence(seen=True, silent=both, hosts=both)
     seen = look(row("FAILED", exit_code=137), silent)
     assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ())
     assert seen.reason == "the agents on node1, node2 left no exit record; Slurm says FAILED (exit code 137)"
@@ -146,57 +150,61 @@ def test_where_all_nodes_fell_silent_none_is_blamed_unless_slurm_says_so() -> No
     told = dataclasses.replace(silent, exit=record(Cause.PREEMPTED, complete=False))
     assert look(row("FAILED", exit_code=137), told).culprits == ()
     alone = JobRow("12", "orc-d-a1", "NODE_FAIL", T0, T0 + 10, T0 + 100, nodes=("node1",))
-    assert look(alone, Witness(seen=True, silent=("node1",), hosts=("node1",))).culprits == ("node1",)
-    assert look(dataclasses.replace(alone, state="FAILED"), Witness(seen=True, silent=("node1",))).culprits == ()
+    assert look(alone, AgentEvidence(seen=True, silent=("node1",), hosts=("node1",))).culprits == ("node1",)
+    assert look(dataclasses.replace(alone, state="FAILED"), AgentEvidence(seen=True, silent=("node1",))).culprits == ()
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
 def test_success_that_every_node_has_recorded_is_final_whatever_slurm_still_holds(state: str) -> None:
-    whole = Witness(exit=record(), seen=True, hosts=("node1",))
+    whole = AgentEvidence(exit=record(), seen=True, hosts=("node1",))
     assert look(row(state), whole).phase is Phase.SUCCEEDED
     assert look(row(state), whole, now=T0 + 91).phase is not Phase.SUCCEEDED, "Slurm has not had the time to end it"
-    assert not look(row(state), Witness(exit=record(complete=False), seen=True)).phase.ended
-    assert not look(row(state), Witness(exit=record(Cause.CRASH), seen=True)).phase.ended
+    assert not look(row(state), AgentEvidence(exit=record(complete=False), seen=True)).phase.ended
+    assert not look(row(state), AgentEvidence(exit=record(Cause.CRASH), seen=True)).phase.ended
 
 
 def test_a_completed_job_that_somebody_has_requeued_keeps_its_records() -> None:
     again = row("COMPLETED", started_at=T0 + 500, ended_at=T0 + 501)
-    seen = look(again, Witness(exit=record(), seen=True, hosts=("node1", "node2")))
+    seen = look(again, AgentEvidence(exit=record(), seen=True, hosts=("node1", "node2")))
     assert (seen.phase, seen.reason, seen.ended_at) == (Phase.SUCCEEDED, "", T0 + 90)
     assert seen.exit is not None
 
 
 @pytest.mark.parametrize("state", ["TIMEOUT", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"])
 def test_no_node_is_blamed_for_any_other_end(state: str) -> None:
-    assert look(row(state, failed_node="node2"), Witness(silent=("node2",))).culprits == ()
+    assert look(row(state, failed_node="node2"), AgentEvidence(silent=("node2",))).culprits == ()
 
 
 def test_the_agents_time_limit_is_a_time_limit() -> None:
-    seen = look(row("FAILED", exit_code=124), Witness(exit=record(Cause.TIMEOUT, reason="time limit of 50 s reached")))
+    seen = look(
+        row("FAILED", exit_code=124), AgentEvidence(exit=record(Cause.TIMEOUT, reason="time limit of 50 s reached"))
+    )
     assert (seen.phase, seen.cause, seen.reason) == (Phase.FAILED, Cause.TIMEOUT, "time limit of 50 s reached")
 
 
 def test_a_notice_shortly_before_the_limit_was_about_the_limit() -> None:
     late = record(Cause.PREEMPTED, ended_at=T0 + 10 + 3600 - 60)
     early = record(Cause.PREEMPTED, ended_at=T0 + 10 + 3600 - 80)
-    assert look(row("FAILED", exit_code=75), Witness(exit=late)).cause is Cause.TIMEOUT
-    assert look(row("FAILED", exit_code=75), Witness(exit=early)).cause is Cause.PREEMPTED
+    assert look(row("FAILED", exit_code=75), AgentEvidence(exit=late)).cause is Cause.TIMEOUT
+    assert look(row("FAILED", exit_code=75), AgentEvidence(exit=early)).cause is Cause.PREEMPTED
 
 
 def test_cancelled_by_somebody_else_in_slurm() -> None:
-    seen = look(row("CANCELLED", by="1000"), Witness(exit=record(Cause.PREEMPTED)))
+    seen = look(row("CANCELLED", by="1000"), AgentEvidence(exit=record(Cause.PREEMPTED)))
     assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
     assert seen.reason == "cancelled in Slurm by user 1000"
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT"])
 def test_cancelled_through_orc_is_cancelled_however_slurm_calls_it(state: str) -> None:
-    assert look(row(state), Witness(exit=record(Cause.CANCELLED), cancelled=True)).phase is Phase.CANCELLED
-    assert look(row(state), Witness(cancelled=True)).phase is Phase.CANCELLED
+    assert look(row(state), AgentEvidence(exit=record(Cause.CANCELLED), cancelled=True)).phase is Phase.CANCELLED
+    assert look(row(state), AgentEvidence(cancelled=True)).phase is Phase.CANCELLED
 
 
 def test_a_crash_before_the_cancellation_stays_a_crash() -> None:
-    assert look(row("FAILED", exit_code=42), Witness(exit=record(Cause.CRASH), cancelled=True)).cause is Cause.CRASH
+    assert (
+        look(row("FAILED", exit_code=42), AgentEvidence(exit=record(Cause.CRASH), cancelled=True)).cause is Cause.CRASH
+    )
 
 
 def test_a_script_that_ended_before_any_agent_could_not_be_launched() -> None:
@@ -207,7 +215,7 @@ def test_a_script_that_ended_before_any_agent_could_not_be_launched() -> None:
 
 
 def test_agents_that_were_cut_off_are_a_node_failure() -> None:
-    seen = look(row("FAILED", exit_code=137), Witness(seen=True, silent=("node2",)))
+    seen = look(row("FAILED", exit_code=137), AgentEvidence(seen=True, silent=("node2",)))
     assert seen.cause is Cause.NODE_FAILURE
     assert "node2" in seen.reason
 
@@ -222,9 +230,9 @@ def test_no_trace_is_never_lost_while_accounting_cannot_be_asked() -> None:
 
 
 def test_a_job_that_slurm_has_lost_runs_while_its_agents_live() -> None:
-    alive = Witness(seen=True, last_sign=T0 + 995)
+    alive = AgentEvidence(seen=True, last_sign=T0 + 995)
     assert look(None, alive).phase is Phase.RUNNING
-    ending = Witness(exit=record(Cause.CRASH, complete=False), seen=True, last_sign=T0 + 995)
+    ending = AgentEvidence(exit=record(Cause.CRASH, complete=False), seen=True, last_sign=T0 + 995)
     assert look(None, ending).phase is Phase.RUNNING
     assert look(None, alive, now=T0 + 995 + LOST_AFTER_S - 1).phase is Phase.UNKNOWN
     assert look(None, alive, now=T0 + 995 + LOST_AFTER_S + 1).phase is Phase.LOST
@@ -233,12 +241,12 @@ def test_a_job_that_slurm_has_lost_runs_while_its_agents_live() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_records_speak_when_slurm_has_forgotten(asked: bool) -> None:
-    assert look(None, Witness(exit=record()), asked_everyone=asked).phase is Phase.SUCCEEDED
-    seen = look(None, Witness(exit=record(Cause.CRASH)), asked_everyone=asked)
+    assert look(None, AgentEvidence(exit=record()), asked_everyone=asked).phase is Phase.SUCCEEDED
+    seen = look(None, AgentEvidence(exit=record(Cause.CRASH)), asked_everyone=asked)
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH)
 
 
 def test_records_of_an_earlier_run_say_nothing_about_this_one() -> None:
     old = record(Cause.PREEMPTED, ended_at=T0 - 100)
-    seen = look(row("FAILED", exit_code=77), Witness(exit=old, seen=True))
+    seen = look(row("FAILED", exit_code=77), AgentEvidence(exit=old, seen=True))
     assert seen.cause is Cause.LAUNCH

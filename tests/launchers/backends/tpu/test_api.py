@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tpu_testbed import PROJECT, ZONE, no_later_than
 
-from orc.launchers.backends.tpu.client import Exists, Missing, NoCapacity, Refused, TpuApi
+from orc.launchers.backends.tpu.client import AlreadyExists, ApiRejected, NotFound, ResourceExhausted, TpuApi
 from orc.launchers.backends.tpu.settings import read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable
 
@@ -68,7 +68,7 @@ def test_asking_twice_is_asking_once(api: TpuApi) -> None:
     api.create(queued())
     api.create(queued())  # the same request
     assert len(api.queued(ZONE)) == 1
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExists):
         api.create({**queued(), "request_id": "another"})
 
 
@@ -76,7 +76,7 @@ def test_a_node_is_made_at_once(api: TpuApi, tpu_api: FakeTpuServer) -> None:
     api.create(node())
     assert [found.id for found in api.nodes(ZONE)] == ["one"]
     no_later_than(tpu_api, lambda: api.nodes(ZONE)[0].state == "READY")
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExists):
         api.create(node())
     api.delete(f"{PARENT}/nodes/one", wait_s=20)
     assert api.node(ZONE, "one") is None
@@ -131,12 +131,12 @@ def replace_options(options: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        ("PERMISSION_DENIED", Refused),
-        ("UNAUTHENTICATED", Refused),
-        ("INVALID_ARGUMENT", Refused),
-        ("FAILED_PRECONDITION", Refused),
-        ("NOT_FOUND", Missing),
-        ("RESOURCE_EXHAUSTED", NoCapacity),
+        ("PERMISSION_DENIED", ApiRejected),
+        ("UNAUTHENTICATED", ApiRejected),
+        ("INVALID_ARGUMENT", ApiRejected),
+        ("FAILED_PRECONDITION", ApiRejected),
+        ("NOT_FOUND", NotFound),
+        ("RESOURCE_EXHAUSTED", ResourceExhausted),
         ("INTERNAL", BackendUnreachable),
     ],
 )
@@ -145,20 +145,20 @@ def test_every_refusal_has_its_error(api: TpuApi, tpu_api: FakeTpuServer, code: 
     with pytest.raises(kind) as caught:
         api.create(queued())
     assert type(caught.value) is kind
-    if isinstance(caught.value, Refused):
+    if isinstance(caught.value, ApiRejected):
         assert caught.value.code == code
 
 
 def test_a_missing_right_names_the_role(api: TpuApi, tpu_api: FakeTpuServer) -> None:
     fault(tpu_api, "ListNodes=PERMISSION_DENIED")
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ApiRejected) as caught:
         api.nodes(ZONE)
     assert "TPU Admin" in caught.value.hint
 
 
 def test_a_quota_is_no_capacity(api: TpuApi, tpu_api: FakeTpuServer) -> None:
     tpu_api.cloud.configure(quota_chips=4)
-    with pytest.raises(NoCapacity, match="Quota limit"):
+    with pytest.raises(ResourceExhausted, match="Quota limit"):
         api.create(queued())
 
 

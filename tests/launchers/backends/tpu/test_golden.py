@@ -15,7 +15,7 @@ import pytest
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.backends.tpu.rendering import hosts_of, on_workers
-from orc.launchers.backends.tpu.request import API, Place, in_plan, tpu_id
+from orc.launchers.backends.tpu.request import API, TpuLocation, read_requests, tpu_id
 from orc.launchers.backends.tpu.workers import Worker, Workers
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
@@ -99,14 +99,14 @@ def test_the_requests_are_messages_of_the_api(shape: str, cluster: Make) -> None
     from google.cloud.tpu_v2.types import cloud_tpu
 
     options, spec = SHAPES[shape]
-    for request in in_plan(render(cluster(**options), **spec)).get("requests", ()):
+    for request in read_requests(render(cluster(**options), **spec)).get("requests", ()):
         kind = cloud_tpu.CreateQueuedResourceRequest if "queued_resource" in request else cloud_tpu.CreateNodeRequest
         sent = kind.from_json(json.dumps(request))
         assert sent.parent == request["parent"]
 
 
 def test_every_attempt_asks_under_a_name_of_its_own_and_the_same_each_time(cluster: Make) -> None:
-    first, again, second = (in_plan(render(cluster(), n, script="t.py"))["requests"][0] for n in (1, 1, 2))
+    first, again, second = (read_requests(render(cluster(), n, script="t.py"))["requests"][0] for n in (1, 1, 2))
     assert first == again
     assert (first["queued_resource_id"], second["queued_resource_id"]) == (
         "orc-digits-k3f9a2-a1",
@@ -126,7 +126,7 @@ def test_a_marker_that_is_too_long_for_the_api_is_shortened_and_stays_unique() -
 def test_nodes_are_the_workers_of_the_type(cluster: Make) -> None:
     assert hosts_of(render(cluster(accelerator_type="v4-32"), script="t.py")) == tuple(f"worker-{n}" for n in range(4))
     plan = render(cluster(accelerator_type="v4"), script="t.py", resources={"nodes": 2})
-    assert in_plan(plan)["accelerator_type"] == "v4-16"
+    assert read_requests(plan)["accelerator_type"] == "v4-16"
     assert json.loads(plan.files[1].content)["nnodes"] == 2
 
 
@@ -192,7 +192,7 @@ def test_a_number_of_processes_that_torch_xla_cannot_work_with_is_refused(
 def test_a_disk_is_written_by_one_machine_alone(cluster: Make) -> None:
     disk = {"source": "projects/p/zones/us-central2-b/disks/d", "mode": "read_write"}
     plan = render(cluster(accelerator_type="v4-8", data_disks=[disk]), script="t.py")
-    node = in_plan(plan)["requests"][0]["queued_resource"]["tpu"]["node_spec"][0]["node"]
+    node = read_requests(plan)["requests"][0]["queued_resource"]["tpu"]["node_spec"][0]["node"]
     assert node["data_disks"] == [{"source_disk": disk["source"], "mode": "READ_WRITE"}]
     with pytest.raises(RenderError, match="v4-16 has 2 machines: only one can write"):
         render(cluster(data_disks=[disk]), script="t.py")
@@ -202,7 +202,7 @@ def test_a_reserved_tpu_is_asked_for_as_such_in_both_ways(cluster: Make) -> None
     from google.cloud.tpu_v2.types import cloud_tpu
 
     for queued in (True, False):
-        (asked,) = in_plan(render(cluster(reserved=True, queued=queued), script="t.py"))["requests"]
+        (asked,) = read_requests(render(cluster(reserved=True, queued=queued), script="t.py"))["requests"]
         if queued:
             sent = cloud_tpu.CreateQueuedResourceRequest.from_json(json.dumps(asked))
             assert "guaranteed" in sent.queued_resource
@@ -223,8 +223,8 @@ def test_on_the_workers_the_plan_has_their_addresses_and_nothing_of_the_request(
 
 
 def test_a_place_tells_whose_tpu_it_is(cluster: Make) -> None:
-    own = Place.parse(in_plan(render(cluster(), script="t.py"))["place"])
-    named = Place.parse(in_plan(render(cluster(name="my-tpu"), script="t.py"))["place"])
+    own = TpuLocation.parse(read_requests(render(cluster(), script="t.py"))["place"])
+    named = TpuLocation.parse(read_requests(render(cluster(name="my-tpu"), script="t.py"))["place"])
     assert own.is_made_for("orc-digits-k3f9a2-a1")
     assert not named.is_made_for("orc-digits-k3f9a2-a1")
 

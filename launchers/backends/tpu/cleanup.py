@@ -9,16 +9,16 @@ from orc.launchers.backends.base import Leftover
 from orc.launchers.backends.tpu.request import IDLE_SINCE, IDLE_TIMEOUT, MARKER, ON_FINISH, tpu_id
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.tpu.lifecycle import Node, Queued
-    from orc.launchers.backends.tpu.sights import Board
+    from orc.launchers.backends.tpu.lifecycle import Node, QueuedResource
+    from orc.launchers.backends.tpu.listing import Listing
 
 
-def leftovers(board: Board, live: Collection[str], over: Collection[str], *, now: float) -> list[Leftover]:
+def leftovers(listing: Listing, live: Collection[str], over: Collection[str], *, now: float) -> list[Leftover]:
     """What carries our label and is of none of the attempts *live*, those that wait for nothing first."""
     needed = {tpu_id(marker) for marker in live}
     ended = {tpu_id(marker): marker for marker in over}
     found = []
-    for item, node in _ours(board):
+    for item, node in _labelled(listing):
         own = _label(item, node, MARKER)
         if own in needed or item.state == "DELETING":
             continue
@@ -28,32 +28,32 @@ def leftovers(board: Board, live: Collection[str], over: Collection[str], *, now
     return sorted(found, key=lambda one: (("over", "idle", "kept", "unknown").index(one.why), one.what))
 
 
-def idle_for_too_long(board: Board, *, now: float) -> list[str]:
+def idle_for_too_long(listing: Listing, *, now: float) -> list[str]:
     """Names of what was kept for a while after its job, and that while is over."""
-    return [i.name for i, n in _ours(board) if _is_idle_for_too_long(i, n, now) and i.state != "DELETING"]
+    return [i.name for i, n in _labelled(listing) if _is_idle_for_too_long(i, n, now) and i.state != "DELETING"]
 
 
-def _ours(board: Board) -> Iterator[tuple[Queued | Node, Node | None]]:
+def _labelled(listing: Listing) -> Iterator[tuple[QueuedResource | Node, Node | None]]:
     """What has our label, each with its node; a node goes with its queued resource."""
-    for (zone, name), queued in board.queued.items():
+    for (zone, name), queued in listing.queued.items():
         if MARKER in queued.labels:
-            yield queued, board.nodes.get((zone, name))
-    for node in board.nodes.values():
-        if MARKER in node.labels and (node.zone, node.queued.rpartition("/")[2]) not in board.queued:
+            yield queued, listing.nodes.get((zone, name))
+    for node in listing.nodes.values():
+        if MARKER in node.labels and (node.zone, node.queued.rpartition("/")[2]) not in listing.queued:
             yield node, node
 
 
-def _why(item: Queued | Node, node: Node | None, now: float) -> Literal["over", "idle", "kept"]:
+def _why(item: QueuedResource | Node, node: Node | None, now: float) -> Literal["over", "idle", "kept"]:
     if _label(item, node, ON_FINISH) == "delete" or node is None or node.state != "READY":
         return "over"
     return "idle" if _is_idle_for_too_long(item, node, now) else "kept"
 
 
-def _is_idle_for_too_long(item: Queued | Node, node: Node | None, now: float) -> bool:
+def _is_idle_for_too_long(item: QueuedResource | Node, node: Node | None, now: float) -> bool:
     since, allowed = _label(item, node, IDLE_SINCE), _label(item, node, IDLE_TIMEOUT)
     return since.isdecimal() and allowed.isdecimal() and now - int(since) > int(allowed)
 
 
-def _label(item: Queued | Node, node: Node | None, key: str) -> str:
+def _label(item: QueuedResource | Node, node: Node | None, key: str) -> str:
     """The node's labels are newer than those of the request for it."""
     return str({**item.labels, **(node.labels if node is not None else {})}.get(key, ""))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Observation, Phase
 from orc.launchers.backends.tpu import lifecycle, request
-from orc.launchers.backends.tpu.lifecycle import Sight, State
-from orc.launchers.backends.tpu.request import Place
+from orc.launchers.backends.tpu.lifecycle import State, ZoneStatus
+from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.errors import BackendError, LaunchError
 
 if TYPE_CHECKING:
@@ -21,47 +21,49 @@ if TYPE_CHECKING:
     from orc.launchers.backends.tpu.backend import TpuBackend
 
 
-def settle(backend: TpuBackend, handle: Handle, sights: list[Sight]) -> Observation:
+def settle(backend: TpuBackend, handle: Handle, statuses: list[ZoneStatus]) -> Observation:
     """How the attempt ended, once nothing is left to do about it; until then `Phase.UNKNOWN`, and why."""
-    kept, place = backend._kept(handle), Place.parse(handle.native_id)
-    recorded = kept.end()
+    local, location = backend._local(handle), TpuLocation.parse(handle.native_id)
+    recorded = local.end()
     assert recorded is not None
     end, at = recorded
-    if not place.is_made_for(handle.marker):
+    if not location.is_made_for(handle.marker):
         return end
-    up = next((sight for sight in sights if sight.state is State.READY and sight.node is not None), None)
-    if up is not None and up.node is not None and kept.started:
+    up = next((status for status in statuses if status.state is State.READY and status.node is not None), None)
+    if up is not None and up.node is not None and local.started:
         try:
-            trouble = kept.bring_home(backend._pods.on(up.node).hosts, handle.hosts, at)
+            trouble = local.fetch_logs(backend._pods.on(up.node).hosts, handle.hosts, at)
         except LaunchError as error:
             trouble = error.what
         if trouble and time.time() - at < backend.settings.options.delete_timeout:
             return _not_yet(end, f"fetching the logs: {trouble}")
-    policy = up.labels.get(request.ON_FINISH, "delete") if up is not None and kept.started else "delete"
+    policy = up.labels.get(request.ON_FINISH, "delete") if up is not None and local.started else "delete"
     if policy == "delete":
-        return _deleted(backend, end, at, place, sights)
+        return _deleted(backend, end, at, location, statuses)
     if policy == "idle" and up is not None:
         return _idle(backend, end, at, up)
     return end
 
 
-def _deleted(backend: TpuBackend, end: Observation, at: float, place: Place, sights: list[Sight]) -> Observation:
-    names = lifecycle.to_delete(sights, place)
+def _deleted(
+    backend: TpuBackend, end: Observation, at: float, location: TpuLocation, statuses: list[ZoneStatus]
+) -> Observation:
+    names = lifecycle.to_delete(statuses, location)
     if not names:
         return end
-    refusals = []
+    rejections = []
     for name in names:
         try:
             backend.api.delete(name)
         except BackendError as error:
-            refusals.append(f"{name}: {error.what}")
-    left = lifecycle.to_delete(backend._look([place]).sights(place), place)
+            rejections.append(f"{name}: {error.what}")
+    left = lifecycle.to_delete(backend._list([location]).statuses(location), location)
     if not left:
         return end
-    return _late(backend, end, at, f"deleting its TPU: {'; '.join(refusals) or f'{left[0]} is still there'}")
+    return _late(backend, end, at, f"deleting its TPU: {'; '.join(rejections) or f'{left[0]} is still there'}")
 
 
-def _idle(backend: TpuBackend, end: Observation, at: float, up: Sight) -> Observation:
+def _idle(backend: TpuBackend, end: Observation, at: float, up: ZoneStatus) -> Observation:
     """Note on the TPU itself since when it is idle: whoever looks next knows."""
     if request.IDLE_SINCE in up.labels or up.node is None:
         return end

@@ -29,7 +29,7 @@ _LAST_WORDS_S = 300.0  # how long the end waits for logs that cannot be had
 _JOB_FILES = (".jsonl",)  # beside the attempt: what the job measures
 
 
-class Kept:
+class LocalState:
     """The directory of one attempt."""
 
     def __init__(self, directory: Path, marker: str) -> None:
@@ -103,7 +103,7 @@ class Kept:
         """Whether its logs are here."""
         return (self.directory / "copied").exists()
 
-    def bring_home(self, hosts: Hosts, names: Iterable[str], ended_at: float | None) -> str:
+    def fetch_logs(self, hosts: Hosts, names: Iterable[str], ended_at: float | None) -> str:
         """Copy the logs of all workers, and what the job measured. Why that could not be done, or nothing.
 
         What cannot be had is waited for by the caller's next look; a while after the end it is left behind.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.slurm.rows import expand_nodes
+from orc.launchers.backends.slurm.queue_rows import expand_nodes
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _GPU = re.compile(r"\b(?:gres[:/])?gpu(?=[:=,]|$)")
 _TRES = ("tres-per-node", "tres-per-task")
 
 
-def refuse_contradictions(job: JobSpec, options: SlurmOptions) -> None:
+def check_conflicts(job: JobSpec, options: SlurmOptions) -> None:
     """Raises `RenderError` that names both sides."""
     for what, hint in (*_memory(job, options), *_gpus(job, options), *_nodes(job, options), *_container(job, options)):
         raise RenderError(what, where=job.name, hint=hint)
@@ -72,7 +72,7 @@ def _container(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
     return []
 
 
-def refuse_nesting(job: JobSpec, options: SlurmOptions, environment: Environment, root: str) -> None:
+def check_nesting(job: JobSpec, options: SlurmOptions, environment: Environment, root: str) -> None:
     """Raises `RenderError` for a container in a container, and for one that the root cannot be mounted in."""
     if options.container_image is None:
         return

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from orc.launchers.backends.tpu.lifecycle import Creation, Node, Queued
-from orc.launchers.backends.tpu.polling import LONGEST_S, Polling
-from orc.launchers.backends.tpu.request import QUEUED, Place
-from orc.launchers.backends.tpu.sights import Board, look
+from orc.launchers.backends.tpu.lifecycle import Creation, Node, QueuedResource
+from orc.launchers.backends.tpu.listing import Listing, list_resources
+from orc.launchers.backends.tpu.poller import LONGEST_S, Poller
+from orc.launchers.backends.tpu.request import QUEUED, TpuLocation
 
 A, B, C = ZONES = ("us-central2-b", "europe-west4-a", "us-east1-d")
 
@@ -19,21 +19,21 @@ class Cloud:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.items: dict[str, Queued] = {}
+        self.items: dict[str, QueuedResource] = {}
         self.looks: list[tuple[str, ...]] = []
-        self.polling = Polling(self.look, lambda: self.now)
+        self.polling = Poller(self.list_resources, lambda: self.now)
 
     def put(self, name: str, zone: str, state: str = "WAITING_FOR_RESOURCES") -> None:
-        self.items[name] = Queued(f"projects/p/locations/{zone}/queuedResources/{name}", state)
+        self.items[name] = QueuedResource(f"projects/p/locations/{zone}/queuedResources/{name}", state)
 
-    def look(self, places: Sequence[Place]) -> Board:
-        self.looks.append(tuple(dict.fromkeys(zone for place in places for zone in place.zones)))
-        return Board("p", {(item.zone, item.id): item for item in self.items.values() if item.zone in self.looks[-1]})
+    def list_resources(self, locations: Sequence[TpuLocation]) -> Listing:
+        self.looks.append(tuple(dict.fromkeys(zone for location in locations for zone in location.zones)))
+        return Listing("p", {(item.zone, item.id): item for item in self.items.values() if item.zone in self.looks[-1]})
 
     def poll(self, *names: str, zones: dict[str, str] | None = None) -> dict[str, list[str]]:
-        places = {name: Place("p", ZONES, QUEUED, name) for name in names}
-        found = self.polling.sights(places, zones or {})
-        return {name: [sight.state.name for sight in sights] for name, sights in found.items()}
+        locations = {name: TpuLocation("p", ZONES, QUEUED, name) for name in names}
+        found = self.polling.statuses(locations, zones or {})
+        return {name: [status.state.name for status in statuses] for name, statuses in found.items()}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_another_process_begins_with_the_zone_that_was_noted(cloud: Cloud) -> No
 def test_a_zone_that_does_not_change_is_asked_less_and_less(cloud: Cloud) -> None:
     cloud.put("a", A)
     for _ in range(170):  # 17 s
-        assert cloud.poll("a")["a"][0] == "WAITING"
+        assert cloud.poll("a")["a"][0] == "PROVISIONING"
         cloud.now += 0.1
     assert 5 < len(cloud.looks) < 15
     cloud.now += 1000
@@ -111,14 +111,14 @@ def test_one_listing_serves_all_attempts_of_a_zone(cloud: Cloud) -> None:
     cloud.looks.clear()
     cloud.poll("a", "b")
     assert cloud.looks == [(A,)]
-    assert cloud.poll("a", "b") == {"a": ["WAITING"], "b": ["WAITING"]}
+    assert cloud.poll("a", "b") == {"a": ["PROVISIONING"], "b": ["PROVISIONING"]}
     assert cloud.looks == [(A,)]
 
 
 def test_a_tpu_whose_workers_are_silent_is_looked_at_again_at_once(cloud: Cloud) -> None:
     cloud.put("a", A)
     cloud.poll("a")
-    cloud.polling.forget("a")
+    cloud.polling.invalidate("a")
     cloud.poll("a", zones={"a": A})
     assert cloud.looks == [ZONES, (A,)]
 
@@ -135,7 +135,7 @@ class Listed:
     def nodes(self, zone: str) -> list[Node]:
         return []
 
-    def queued(self, zone: str) -> list[Queued]:
+    def queued(self, zone: str) -> list[QueuedResource]:
         return []
 
     def creations(self, zone: str) -> dict[str, Creation]:
@@ -144,12 +144,12 @@ class Listed:
     def node(self, zone: str, name: str) -> Node | None:
         return Node(self._name, "READY")
 
-    def queued_resource(self, zone: str, name: str) -> Queued | None:
-        return Queued(self._name, "ACCEPTED")
+    def queued_resource(self, zone: str, name: str) -> QueuedResource | None:
+        return QueuedResource(self._name, "ACCEPTED")
 
 
-@pytest.mark.parametrize(("collection", "state"), [("nodes", "READY"), ("queuedResources", "WAITING")])
+@pytest.mark.parametrize(("collection", "state"), [("nodes", "READY"), ("queuedResources", "PROVISIONING")])
 def test_a_creation_that_ends_between_two_listings_loses_nothing(collection: str, state: str) -> None:
-    place = Place("p", (A,), collection, "a")
-    board = look(Listed(f"projects/p/locations/{A}/{collection}/a"), [place])  # type: ignore[arg-type]
-    assert [sight.state.name for sight in board.sights(place)] == [state]
+    location = TpuLocation("p", (A,), collection, "a")
+    listing = list_resources(Listed(f"projects/p/locations/{A}/{collection}/a"), [location])  # type: ignore[arg-type]
+    assert [status.state.name for status in listing.statuses(location)] == [state]

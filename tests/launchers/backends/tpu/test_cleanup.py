@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from orc.launchers.backends.tpu import TpuBackend
-from orc.launchers.backends.tpu.lifecycle import Node, Queued
-from orc.launchers.backends.tpu.sights import Board
-from orc.launchers.backends.tpu.sweeping import idle_for_too_long, leftovers
+from orc.launchers.backends.tpu.cleanup import idle_for_too_long, leftovers
+from orc.launchers.backends.tpu.lifecycle import Node, QueuedResource
+from orc.launchers.backends.tpu.listing import Listing
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import Cluster
 
@@ -17,9 +17,9 @@ ZONE = "us-central2-b"
 LIVE, OVER, FOREIGN = "orc-live-a1", "orc-over-a1", "orc-foreign-a1"
 
 
-def queued(marker: str, state: str = "ACTIVE", **labels: str) -> Queued:
+def queued(marker: str, state: str = "ACTIVE", **labels: str) -> QueuedResource:
     own = {"orc-marker": marker, "orc-on-finish": "delete", **_dashed(labels)}
-    return Queued(f"projects/p/locations/{ZONE}/queuedResources/{marker}", state, labels=own, created_at=5.0)
+    return QueuedResource(f"projects/p/locations/{ZONE}/queuedResources/{marker}", state, labels=own, created_at=5.0)
 
 
 def node(marker: str, state: str = "READY", *, alone: bool = False, **labels: str) -> Node:
@@ -32,16 +32,16 @@ def _dashed(labels: dict[str, str]) -> dict[str, str]:
     return {key.replace("_", "-"): value for key, value in labels.items()}
 
 
-def board(*items: Queued | Node) -> Board:
-    return Board(
+def listing(*items: QueuedResource | Node) -> Listing:
+    return Listing(
         "p",
-        {(i.zone, i.id): i for i in items if isinstance(i, Queued)},
+        {(i.zone, i.id): i for i in items if isinstance(i, QueuedResource)},
         {(i.zone, i.id): i for i in items if isinstance(i, Node)},
     )
 
 
-def found(*items: Queued | Node, now: float = 1000.0) -> list[tuple[str, str, str]]:
-    left = leftovers(board(*items), {LIVE}, {OVER}, now=now)
+def found(*items: QueuedResource | Node, now: float = 1000.0) -> list[tuple[str, str, str]]:
+    left = leftovers(listing(*items), {LIVE}, {OVER}, now=now)
     return [(one.native_id.split("/")[4], one.marker, one.why) for one in left]
 
 
@@ -69,25 +69,25 @@ def test_what_this_ledger_does_not_know_is_told_apart() -> None:
 
 
 def test_what_is_not_ours_is_not_even_looked_at() -> None:
-    theirs = Queued(f"projects/p/locations/{ZONE}/queuedResources/{OVER}", "ACTIVE", labels={"team": "x"})
+    theirs = QueuedResource(f"projects/p/locations/{ZONE}/queuedResources/{OVER}", "ACTIVE", labels={"team": "x"})
     plain = Node(f"projects/p/locations/{ZONE}/nodes/{OVER}", "READY")
     assert found(theirs) == found(plain) == []
 
 
 def test_what_was_kept_is_told_apart_until_its_time_is_over() -> None:
-    kept = {"orc_on_finish": "keep"}
-    assert found(queued(OVER, **kept), node(OVER, **kept)) == [("queuedResources", OVER, "kept")]
+    local = {"orc_on_finish": "keep"}
+    assert found(queued(OVER, **local), node(OVER, **local)) == [("queuedResources", OVER, "kept")]
     idle = {"orc_on_finish": "idle", "orc_idle_timeout": "600", "orc_idle_since": "500"}
     items = (queued(OVER, orc_on_finish="idle", orc_idle_timeout="600"), node(OVER, **idle))
     assert found(*items, now=1000) == [("queuedResources", OVER, "kept")]
     assert found(*items, now=1101) == [("queuedResources", OVER, "idle")]
-    assert idle_for_too_long(board(*items), now=1000) == []
-    assert idle_for_too_long(board(*items), now=1101) == [items[0].name]
+    assert idle_for_too_long(listing(*items), now=1000) == []
+    assert idle_for_too_long(listing(*items), now=1101) == [items[0].name]
 
 
 def test_a_kept_pod_that_was_preempted_is_worth_nothing() -> None:
-    kept = {"orc_on_finish": "keep"}
-    assert found(queued(OVER, "SUSPENDED", **kept), node(OVER, "PREEMPTED", **kept)) == [
+    local = {"orc_on_finish": "keep"}
+    assert found(queued(OVER, "SUSPENDED", **local), node(OVER, "PREEMPTED", **local)) == [
         ("queuedResources", OVER, "over")
     ]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.backends.base import Dependency, Handle, Observation
 from orc.launchers.backends.slurm import arrays
 from orc.launchers.backends.slurm.dependencies import dependency_options
-from orc.launchers.backends.slurm.finding import KIND, Finder, of_handles
-from orc.launchers.backends.slurm.login import at_home
+from orc.launchers.backends.slurm.login import expand_agent_paths
+from orc.launchers.backends.slurm.lookup import KIND, JobLookup, of_handles
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 
 if TYPE_CHECKING:
@@ -36,29 +36,29 @@ class Submitter:
         transport: Transport,
         layout: Layout,
         settings: SlurmSettings,
-        finder: Finder,
+        lookup: JobLookup,
         poll: Callable[[Sequence[Handle]], dict[Handle, Observation]],
     ) -> None:
         self._client = client
         self._transport = transport
         self._layout = layout
         self._settings = settings
-        self._finder = finder
+        self._lookup = lookup
         self._poll = poll
 
     def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
         """See `Backend.submit` and `SupportsDependencies.submit_after`."""
-        _need(secrets, [plan])
-        if found := self._finder.known([plan.marker]).get(plan.marker):
+        _require_secrets(secrets, [plan])
+        if found := self._lookup.known([plan.marker]).get(plan.marker):
             return found
-        held_back = self._held_back(plan, after)
+        held_back = self._dependency_options(plan, after)
         self._write(plan, secrets)
         at = time.time()
         (command,) = plan.commands
-        *words, script = (self._at_home(word) for word in command.argv)
+        *words, script = (self._expand_home(word) for word in command.argv)
         job_id = self._sbatch([*words, *held_back, script], [plan.marker])
         handle = Handle(plan.cluster, KIND, plan.marker, job_id, at)
-        return self._settled([handle])[0]
+        return self._oldest_jobs([handle])[0]
 
     def submit_array(
         self,
@@ -70,11 +70,11 @@ class Submitter:
         """See `SupportsArrays.submit_array`."""
         if at_once is not None and at_once < 1:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
-        _need(secrets, plans)
-        known = self._finder.known([plan.marker for plan in plans])
+        _require_secrets(secrets, plans)
+        known = self._lookup.known([plan.marker for plan in plans])
         if new := [plan for plan in plans if plan.marker not in known]:
             arrays.check_alike(new)
-            held_back = self._held_back(new[0], after)
+            held_back = self._dependency_options(new[0], after)
             name = arrays.array_name(plan.marker for plan in new)
             directory = self._write_array(name, new, secrets)
             at = time.time()
@@ -87,10 +87,10 @@ class Submitter:
                 Handle(plan.cluster, KIND, plan.marker, f"{job_id}_{index}", at, group=name)
                 for index, plan in enumerate(new)
             ]
-            known.update((handle.marker, handle) for handle in self._settled(made))
+            known.update((handle.marker, handle) for handle in self._oldest_jobs(made))
         return [known[plan.marker] for plan in plans]
 
-    def _held_back(self, plan: Plan, after: Sequence[Dependency]) -> list[str]:
+    def _dependency_options(self, plan: Plan, after: Sequence[Dependency]) -> list[str]:
         if not after:
             return []
         handles = [one.handle for one in after if one.handle.cluster == plan.cluster]
@@ -99,7 +99,7 @@ class Submitter:
 
     def _write(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """The attempt's directory, as its agents need it."""
-        directory = self._finder.directory(plan.marker)
+        directory = self._lookup.directory(plan.marker)
         self._transport.mkdir(f"{directory}/logs")  # Slurm makes no directories for its output
         if plan.secrets:
             own = _json({name: secrets[name] for name in plan.secrets})
@@ -107,7 +107,7 @@ class Submitter:
         for file in plan.files:
             content = file.content
             if self._settings.login and file.path.endswith("/agent.json"):
-                content = at_home(content, self._transport.expand)
+                content = expand_agent_paths(content, self._transport.expand)
             path = self._transport.expand(file.path)
             counted = path.endswith("/agent.json") and "nnodes_from" in json.loads(content)
             if counted and self._transport.read_many([path]):
@@ -117,13 +117,13 @@ class Submitter:
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
         """The directories of all attempts, and that of the array, which leads to them; the latter's path."""
         directory = self._transport.expand(str(arrays.array_dir(self._layout, name)))
-        places = [self._finder.directory(plan.marker) for plan in plans]
+        places = [self._lookup.directory(plan.marker) for plan in plans]
         paths = [f"{place}/{arrays.RECORD_NAME}" for place in places]
         earlier = self._transport.read_many(paths)
         for index, plan in enumerate(plans):
             self._write(plan, secrets)
             before = [one for one in arrays.elements_of(earlier.get(paths[index], b"")) if one.array != name]
-            record = arrays.record_of([*before, arrays.Element(name, index)])
+            record = arrays.record_of([*before, arrays.ArrayElement(name, index)])
             self._transport.write(paths[index], record, mode=0o600)
         self._transport.write(
             f"{directory}/{arrays.SCRIPT_NAME}", arrays.array_script(plans[0], directory).encode(), mode=0o600
@@ -142,24 +142,24 @@ class Submitter:
             raise
         except BackendError:  # nothing will ever read them
             for marker in markers:
-                self._transport.remove(f"{self._finder.directory(marker)}/{SECRETS_NAME}")
+                self._transport.remove(f"{self._lookup.directory(marker)}/{SECRETS_NAME}")
             raise
 
-    def _settled(self, handles: Sequence[Handle]) -> list[Handle]:
+    def _oldest_jobs(self, handles: Sequence[Handle]) -> list[Handle]:
         """Somebody may have done the same at the same time; all of us settle on the oldest job."""
         try:
-            first = self._finder.queued([handle.marker for handle in handles])
+            first = self._lookup.queued([handle.marker for handle in handles])
         except BackendUnreachable:
             return list(handles)
         found = [(handle, first.get(handle.marker, handle)) for handle in handles]
         return [own if own.native_id == other.native_id else other for own, other in found]
 
-    def _at_home(self, word: str) -> str:
+    def _expand_home(self, word: str) -> str:
         option, equals, value = word.rpartition("=")
         return f"{option}{equals}{self._transport.expand(value)}" if value.startswith("~/") else word
 
 
-def _need(secrets: Mapping[str, str], plans: Sequence[Plan]) -> None:
+def _require_secrets(secrets: Mapping[str, str], plans: Sequence[Plan]) -> None:
     for plan in plans:
         missing = [name for name in plan.secrets if name not in secrets]
         if missing:

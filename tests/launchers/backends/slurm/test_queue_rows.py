@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.launchers.backends.slurm.rows import Partition, expand_nodes, parse_sacct, parse_squeue, read_partitions
+from orc.launchers.backends.slurm.queue_rows import Partition, expand_nodes, parse_sacct, parse_squeue, read_partitions
 
 
 def test_a_running_job_in_squeue() -> None:

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Handle
-from orc.launchers.backends.slurm.arrays import RECORD_NAME, Element, elements_of
-from orc.launchers.backends.slurm.rows import job_number
+from orc.launchers.backends.slurm.arrays import RECORD_NAME, ArrayElement, elements_of
+from orc.launchers.backends.slurm.queue_rows import job_number
 from orc.launchers.ids import AttemptId
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
-    from orc.launchers.backends.slurm.rows import JobRow
+    from orc.launchers.backends.slurm.queue_rows import JobRow
     from orc.launchers.layout import Layout
     from orc.launchers.remote.transport import Transport
 
 KIND = "slurm"
 
 
-class Finder:
+class JobLookup:
     """Finds what belongs to markers on one cluster."""
 
     def __init__(self, client: SlurmClient, transport: Transport, layout: Layout, cluster: str) -> None:
@@ -34,7 +34,7 @@ class Finder:
         """Of the attempt, over there."""
         return self._transport.expand(str(self._layout.attempt(AttemptId.from_marker(marker))))
 
-    def anywhere(self, marker: str) -> Handle | None:
+    def find_job(self, marker: str) -> Handle | None:
         """Ask the queue, accounting and the attempt directory."""
         elements = self._elements([marker])
         found = self._queued([marker], elements)
@@ -57,7 +57,7 @@ class Finder:
         """
         return self._queued(markers, self._elements(markers))
 
-    def _queued(self, markers: Sequence[str], elements: Mapping[str, Sequence[Element]]) -> dict[str, Handle]:
+    def _queued(self, markers: Sequence[str], elements: Mapping[str, Sequence[ArrayElement]]) -> dict[str, Handle]:
         rows = self._client.queue_named(*_names(markers, elements))
         found, double = {}, []
         for marker, own in _by_marker(rows, elements, markers):
@@ -68,7 +68,7 @@ class Finder:
             self._client.cancel(double)
         return found
 
-    def _elements(self, markers: Iterable[str]) -> dict[str, list[Element]]:
+    def _elements(self, markers: Iterable[str]) -> dict[str, list[ArrayElement]]:
         """The arrays that attempts were submitted in, as their directories tell."""
         paths = {f"{self.directory(marker)}/{RECORD_NAME}": marker for marker in markers}
         return {paths[path]: elements_of(data) for path, data in self._transport.read_many(list(paths)).items()}
@@ -109,14 +109,14 @@ def of_handles(rows: Sequence[JobRow], handles: Sequence[Handle]) -> dict[Handle
     return {handle: by_id[key] for handle, key in wanted.items() if key in by_id}
 
 
-def _names(markers: Iterable[str], elements: Mapping[str, Sequence[Element]]) -> list[str]:
+def _names(markers: Iterable[str], elements: Mapping[str, Sequence[ArrayElement]]) -> list[str]:
     """The names that jobs of *markers* may have."""
     arrays = [element.array for own in elements.values() for element in own]
     return list(dict.fromkeys([*markers, *arrays]))
 
 
 def _by_marker(
-    rows: Iterable[JobRow], elements: Mapping[str, Sequence[Element]], markers: Iterable[str]
+    rows: Iterable[JobRow], elements: Mapping[str, Sequence[ArrayElement]], markers: Iterable[str]
 ) -> list[tuple[str, list[JobRow]]]:
     """Each marker with the rows of the jobs and array elements that are it.
 

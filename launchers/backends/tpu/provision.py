@@ -1,0 +1,55 @@
+"""Asking for a TPU, in one zone after the other; what carries our name and is not ours is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from orc.launchers.backends.tpu import lifecycle, request
+from orc.launchers.backends.tpu.lifecycle import ZoneStatus
+from orc.launchers.backends.tpu.request import TpuLocation
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.tpu.client import TpuApi
+    from orc.launchers.backends.tpu.listing import Listing
+    from orc.launchers.plan import Plan
+
+
+def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatus]:
+    """Ask in *zones* until one takes the request; the answers of those that did not."""
+    from orc.launchers.backends.tpu.client import AlreadyExists, ApiRejected, ResourceExhausted
+    from orc.launchers.backends.tpu.listing import list_resources
+
+    location = TpuLocation.parse(request.read_requests(plan)["place"])
+    requests = {item["parent"].rpartition("/")[2]: item for item in request.read_requests(plan)["requests"]}
+    rejections: list[ZoneStatus] = []
+    for zone in zones:
+        try:
+            api.create(requests[zone])
+        except AlreadyExists:
+            own_statuses(list_resources(api, [location]), location, plan.marker)
+        except ResourceExhausted as error:
+            rejections.append(lifecycle.zone_rejected(zone, "RESOURCE_EXHAUSTED", error.what))
+            continue
+        except ApiRejected as error:
+            rejections.append(lifecycle.zone_rejected(zone, error.code, error.what))
+            continue
+        except BackendUnreachable as error:
+            raise AmbiguousSubmit(f"the request was cut off: {error.what}", where=error.where) from error
+        break
+    return rejections
+
+
+def own_statuses(listing: Listing, location: TpuLocation, marker: str) -> list[ZoneStatus]:
+    """The sights of an attempt's own TPU. Raises `BackendError` when somebody else's has its name."""
+    statuses = listing.statuses(location)
+    for status in statuses:
+        owner = status.queued or status.node
+        if owner is not None and status.labels.get(request.MARKER) != request.tpu_id(marker):
+            raise BackendError(
+                f"{owner.name} exists, and is not of this attempt: it lacks the label {request.MARKER}",
+                where=marker,
+                hint="Delete it, and submit the job again.",
+            )
+    return statuses
