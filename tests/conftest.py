@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
-from collections.abc import Generator
+import sys
+import tomllib
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -87,3 +90,36 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _refuse_skip(report)
     return report
+
+
+_FILE = re.compile(r"^```\w+\n# ([\w./-]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def install_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Install the package that a page of docs/how-to builds, for this test and the processes that it starts."""
+
+    def install(page: str) -> Path:
+        site = tmp_path / page
+        for name, text in _FILE.findall((Path(__file__).parents[1] / "docs" / "how-to" / f"{page}.md").read_text()):
+            (site / name).parent.mkdir(parents=True, exist_ok=True)
+            (site / name).write_text(text)
+        project = tomllib.loads((site / "pyproject.toml").read_text())["project"]
+        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        groups = [
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+            for group, entries in project["entry-points"].items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(groups))
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        packages = [entry.parent.name for entry in site.glob("*/*.py")]
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:  # of another test's copy
+            monkeypatch.delitem(sys.modules, name)
+        return site
+
+    return install

@@ -44,7 +44,7 @@ def deliver(bundles: Sequence[Bundle], store: ContentStore, targets: Targets) ->
     """
     remote: dict[str, tuple[Transport, str]] = {}
     for name, (transport, root) in targets.roots.items():
-        if not isinstance(transport, LocalTransport):
+        if type(transport) is not LocalTransport:  # a kind of its own may have other files
             remote[name] = (transport, root)
             continue
         there = ContentStore(Layout.at(transport.expand(root)).store.as_posix())

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.backends.base import (
     Backend,
-    Cause,
     Finding,
     Handle,
     NodeEntry,
@@ -264,33 +263,16 @@ class LocalBackend(Backend):
         return seen
 
     def _observe(self, records: AttemptRecords) -> Observation:
-        common: dict[str, Any] = {
-            "hosts": records.hosts,
-            "started_at": records.started_at,
-            "progress": records.progress,
-            "restarts": records.restart,
-        }
-        verdict = records.verdict()
+        from orc.launchers.backends.verdict import facts_of, observe
+
         agents = "ended" if records.complete else _agents(records)
-        if agents == "alive":
-            if not records.leases:
-                return Observation(Phase.PENDING, reason="starting", **common)
-            waiting = next((state for state in records.states if state in ("setup", "waiting")), "")
-            return Observation(Phase.RUNNING, reason=waiting, **common)
         if agents == "elsewhere":
-            return _seen_from_afar(records, common)
+            return _seen_from_afar(records, facts_of(records))
         if agents == "gone":
             from orc.launchers.agent.cleanup import kill_attempt
 
             kill_attempt(records.directory)
-        if verdict is None or (verdict.succeeded and not records.complete) or verdict.cause is Cause.NODE_FAILURE:
-            reason = verdict.reason if verdict and verdict.reason else _lost_reason(records)
-            return Observation(Phase.LOST, Cause.NODE_FAILURE, reason, verdict, ended_at=records.last_sign, **common)
-        ended = {"exit": verdict, "ended_at": verdict.ended_at, **common}
-        if verdict.succeeded:
-            return Observation(Phase.SUCCEEDED, **ended)
-        phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
-        return Observation(phase, verdict.cause, verdict.reason, **ended)
+        return observe(records, alive=agents == "alive", lost="" if agents == "alive" else _lost_reason(records))
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
         """Return this machine, and the attempt's directory."""

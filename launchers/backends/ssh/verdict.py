@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
+from orc.launchers.backends.verdict import ended, facts_of
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
@@ -50,12 +51,7 @@ def judge(records: AttemptRecords, nodes: Sequence[Node], *, peer_timeout_s: flo
     *refused* is why an agent that is missing could not be started just now.
     """
     hosts = tuple(node.host for node in nodes)
-    common: dict[str, Any] = {
-        "hosts": hosts,
-        "started_at": records.started_at,
-        "progress": records.progress,
-        "restarts": records.restart,
-    }
+    common: dict[str, Any] = {**facts_of(records), "hosts": hosts}
     away = [node for node in nodes if not node.reached]
     # An agent that has written its record only stays for the others' sake.
     if any(node.alive and not node.ended for node in nodes):
@@ -91,9 +87,9 @@ def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]
         said = f"it had gone on without {_listed(behind)}"
         verdict = replace(verdict, reason="; ".join(filter(None, [verdict.reason, said])))
     if verdict is not None and not lost and verdict.cause is not Cause.NODE_FAILURE:
-        return _ended(verdict, common)
+        return ended(verdict, common)
     if verdict is not None and verdict.cause in (Cause.CANCELLED, Cause.LAUNCH, Cause.TIMEOUT, Cause.PREEMPTED):
-        return _ended(verdict, common)  # it was over before the others went silent, or it did not matter any more
+        return ended(verdict, common)  # it was over before the others went silent, or it did not matter any more
     culprits = _culprits(verdict, nodes, lost)
     # The ranks that lose a peer crash before anybody notices that its node is gone.
     reason = _why(culprits, nodes, verdict)
@@ -133,14 +129,6 @@ def _why(culprits: Sequence[Node], nodes: Sequence[Node], verdict: AttemptExit |
         else:
             parts.append(f"the agent on {node.host} was killed or the host restarted")
     return "; ".join(filter(None, [*parts, said])) or "no host knows the attempt any more"
-
-
-def _ended(verdict: AttemptExit, common: dict[str, Any]) -> Observation:
-    ended: dict[str, Any] = {"exit": verdict, "ended_at": verdict.ended_at, **common}
-    if verdict.succeeded:
-        return Observation(Phase.SUCCEEDED, reason=verdict.reason, **ended)
-    phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
-    return Observation(phase, verdict.cause, verdict.reason, **ended)
 
 
 def _listed(nodes: Sequence[Node]) -> str:

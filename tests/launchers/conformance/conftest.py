@@ -55,6 +55,7 @@ BACKENDS = [
     pytest.param("ssh", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
     pytest.param("sagemaker", marks=[pytest.mark.xdist_group("sagemaker")]),
     pytest.param("sagemaker-local", marks=[pytest.mark.xdist_group("sagemaker")]),
+    "toy",
     pytest.param("tpu", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
 ]
 LAUNCHERS = ["python", "torchrun", "mpirun"]
@@ -98,6 +99,27 @@ REPRESENTATIVE = {
         "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
         "test_many_attempts_are_polled_in_one_look",
         "test_progress_that_a_rank_reports_is_seen",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+    # The backend of docs/how-to/add-a-backend.md, from a package of its own: what a backend itself has a part in.
+    "toy": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_submitting_twice_runs_the_job_once",
+        "test_two_submissions_at_the_same_time_run_the_job_once",
+        "test_the_job_outlives_the_process_that_submitted_it",
+        "test_cancelling_lets_the_ranks_save[toy-torchrun]",
+        "test_cancelling_what_has_ended_changes_nothing",
+        "test_a_job_can_be_cancelled_during_its_setup",
+        "test_the_next_attempt_finds_the_files_of_the_one_before",
+        "test_all_ranks_of_two_nodes_see_who_they_are[toy-python]",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[toy-python]",
+        "test_a_failing_setup_is_a_failed_launch_and_the_script_never_runs",
+        "test_the_time_limit_ends_the_attempt",
+        "test_ranks_that_exit_75_were_preempted_and_want_to_run_again[toy-python]",
+        "test_arguments_environment_and_secrets_arrive_verbatim[toy-python]",
+        "test_a_secret_is_in_no_file_once_the_attempt_is_over",
+        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
+        "test_many_attempts_are_polled_in_one_look",
         "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
     },
     # On the workers everything is as on SSH hosts: these show how a job gets there, and back.
@@ -179,6 +201,12 @@ def tpu_backend(tpu_pods: Pods) -> Iterator[Backend]:
     backend = TpuBackend(tpu_pods.cluster(on_finish="keep"))
     yield backend
     backend.close()
+
+
+@pytest.fixture
+def toy_backend(install_page: Callable[[str], Path], tmp_path: Path) -> Backend:
+    install_page("add-a-backend")
+    return open_backend(Cluster(name="bench", kind="toy", root=str(tmp_path / "toy")))
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ TITLES = {  # in the order of the columns; a backend that is not named here come
     "sagemaker": "sagemaker",
     "sagemaker-local": "sagemaker local contract",
     "tpu": "tpu",
+    "toy": "toy (a package of its own)",
 }
 LAUNCHERS = ("python", "torchrun", "mpirun", "deepspeed", "xla")
 ABBREVIATED = ("tpu", "xla")

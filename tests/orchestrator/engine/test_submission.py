@@ -305,7 +305,7 @@ def test_a_defect_while_looking_for_a_cut_off_submission_is_said_and_fails_nothi
     backend.behave(submit="ambiguous")
     view = client.submit(job_file())
 
-    def broken(_marker):
+    def broken(*_, **__):
         raise KeyError("a defect")
 
     monkeypatch.setattr(backend, "find", broken)
