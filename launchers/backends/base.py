@@ -23,7 +23,7 @@ from orc.launchers.backends.reports import PartitionReport as PartitionReport
 from orc.launchers.backends.reports import QueuedJob as QueuedJob
 from orc.launchers.backends.reports import QueueReport as QueueReport
 from orc.launchers.errors import BackendError
-from orc.launchers.findings import Finding as Finding
+from orc.launchers.findings import Finding
 from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout

@@ -1,6 +1,6 @@
-"""Looking at hosts before work is given to them.
+"""Checks of hosts before they are given work, and sessions on the nodes of running jobs.
 
-`looking` asks each host about itself and compares the answers, `ports` tries who can talk to whom, and `collective`
-runs a small all-reduce over all of them. What runs on the hosts is `probe` and `collective_probe`: sent as text,
-nothing is installed. All of it works over any `Transport`.
+`checks` gathers facts of each host and compares them, `ports` tries a connection for every pair, `all_reduce` runs a
+small all-reduce over all of them, and `diagnostics` does all three. `probe` and `all_reduce_probe` run on the hosts:
+sent as text, nothing is installed. All of it works over any `Transport`.
 """

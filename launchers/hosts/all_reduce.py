@@ -1,4 +1,4 @@
-"""A small all-reduce over all hosts: does it work at all, how fast is it, and which host holds the others up?"""
+"""A small all-reduce over all hosts: that it works, its speed, and the hosts that hold the others up."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
 
 
 @dataclass(frozen=True)
-class Speed:
-    """One host's part in the probe."""
+class HostSpeed:
+    """Speeds of one host in the probe."""
 
     name: str
     latency_us: float  # of an all-reduce of 4 bytes, median
@@ -31,7 +31,9 @@ class Speed:
     gflops: float  # matrix product, one thread (or one GPU)
 
 
-def probe(transports: Mapping[str, Transport], pythons: Mapping[str, str], backend: str = "gloo") -> list[Speed]:
+def run_all_reduce(
+    transports: Mapping[str, Transport], pythons: Mapping[str, str], backend: str = "gloo"
+) -> list[HostSpeed]:
     """Run the probe over all hosts, one process each. Raises `BackendError` that names the host where it failed."""
     from orc.launchers.remote.ssh.fanout import each
 
@@ -64,26 +66,26 @@ def probe(transports: Mapping[str, Transport], pythons: Mapping[str, str], backe
         raise BackendError(f"the all-reduce probe failed: {error.what}", where=name, hint=error.hint)
     results = {name: answer for name, answer in answers.items() if not isinstance(answer, LaunchError)}
     return [
-        Speed(name, r["latency_us"], r["mb_s"], max(r["pairs"].values(), default=0.0), r["gflops"])
+        HostSpeed(name, r["latency_us"], r["mb_s"], max(r["pairs"].values(), default=0.0), r["gflops"])
         for name, r in results.items()
     ]
 
 
-def slow_links(speeds: Sequence[Speed]) -> list[Speed]:
-    """The hosts whose best connection is much slower than the median host's. Pure."""
+def hosts_with_slow_network(speeds: Sequence[HostSpeed]) -> list[HostSpeed]:
+    """Return the hosts whose best connection is much slower than the median host's. Pure."""
     network = statistics.median(speed.best_mb_s for speed in speeds) if len(speeds) > 2 else 0.0
     return [speed for speed in speeds if speed.best_mb_s < SLOW_NETWORK * network]
 
 
-def findings(speeds: Sequence[Speed]) -> list[Finding]:
-    """The hosts that are much slower than the median. Two hosts cannot be told apart. Pure."""
+def find_slow_hosts(speeds: Sequence[HostSpeed]) -> list[Finding]:
+    """Return a warning for each host that is much slower than the median. Two hosts cannot be told apart. Pure."""
     if len(speeds) < 3:
         return []
     found = []
     network = statistics.median(speed.best_mb_s for speed in speeds)
     compute = statistics.median(speed.gflops for speed in speeds)
     for speed in speeds:
-        if speed in slow_links(speeds):
+        if speed in hosts_with_slow_network(speeds):
             what = f"its network is slow: {speed.best_mb_s:.0f} MB/s at best, the median host has {network:.0f}"
             found.append(
                 Finding("warning", what, speed.name, "An all-reduce waits for the slowest: leave this host out.")

@@ -29,7 +29,7 @@ ARRIVAL = datetime.timedelta(seconds=80)  # importing torch takes long from a co
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address."""
+    """Return the network interface that has an address."""
     import fcntl
     import struct
 
@@ -52,7 +52,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses() -> list[str]:
-    """Where others may reach this machine."""
+    """Return the addresses at which others may reach this machine."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     found = [connection[2]] if len(connection) == 4 else []
     try:
@@ -64,7 +64,7 @@ def addresses() -> list[str]:
 
 
 def partner(rank: int, world: int, turn: int) -> int:
-    """Whom *rank* meets in one round of a tournament in which everybody meets everybody; itself when it rests."""
+    """Return the partner of *rank* in one round of a tournament of all pairs; itself when it rests."""
     size = world + world % 2
     if rank == size - 1:
         other = turn
@@ -76,7 +76,7 @@ def partner(rank: int, world: int, turn: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Meet the others, measure, print."""
+    """Join the process group, measure, print."""
     rank, world, backend = int(arguments[0]), int(arguments[1]), arguments[2]
     # The host's torch: nothing of the launch layer imports one.
     torch: Any = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""Hosts that are looked at one by one, and compared: the one that differs from the others is named."""
+"""Facts of hosts, gathered side by side and compared: the host that differs from the others is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBE = Program("hosts.probe", ("agent.network", "agent.errors"))
 _NO_TORCH = "no torch"
 SKEW_S = 5.0  # clocks that differ by more make log times and file times misleading
 DISK_ERROR, DISK_WARNING = 200 * 1000**2, 5 * 1000**3  # bytes
-LOOK_TIMEOUT_S = 30.0
+FACTS_TIMEOUT_S = 30.0
 _HOT_C = 90
 # Bits of clocks_throttle_reasons.active that mean trouble.
 _THROTTLE = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
@@ -29,7 +29,7 @@ _THROTTLE = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host said about itself, and how its clock relates to ours."""
+    """Facts that one host has reported, and the skew of its clock against ours."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -38,14 +38,16 @@ class HostFacts:
     error: LaunchError | None = None
 
 
-def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons: Mapping[str, str]) -> list[HostFacts]:
-    """Look at all hosts at the same time; one round trip each. *roots* and *pythons* are by host name."""
+def gather_facts(
+    transports: Mapping[str, Transport], roots: Mapping[str, str], pythons: Mapping[str, str]
+) -> list[HostFacts]:
+    """Return the facts of all hosts, one parallel round trip. *roots* and *pythons* are by host name."""
     from orc.launchers.remote.ssh.fanout import each
 
     def one(name: str) -> HostFacts:
         python = transports[name].expand(pythons.get(name) or "python3")
         sent = time.time()
-        done = transports[name].run_program(PROBE, ("look", roots[name]), python=python, timeout_s=LOOK_TIMEOUT_S)
+        done = transports[name].run_program(PROBE, ("facts", roots[name]), python=python, timeout_s=FACTS_TIMEOUT_S)
         received = time.time()
         if done.status:
             lines = done.stderr.strip().splitlines()
@@ -67,7 +69,7 @@ def look(transports: Mapping[str, Transport], roots: Mapping[str, str], pythons:
     return [a if isinstance(a, HostFacts) else HostFacts(name, error=a) for name, a in answers.items()]
 
 
-def quick(
+def check_hosts(
     transports: Mapping[str, Transport],
     roots: Mapping[str, str],
     pythons: Mapping[str, str],
@@ -75,23 +77,23 @@ def quick(
     gpus: int = 0,
     environment: bool = False,
 ) -> list[Finding]:
-    """What there is to say about these hosts before they run something together; one parallel round trip.
+    """Return the findings about hosts before they run something together; one parallel round trip.
 
     *gpus* is how many each must have; with *environment* the job brings its own Python, so that torch is not compared.
     """
-    return judge(look(transports, roots, pythons), gpus=gpus, environment=environment)
+    return compare_hosts(gather_facts(transports, roots, pythons), gpus=gpus, environment=environment)
 
 
-def judge(looks: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
-    """The findings about *looks*, errors first. ``where`` of each is the host's name. Pure."""
+def compare_hosts(facts_by_host: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
+    """Return the findings about hosts, errors first. ``where`` of each is the host's name. Pure."""
     found: list[Finding] = []
-    for one in looks:
+    for one in facts_by_host:
         if one.error is not None:
             silent = isinstance(one.error, BackendUnreachable)
             found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
         else:
             found += _alone(one, gpus)
-    answered = [one for one in looks if one.error is None]
+    answered = [one for one in facts_by_host if one.error is None]
     found += _clocks(answered)
     found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
     if not environment:
@@ -102,9 +104,9 @@ def judge(looks: Sequence[HostFacts], *, gpus: int = 0, environment: bool = Fals
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
 
-def without_torch(looks: Sequence[HostFacts]) -> list[Finding]:
-    """A warning where not one host has torch: fine for jobs that bring their own Python, and for no others. Pure."""
-    answered = [one for one in looks if one.error is None]
+def find_missing_torch(facts_by_host: Sequence[HostFacts]) -> list[Finding]:
+    """Return a warning where no host has torch: fine for jobs that bring their own Python, and for no others. Pure."""
+    answered = [one for one in facts_by_host if one.error is None]
     if not answered or any(one.facts["torch"] for one in answered):
         return []
     hint = "Set `python:` of the cluster to one that has it, or give the jobs an `environment:`."
@@ -112,13 +114,13 @@ def without_torch(looks: Sequence[HostFacts]) -> list[Finding]:
     return [Finding("warning", what, answered[0].name, hint)]
 
 
-def bad_hosts(findings: Iterable[Finding]) -> list[str]:
-    """The hosts that no job should be given now, in order: those with an error."""
+def unusable_hosts(findings: Iterable[Finding]) -> list[str]:
+    """Return the hosts with an error, in order: no job should be given them now."""
     return list(dict.fromkeys(f.where for f in findings if f.level == "error" and f.where))
 
 
 def _alone(one: HostFacts, gpus: int) -> list[Finding]:
-    """What is wrong with one host, whatever the others are like."""
+    """Return the findings about one host, whatever the others are like."""
     facts, found = one.facts, []
     if tuple(facts["python"]) < (3, 9):
         version = ".".join(map(str, facts["python"]))
@@ -162,25 +164,25 @@ def _gpus(one: HostFacts, wanted: int) -> list[Finding]:
 
 
 def _number(text: str) -> int:
-    """A number as nvidia-smi prints it: decimal, hexadecimal, or nothing where it does not apply ([N/A])."""
+    """Return a number as nvidia-smi prints it: decimal, hexadecimal, or nothing where it does not apply ([N/A])."""
     try:
         return int(text, 0)
     except ValueError:
         return 0
 
 
-def _clocks(looks: Sequence[HostFacts]) -> list[Finding]:
-    """Clocks that differ from ours, or, when it is ours that is wrong, that differ from the others'."""
-    if not looks:
+def _clocks(facts_by_host: Sequence[HostFacts]) -> list[Finding]:
+    """Return warnings of clocks that differ from ours, or, when ours is wrong, from those of the others."""
+    if not facts_by_host:
         return []
-    middle = statistics.median(one.skew_s for one in looks)
+    middle = statistics.median(one.skew_s for one in facts_by_host)
     hint = "Start a time service there (chrony, systemd-timesyncd)."
-    if len(looks) > 2 and abs(middle) > SKEW_S:
+    if len(facts_by_host) > 2 and abs(middle) > SKEW_S:
         what = f"this machine's clock is {_apart(-middle)} of the hosts'"
         found = [Finding("warning", what, "this machine", "Start a time service here (chrony, systemd-timesyncd).")]
     else:
         middle, found = 0.0, []
-    for one in looks:
+    for one in facts_by_host:
         if abs(one.skew_s - middle) > SKEW_S:
             found.append(
                 Finding("warning", f"its clock is {_apart(one.skew_s - middle)} of the others", one.name, hint)
@@ -198,9 +200,9 @@ def _driver(facts: Mapping[str, Any]) -> str:
     return str(facts["gpus"][0]["driver"]) if facts["gpus"] else ""
 
 
-def _differing(looks: Sequence[HostFacts], what: str, value: Any, level: Any) -> list[Finding]:
-    """The hosts that are unlike most others in one respect; hosts without a value do not count."""
-    values = {one.name: value(one.facts) for one in looks if value(one.facts)}
+def _differing(facts_by_host: Sequence[HostFacts], what: str, value: Any, level: Any) -> list[Finding]:
+    """Return findings about hosts that are unlike most others in one respect; hosts without a value do not count."""
+    values = {one.name: value(one.facts) for one in facts_by_host if value(one.facts)}
     if len(set(values.values())) < 2:
         return []
     # Of two hosts the one that lacks it is to blame, whatever their order.

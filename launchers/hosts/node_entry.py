@@ -1,4 +1,4 @@
-"""The way from this machine to one node of an attempt."""
+"""Command line from this machine to one node of an attempt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """How a command gets to one node of an attempt: what stands in front of it on this machine."""
+    """Way of a command to one node of an attempt: the words in front of it on this machine."""
 
     node: int
     host: str
@@ -20,7 +20,7 @@ class NodeEntry:
     through_shell: bool = False  # the other side's shell reads the command, so it is quoted
 
     def argv(self, command: Sequence[str], *, terminal: bool = False) -> list[str]:
-        """The command line for this machine that runs *command* over there."""
+        """Return the command line for this machine that runs *command* on the node."""
         prefix = self.for_terminal if terminal else self.prefix
         if not self.through_shell:
             return [*prefix, *command]

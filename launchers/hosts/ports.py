@@ -1,4 +1,4 @@
-"""Who can talk to whom: every host listens on a free port, and every other one connects to it.
+"""Connections between hosts: every host listens on a free port, and every other one connects to it.
 
 Ranks and agents choose their ports freely, so a firewall that lets only SSH through shows here, with the pair's names.
 """
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Process, Transport
 
 EVERY_PAIR = 32  # up to so many hosts; more try peers at distances 1, 2, 4, ... in both directions
-TALK_S = 60.0
+CONVERSATION_S = 60.0
 
 
 @dataclass(frozen=True)
-class Blocked:
-    """One direction that does not work."""
+class BlockedConnection:
+    """Direction between two hosts in which no connection is made."""
 
     source: str
     target: str
     reason: str
 
 
-def peers(names: Sequence[str], index: int) -> list[str]:
-    """Whom the host at *index* connects to. Pure."""
+def peers_of(names: Sequence[str], index: int) -> list[str]:
+    """Return the hosts that the one at *index* connects to. Pure."""
     if len(names) <= EVERY_PAIR:
         return [name for name in names if name != names[index]]
     steps = [1 << power for power in range(len(names).bit_length()) if 1 << power < len(names)]
@@ -41,22 +41,22 @@ def peers(names: Sequence[str], index: int) -> list[str]:
     return [names[other] for other in sorted(reached - {index})]
 
 
-def probe(
+def probe_ports(
     transports: Mapping[str, Transport], pythons: Mapping[str, str]
-) -> tuple[list[Blocked], dict[str, LaunchError]]:
-    """The directions that are blocked, and the hosts that could not be asked."""
+) -> tuple[list[BlockedConnection], dict[str, LaunchError]]:
+    """Return the directions that are blocked, and the errors of hosts that could not be asked."""
     from orc.launchers.remote.ssh.fanout import each
 
     names = list(transports)
     tokens = {name: secrets.token_hex(16) for name in names}
-    talks: dict[str, Process] = {}
+    conversations: dict[str, Process] = {}
     with ExitStack() as stack:
 
         def listen(name: str) -> dict[str, Any]:
-            python, words = pythons.get(name) or "python3", ("talk", tokens[name], str(TALK_S))
-            started = transports[name].stream_program(PROBE, words, python=python, timeout_s=TALK_S)
-            talks[name] = stack.enter_context(started)
-            return {"name": name, "token": tokens[name], **_answer(talks[name], name)}
+            python, words = pythons.get(name) or "python3", ("ports", tokens[name], str(CONVERSATION_S))
+            started = transports[name].stream_program(PROBE, words, python=python, timeout_s=CONVERSATION_S)
+            conversations[name] = stack.enter_context(started)
+            return {"name": name, "token": tokens[name], **_answer(conversations[name], name)}
 
         listeners = each({name: name for name in names}, listen)
         failed = {name: answer for name, answer in listeners.items() if isinstance(answer, LaunchError)}
@@ -64,43 +64,43 @@ def probe(
         asked = list(open_ones)
 
         def connect(name: str) -> dict[str, str]:
-            targets = [open_ones[peer] for peer in peers(asked, asked.index(name))]
-            talks[name].write(json.dumps(targets).encode() + b"\n")
-            return _answer(talks[name], name)
+            targets = [open_ones[peer] for peer in peers_of(asked, asked.index(name))]
+            conversations[name].write(json.dumps(targets).encode() + b"\n")
+            return _answer(conversations[name], name)
 
         answers = each({name: name for name in asked}, connect) if len(asked) > 1 else {}
-        for talk in talks.values():
+        for conversation in conversations.values():
             with suppress(LaunchError):
-                talk.close_stdin()  # all end at the same time, not one after the other
+                conversation.close_stdin()  # all end at the same time, not one after the other
     blocked = []
     for name, answer in answers.items():
         if isinstance(answer, LaunchError):
             failed[name] = answer
         else:
-            blocked += [Blocked(name, target, reason) for target, reason in answer.items() if reason]
+            blocked += [BlockedConnection(name, target, reason) for target, reason in answer.items() if reason]
     # A host that has gone away meanwhile is the only one to blame.
     return [one for one in blocked if not {one.source, one.target} & set(failed)], failed
 
 
-def _answer(talk: Process, name: str) -> dict[str, Any]:
-    """The next line that a host prints. Raises `BackendError`, `BackendUnreachable`."""
+def _answer(conversation: Process, name: str) -> dict[str, Any]:
+    """Return the next line that a host prints. Raises `BackendError`, `BackendUnreachable`."""
     said = b""
     while not said.endswith(b"\n"):
-        piece = talk.read(1 << 16)
+        piece = conversation.read(1 << 16)
         if not piece:
-            lines = talk.wait().stderr.strip().splitlines()
+            lines = conversation.wait().stderr.strip().splitlines()
             raise BackendError(f"cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
         said += piece
     return dict(json.loads(said))
 
 
-def findings(blocked: Sequence[Blocked], failed: Mapping[str, LaunchError]) -> list[Finding]:
-    """One finding per pair of hosts that cannot talk. Pure."""
+def find_blocked_pairs(blocked: Sequence[BlockedConnection], failed: Mapping[str, LaunchError]) -> list[Finding]:
+    """Return one finding per pair of hosts between which no connection is made. Pure."""
     found = [
         Finding("error", error.what, name, error.hint, unreachable=isinstance(error, BackendUnreachable))
         for name, error in failed.items()
     ]
-    by_pair: dict[frozenset[str], list[Blocked]] = {}
+    by_pair: dict[frozenset[str], list[BlockedConnection]] = {}
     for one in blocked:
         by_pair.setdefault(frozenset((one.source, one.target)), []).append(one)
     for group in by_pair.values():
@@ -113,8 +113,8 @@ def findings(blocked: Sequence[Blocked], failed: Mapping[str, LaunchError]) -> l
     return found
 
 
-def culprits(blocked: Sequence[Blocked]) -> list[str]:
-    """The smallest set of hosts (greedily) without which all others can talk to each other. Pure."""
+def failed_hosts(blocked: Sequence[BlockedConnection]) -> list[str]:
+    """Return the smallest set of hosts (greedily) without which all others reach each other. Pure."""
     left = {frozenset((one.source, one.target)) for one in blocked}
     chosen = []
     while left:

@@ -1,7 +1,7 @@
-"""What runs on a host when it is looked at (`looking`, `ports`): standard library only, Python >= 3.9.
+"""Program on a host for `checks` and `ports`: standard library only, Python >= 3.9.
 
-look <root>             print one JSON object about this machine and this Python
-talk <token> <seconds>  print {"port", "addresses"}, and answer everybody who connects with the token; when a line
+facts <root>             print one JSON object about this machine and this Python
+ports <token> <seconds>   print {"port", "addresses"}, and answer everybody who connects with the token; when a line
                         [{"name", "addresses", "port", "token"}] has come, connect to these and print a line
                         {name: "" or what is wrong}; end when the input does
 
@@ -34,8 +34,8 @@ CONNECT_S = 3.0
 ANSWER_S = 20.0  # where somebody listens, the way is open; under load the answer comes late
 
 
-def look(root: str) -> dict[str, Any]:
-    """This machine: clock, disk, memory, processors, GPUs; and this Python with its torch."""
+def gather_facts(root: str) -> dict[str, Any]:
+    """Return facts of this machine: clock, disk, memory, processors, GPUs; and this Python with its torch."""
     answer = {
         "host": socket.gethostname(),
         "user": user(),
@@ -54,7 +54,7 @@ def look(root: str) -> dict[str, Any]:
 
 
 def user() -> str:
-    """Who runs this; the number where the user has no name here."""
+    """Return the user's name; the number where there is no name."""
     import pwd
 
     try:
@@ -64,14 +64,14 @@ def user() -> str:
 
 
 def memory() -> dict[str, int]:
-    """Bytes: total and available."""
+    """Return bytes: total and available."""
     with open("/proc/meminfo") as file:
         lines = {name: rest for name, _, rest in (line.partition(":") for line in file)}
     return {key: int(lines[name].split()[0]) * 1024 for key, name in (("total", "MemTotal"), ("free", "MemAvailable"))}
 
 
 def disk(root: str) -> dict[str, Any]:
-    """Free bytes where *root* is or will be, and whether it can be written."""
+    """Return the free bytes where *root* is or will be, and whether it can be written."""
     while not os.path.exists(root):
         root = os.path.dirname(root)
     status = os.statvfs(root)
@@ -82,7 +82,7 @@ def disk(root: str) -> dict[str, Any]:
 
 
 def torch_version() -> dict[str, Any]:
-    """Version and CUDA version of torch without importing it, which takes a second."""
+    """Return version and CUDA version of torch without importing it, which takes a second."""
     place = torch_directory()
     if place is None:
         return {"torch": None, "cuda": None}
@@ -97,7 +97,7 @@ def torch_version() -> dict[str, Any]:
 
 
 def torch_directory() -> str | None:
-    """Where torch would be imported from: most of the time it is where pip puts it, which is in front of the rest."""
+    """Return the directory that torch would be imported from: mostly where pip puts it, in front of the rest."""
     import site
 
     home = os.path.dirname(os.path.dirname(os.path.abspath(sys.executable)))
@@ -114,7 +114,7 @@ def torch_directory() -> str | None:
 
 
 def gpu_count() -> int | None:
-    """GPUs that the drivers know, NVIDIA's or AMD's; `None` where that cannot be told without a library (WSL)."""
+    """Return the number of GPUs that NVIDIA's or AMD's drivers know; `None` where only a library can tell (WSL)."""
     import glob
 
     if os.path.exists("/dev/dxg"):
@@ -128,7 +128,7 @@ def gpu_count() -> int | None:
 
 
 def gpus() -> dict[str, Any]:
-    """What nvidia-smi says, and how many GPUs the driver knows: one that has fallen off the bus is missing here."""
+    """Return the rows of nvidia-smi and the number of GPUs that the driver knows: one off the bus has no row."""
     known = gpu_count()
     places = (os.path.join(place, "nvidia-smi") for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
     program = next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
@@ -156,7 +156,7 @@ def gpus() -> dict[str, Any]:
 
 
 def addresses() -> list[str]:
-    """Addresses at which others may reach this machine, the most likely first."""
+    """Return addresses at which others may reach this machine, the most likely first."""
     found = []
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if len(connection) == 4:
@@ -173,7 +173,7 @@ def addresses() -> list[str]:
     return useful or ["127.0.0.1"]
 
 
-def talk(token: str, seconds: float) -> None:
+def serve_ports(token: str, seconds: float) -> None:
     """Answer with the token until standard input is closed or the time is over; meanwhile connect to those named."""
     import threading
 
@@ -212,12 +212,12 @@ def talk(token: str, seconds: float) -> None:
 
 
 def report(targets: list[dict[str, Any]]) -> None:
-    """Print what `connect` finds."""
+    """Print the result of `connect`."""
     print(json.dumps(connect(targets)), flush=True)
 
 
 def connect(targets: list[dict[str, Any]]) -> dict[str, str]:
-    """Try all targets at the same time; what is wrong with each."""
+    """Try all targets at the same time; return the error of each, or an empty text."""
     import threading
 
     result: dict[str, str] = {}
@@ -247,9 +247,9 @@ def connect(targets: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run one of the two."""
+    """Run one mode."""
     mode, *arguments = sys.argv[1:]
-    if mode == "look":
-        print(json.dumps(look(arguments[0])))
-    elif mode == "talk":
-        talk(arguments[0], float(arguments[1]))
+    if mode == "facts":
+        print(json.dumps(gather_facts(arguments[0])))
+    elif mode == "ports":
+        serve_ports(arguments[0], float(arguments[1]))

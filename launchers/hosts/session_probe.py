@@ -1,4 +1,4 @@
-"""What runs on a node of a job when somebody looks into it. Sent as text to ``python -c``: standard library only.
+"""Program on a node of a running job for `orc exec`, `ssh`, `top` and `stacks`. Sent as text: standard library only.
 
     exec <attempt> <node> [--rank=R] [--tty] [--attend] -- program args...
                                                                   become a program of the job (no program: a shell)
@@ -26,12 +26,12 @@ _HZ = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Refused(Exception):
-    """It cannot be done; the message is the reason that people read."""
+class NodeSessionError(Exception):
+    """The session on the node failed; the message is shown to people."""
 
 
 def read(path: str) -> dict[str, Any] | None:
-    """A JSON record; `None` when it is not there."""
+    """Return a JSON record; `None` when it is not there."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
@@ -41,10 +41,10 @@ def read(path: str) -> dict[str, Any] | None:
 
 
 def config_of(directory: str) -> dict[str, Any]:
-    """The orders of the attempt's agents."""
+    """Return the configuration of the attempt's agents."""
     config = read(os.path.join(directory, "agent.json"))
     if config is None:
-        raise Refused(f"{directory} is not on this host: the attempt has not come here, or was removed")
+        raise NodeSessionError(f"{directory} is not on this host: the attempt has not come here, or was removed")
     return config
 
 
@@ -52,12 +52,12 @@ def find_agent(config: dict[str, Any]) -> None:
     """Let ``orc.launchers.agent`` be imported as this job runs it."""
     tree = str(config["runtime_tree"])
     if not os.path.exists(os.path.join(tree, "orc", "launchers", "agent")):
-        raise Refused(f"the job's runtime tree {tree} was removed")
+        raise NodeSessionError(f"the job's runtime tree {tree} was removed")
     sys.path.insert(0, tree)
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """The environment that a process of this user was started with; empty when it is gone or somebody else's."""
+    """Return the environment that a process of this user was started with; empty when it is gone or somebody else's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             words = file.read().split(b"\0")
@@ -69,7 +69,7 @@ def environ_of(pid: int) -> dict[str, str]:
 
 
 def processes(directory: str, node: int) -> Iterator[tuple[int, dict[str, str]]]:
-    """The job's processes on this node: pid and environment."""
+    """Yield pid and environment of the job's processes on this node."""
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -94,7 +94,9 @@ def enter(directory: str, node: int, options: Sequence[str], program: Sequence[s
     try:
         os.chdir(work)
     except OSError as error:
-        raise Refused(f"{work}: {error.strerror}; the job's setup has not begun, or the job was removed") from None
+        raise NodeSessionError(
+            f"{work}: {error.strerror}; the job's setup has not begun, or the job was removed"
+        ) from None
     prefix = list(answer.get("prefix") or ())
     if prefix and "--tty" in options:
         prefix.insert(prefix.index("--"), "--tty")
@@ -105,7 +107,7 @@ def enter(directory: str, node: int, options: Sequence[str], program: Sequence[s
     try:
         os.execvpe(argv[0], argv, env)
     except OSError as error:
-        raise Refused(f"{argv[0]}: {error.strerror}") from None
+        raise NodeSessionError(f"{argv[0]}: {error.strerror}") from None
 
 
 def attend(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
@@ -115,7 +117,7 @@ def attend(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
     import signal
 
     if shutil.which(argv[0], path=env.get("PATH")) is None:
-        raise Refused(f"{argv[0]}: No such file or directory")
+        raise NodeSessionError(f"{argv[0]}: No such file or directory")
     pid = os.fork()
     if pid == 0:
         try:
@@ -145,15 +147,15 @@ def attend(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
 
 
 def rank_environment(directory: str, node: int, rank: str) -> dict[str, str]:
-    """What one rank was started with."""
+    """Return the environment that one rank was started with."""
     found = sorted((pid, env) for pid, env in processes(directory, node) if env.get("RANK") == rank)
     if not found:
-        raise Refused(f"rank {rank} does not run on this node now")
+        raise NodeSessionError(f"rank {rank} does not run on this node now")
     return found[0][1]
 
 
 def node_environment(config: dict[str, Any], node: int, answer: dict[str, Any]) -> dict[str, str]:
-    """What all processes of the job on this node are started with; the agent's own surroundings are the base."""
+    """Return the environment of the job's processes on this node, with that of the agent as its base."""
     find_agent(config)
     from orc.launchers.agent.config import AgentConfig
     from orc.launchers.agent.node import Node
@@ -175,7 +177,7 @@ def node_environment(config: dict[str, Any], node: int, answer: dict[str, Any]) 
 
 
 def machine() -> tuple[float, float]:
-    """Seconds of all processors since the start: busy and in all."""
+    """Return seconds of all processors since the start: busy and in all."""
     with open("/proc/stat", encoding="ascii") as file:
         ticks = [int(word) for word in file.readline().split()[1:9]]
     idle = ticks[3] + ticks[4]
@@ -183,7 +185,7 @@ def machine() -> tuple[float, float]:
 
 
 def usage(pid: int) -> tuple[float, int] | None:
-    """Processor seconds and resident bytes of one process."""
+    """Return processor seconds and resident bytes of one process."""
     from orc.launchers.agent.procfs import process_stat
 
     fields = process_stat(pid)
@@ -193,14 +195,14 @@ def usage(pid: int) -> tuple[float, int] | None:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes used and in all."""
+    """Return bytes used and in all."""
     with open("/proc/meminfo", encoding="ascii") as file:
         lines = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file)}
     return lines["MemTotal"] - lines["MemAvailable"], lines["MemTotal"]
 
 
 def gpus() -> list[dict[str, Any]]:
-    """What nvidia-smi says; nothing where there is none."""
+    """Return the rows of nvidia-smi; none where there is no such program."""
     import shutil
     import subprocess
 
@@ -226,7 +228,7 @@ class Sampler:
         self.before = self.measure()
 
     def measure(self) -> dict[str, Any]:
-        """The counters as they are now."""
+        """Return the counters as they are now."""
         ranks: dict[str, dict[str, Any]] = {}
         for pid, env in processes(self.directory, self.node):
             used = usage(pid)
@@ -238,7 +240,7 @@ class Sampler:
         return {"at": time.time(), "clock": time.monotonic(), "machine": machine(), "ranks": ranks}
 
     def sample(self) -> dict[str, Any]:
-        """One line of output."""
+        """Return one line of output."""
         before, now = self.before, self.measure()
         self.before = now
         length = max(now["clock"] - before["clock"], 1e-3)
@@ -264,7 +266,7 @@ class Sampler:
 
     @staticmethod
     def rank(number: str, now: dict[str, Any], before: dict[str, Any], length: float) -> dict[str, Any]:
-        """One rank with all its processes; those without a rank (launcher, setup) have none."""
+        """Return usage of one rank with all its processes; those without a rank (launcher, setup) have none."""
         one = now["ranks"][number]
         earlier = before["ranks"].get(number, {"pids": {}})["pids"]
         spent = sum(used - earlier.get(pid, used) for pid, used in one["pids"].items())
@@ -277,7 +279,7 @@ class Sampler:
 
 
 def order(number: str) -> tuple[bool, int]:
-    """Ranks in order, then what is none."""
+    """Return the sort key of a rank; processes without one come last."""
     return not number.isdigit(), int(number) if number.isdigit() else 0
 
 
@@ -313,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
             from orc.launchers.agent.__main__ import run
 
             return run(["stacks", directory, "--timeout", rest[0]])
-    except Refused as error:
+    except NodeSessionError as error:
         sys.stderr.write(f"orc: {error}\n")
         return 125
     except BrokenPipeError:

@@ -1,7 +1,7 @@
-"""Looking into running jobs: commands, shells and measurements on their nodes.
+"""Sessions on the nodes of running jobs: commands, shells and measurements.
 
-A backend says how a node is entered (`orc.launchers.backends.base.NodeEntry`); `node` is what runs there, sent as text,
-so that jobs of earlier versions can be looked into as well.
+A backend returns the way to a node (`orc.launchers.backends.base.NodeEntry`); `session_probe` runs
+there, sent as text, so that sessions work with jobs of earlier versions too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @cache
 def _program() -> str:
-    """The text of `node`, as one short line: it goes through shells of all kinds."""
+    """Return the text of `session_probe` as one short line: it goes through shells of all kinds."""
     packed = base64.b64encode(zlib.compress((Path(__file__).with_name("session_probe.py")).read_bytes(), 9)).decode()
     return f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
 
 
 def command(entry: NodeEntry, mode: str, *words: str, terminal: bool = False) -> list[str]:
-    """The command line, for this machine, that runs a mode of the node program (`node`) on one node of an attempt."""
+    """Return the command line for this machine that runs a mode of `session_probe` on one node of an attempt."""
     arguments = (mode, entry.directory, str(entry.node), *words)
     return entry.argv((entry.python, "-I", "-S", "-c", _program(), *arguments), terminal=terminal)
 
 
 def on_node(entry: NodeEntry, program: Sequence[str], *, rank: int | None = None, terminal: bool = False) -> list[str]:
-    """The command line that runs *program* in the job's working copy with its environment, or with that of a rank."""
+    """Return the command line that runs *program* in the job's working copy with its or a rank's environment."""
     options = ["--tty"] if terminal else ["--attend"] * entry.through_shell
     options += [f"--rank={rank}"] if rank is not None else []
     return command(entry, "exec", *options, "--", *program, terminal=terminal)

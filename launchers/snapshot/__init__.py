@@ -1,1 +1,1 @@
-"""Snapshots: what a job's code is, named by one digest, and the content-addressed stores that hold them."""
+"""Snapshots of a job's code, each named by one digest, and the content-addressed stores that hold them."""

@@ -23,7 +23,7 @@ class ContentStore(TreeStore):
 
     @property
     def scan_cache(self) -> Path:
-        """Where `scan` may keep hashes of unchanged files."""
+        """Directory in which `scan` may keep hashes of unchanged files."""
         return self.root / "scan-cache"
 
     def snapshot(
@@ -65,12 +65,12 @@ class ContentStore(TreeStore):
         return other.ingest(SourceTree(bundle, self.sources(bundle)), on_progress=on_progress)
 
     def sources(self, bundle: Bundle) -> dict[str, bytes]:
-        """Where the regular files of a stored snapshot can be read, by their path in it."""
+        """Return the places of the regular files of a stored snapshot, by their path in it."""
         home = os.fsencode(self.tree_path(bundle.digest))
         return {e.path: os.path.join(home, encode(e.path)) for e in bundle.entries if e.mode != SYMLINK}
 
     def verify(self, digest: str) -> list[Finding]:
-        """Read a whole snapshot and report what is not as the manifest says. Empty when all is well.
+        """Read a whole snapshot and return a finding for each difference from its manifest.
 
         Byte code that Python put beside the sources is not reported.
         """
@@ -131,7 +131,7 @@ def _copy_verified(source: bytes, destination: bytes, entry: Entry) -> None:
 
 
 def _reading(source: bytes) -> Iterator[bytes]:
-    """Chunks of a source file; that it cannot be opened is its owner's doing, not the store's."""
+    """Yield chunks of a source file; that it cannot be opened is its owner's doing, not the store's."""
     chunks = read_chunks(source)
     try:
         first = next(chunks, b"")

@@ -26,7 +26,7 @@ _PERHAPS = re.compile(r"\.(?:pem|key|asc|gpg)$|(?:credential|service.?account)[^
 
 
 def credential_findings(sources: Mapping[str, bytes]) -> list[Finding]:
-    """A warning that names the files among *sources* (path in the tree -> where it can be read) with credentials."""
+    """Return a warning that names the files with credentials among *sources* (path in the tree -> place on disk)."""
     found = [path for path, full in sources.items() if _NAMED.search(path) or (_PERHAPS.search(path) and _holds(full))]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Garbage collection below one cluster root: what no job needs any more, found and removed.
+"""Garbage collection below one cluster root: snapshots, environments and working copies that no job needs.
 
 Travels to the hosts as it is: standard library only, Python >= 3.9.
 
@@ -44,12 +44,12 @@ class GcRequest:
     dry_run: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {**asdict(self), "keep": sorted(self.keep), "ended": sorted(self.ended)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GcRequest:
-        """Inverse of `to_dict`; further keys do not matter."""
+        """Invert `to_dict`; further keys do not matter."""
         known = {name: data[name] for name in cls.__dataclass_fields__}
         return cls(**{**known, "keep": frozenset(known["keep"]), "ended": frozenset(known["ended"])})
 
@@ -67,12 +67,12 @@ class GcReport:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GcReport:
-        """Inverse of `to_dict`."""
+        """Invert `to_dict`."""
         return cls(**data)
 
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def doomed(last_used: Mapping[str, float], used: Collection[str], before: float) -> list[str]:
-    """Those that nobody needs and that were last used *before* that time."""
+    """Return the names that are not *used* and that were last used *before* that time."""
     return sorted(name for name, at in last_used.items() if at < before and name not in used)
 
 
@@ -173,7 +173,7 @@ def _collect_store(
 
 
 def _collect_environments(envs: Path, used: Collection[str], before: float, found: GcReport, dry_run: bool) -> None:
-    """Those of which ``<digest>.json``, touched with every use, is old. Who prepares one holds ``<digest>.lock``."""
+    """Remove those whose ``<digest>.json``, touched with every use, is old. Preparing one holds ``<digest>.lock``."""
     last_used = {
         entry.name[: -len(".json")]: entry.stat().st_mtime
         for entry in _scan(envs)
@@ -207,7 +207,7 @@ def _collect_environments(envs: Path, used: Collection[str], before: float, foun
 def _collect_work(
     root: Path, attempts: list[tuple[str, Path]], request: GcRequest, before: float, found: GcReport
 ) -> None:
-    """The working copies of jobs that have ended; logs, records and checkpoints stay."""
+    """Remove the working copies of jobs that have ended; logs, records and checkpoints stay."""
     jobs: dict[str, bool] = {}
     for job, attempt in attempts:
         jobs[job] = jobs.get(job, True) and (job in request.ended or _ended(attempt, before))
@@ -225,7 +225,7 @@ def _collect_work(
 
 
 def _attempts(root: Path) -> Iterator[tuple[str, Path]]:
-    """Job id and directory of every attempt here."""
+    """Yield job id and directory of every attempt here."""
     for job in _scan(root / "jobs"):
         if job.is_dir(follow_symlinks=False):
             for attempt in _scan(Path(job.path)):
@@ -234,7 +234,7 @@ def _attempts(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _ended(attempt: Path, before: float) -> bool:
-    """Whether all nodes that have begun here have ended *before* that time: later ones may be requeued or retried."""
+    """Return whether all nodes that have begun here have ended *before* that time: later ones may be retried."""
     begun = False
     for node in _scan(attempt):
         if node.name.startswith("node-") and os.path.exists(os.path.join(node.path, "lease.json")):
@@ -248,7 +248,7 @@ def _ended(attempt: Path, before: float) -> bool:
 
 
 def _mentioned(attempt: Path) -> set[str]:
-    """Whatever looks like a digest in the records of an attempt."""
+    """Return the words in the records of an attempt that look like digests."""
     found: set[str] = set()
     for path in (*attempt.glob("*.json"), *attempt.glob("node-*/*.json")):
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -265,7 +265,7 @@ def _scan(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of the files below, each inode once."""
+    """Return bytes of the files below, each inode once."""
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(directory):
         for name in names:

@@ -1,4 +1,4 @@
-"""Hashing files that may change under our hands, and remembering the hashes of those that did not."""
+"""Hashes of files that may change meanwhile, and a cache of the hashes of those that did not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """What changes when a file changes: size, modification and change time (ns), inode."""
+    """Return the values that change when a file changes: size, modification and change time (ns), inode."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def hash_file(path: bytes) -> tuple[str, os.stat_result]:
-    """SHA-256 and status of a regular file, consistent with each other.
+    """Return SHA-256 and status of a regular file, consistent with each other.
 
     A file that changes while it is read is read once more. Raises `BundleError` when it does not hold still, `OSError`
     when it cannot be read.
@@ -82,7 +82,7 @@ class StatCache:
                 self._save(self._file)
 
     def digest(self, key: str, path: bytes, status: os.stat_result) -> tuple[str, os.stat_result]:
-        """SHA-256 and status of the file at *path*, whose last look gave *status*. Raises as `hash_file`."""
+        """Return SHA-256 and status of the file at *path*, whose last status was *status*. Raises as `hash_file`."""
         known = self._old.get(key)
         if known is not None and tuple(known[:4]) == stamp(status) and isinstance(known[4], str):
             self._new[key] = known

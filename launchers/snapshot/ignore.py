@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def pattern_of(path: str) -> str:
-    """The pattern that *path*, relative to the root and as it is, matches."""
+    """Return the pattern that *path*, relative to the root and as it is, matches."""
     return "/" + "".join(f"\\{character}" if character in "\\*?[]! " else character for character in path)
 
 
 def patterns_of(directory: Path, root: Path) -> tuple[str, ...]:
-    """The pattern of *directory*; none unless it lies below *root*."""
+    """Return the pattern of *directory*; none unless it lies below *root*."""
     found, top = directory.resolve(), root.resolve()
     return (pattern_of(found.relative_to(top).as_posix()),) if top in found.parents else ()
 
@@ -40,7 +40,7 @@ class IgnoreRules:
         self._directories: dict[str, bool] = {"": False}
 
     def ignores(self, path: str, *, directory: bool = False) -> bool:
-        """Whether *path*, or a directory above it, is ignored. Raises `BundleError` for a line that is no pattern."""
+        """Return whether *path* or a directory above it is ignored. Raises `BundleError` for an invalid line."""
         if directory:
             known = self._directories.get(path)
             if known is None:
@@ -85,7 +85,7 @@ class IgnoreRules:
 
 
 def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec | None:
-    """One spec of *lines*, `None` when there is no pattern among them. Raises `BundleError` with the line."""
+    """Return one spec of *lines*, `None` when there is no pattern among them. Raises `BundleError` with the line."""
     if not any(line.strip() and not line.startswith("#") for line in lines):
         return None
     from pathspec import GitIgnoreSpec

@@ -1,4 +1,4 @@
-"""Which files belong to a working tree: what git sees, or a plain walk by the same ignore rules."""
+"""Files that belong to a working tree: those that git sees, or a plain walk by the same ignore rules."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Listing:
 
 
 def encode(path: str) -> bytes:
-    """The name on disk of a listed path; independent of the locale."""
+    """Return the name on disk of a listed path; independent of the locale."""
     return path.encode("utf-8", "surrogateescape")
 
 
 def decode(name: bytes) -> str:
-    """Inverse of `encode`."""
+    """Invert `encode`."""
     return name.decode("utf-8", "surrogateescape")
 
 
 def list_tree(root: bytes, exclude: Sequence[str] = (), skip: Sequence[bytes] = ()) -> Listing:
-    """The working tree below *root*, an absolute path without symbolic links.
+    """Return the files of the working tree below *root*, an absolute path without symbolic links.
 
     *exclude* are patterns in gitignore syntax on top of all ``.orcignore`` files; *skip* are absolute directories
     that are left out silently (orc's own state) if they lie below *root*. Raises `BundleError`.
@@ -72,7 +72,7 @@ class _Lister:
         return self.listing
 
     def _take(self, names: list[str], prefix: str) -> None:
-        """Add what git listed for the repository at *prefix*."""
+        """Add the files that git listed for the repository at *prefix*."""
         for name in dict.fromkeys(names):  # unmerged paths are listed once per stage
             path = prefix + name.rstrip("/")
             if self._unwanted(path) or not self._real_directory(path.rpartition("/")[0]):
@@ -90,7 +90,7 @@ class _Lister:
                 self._nested(path)
 
     def _nested(self, path: str) -> None:
-        """A directory in git's list: a submodule, or a repository that happens to lie in the tree."""
+        """Add a directory of git's list: a submodule, or a repository that happens to lie in the tree."""
         full = self._full(path)
         if os.path.lexists(os.path.join(full, b".git")):
             names = self._git(full)
@@ -148,7 +148,7 @@ class _Lister:
         return any((self._full(path) + b"/").startswith(own + b"/") for own in self.skip)
 
     def _real_directory(self, path: str) -> bool:
-        """False when a tracked directory was replaced by a link or a file: git still lists what used to be below."""
+        """Return false when a tracked directory was replaced by a link or a file: git still lists what was below."""
         known = self.real.get(path)
         if known is None:
             known = self._real_directory(path.rpartition("/")[0])
@@ -164,7 +164,7 @@ class _Lister:
         return os.path.join(self.root, encode(path)) if path else self.root
 
     def _git(self, directory: bytes) -> list[str] | None:
-        """Tracked and untracked, not ignored paths below *directory*; `None` without git or a repository."""
+        """Return tracked and untracked, not ignored paths below *directory*; `None` without git or a repository."""
         import subprocess
 
         env = {key: value for key, value in os.environ.items() if key not in _GIT_VARIABLES}
@@ -207,7 +207,7 @@ class _Lister:
 
 
 def _inside_repository(root: bytes) -> bool:
-    """Whether git has a chance: asking the file system is a thousand times cheaper than asking git."""
+    """Return whether there is a repository above: asking the file system is a thousand times cheaper than git."""
     return any(os.path.lexists(os.path.join(directory, b".git")) for directory in _upwards(root))
 
 

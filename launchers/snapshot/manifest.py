@@ -1,4 +1,4 @@
-"""What a snapshot consists of: entries, their canonical order and digest, and the checks every manifest must pass.
+"""Manifest of a snapshot: entries, their canonical order and digest, and the checks every manifest must pass.
 
 Pure: no file system. A manifest may come from another machine, so nothing in it is trusted before `Bundle.of` or
 `Bundle.from_dict` has seen it.
@@ -34,12 +34,12 @@ class Entry(NamedTuple):
 
     @classmethod
     def link(cls, path: str, target: str) -> Entry:
-        """A symbolic link."""
+        """Return the entry of a symbolic link."""
         data = target.encode()
         return cls(path, SYMLINK, hashlib.sha256(data).hexdigest(), len(data), target)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``target`` only for links."""
+        """Return the JSON-able form; ``target`` only for links."""
         data: dict[str, Any] = {
             "path": self.path,
             "mode": f"{self.mode:04o}",
@@ -63,7 +63,7 @@ class Bundle:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Bundle:
-        """The bundle of *entries*, in any order. Raises `BundleError` for paths that could leave the tree."""
+        """Return the bundle of *entries*, in any order. Raises `BundleError` for paths that could leave the tree."""
         ordered = tuple(sorted(entries, key=lambda entry: entry.path))
         _check(ordered)
         lines = (f"{e.mode:o} {e.sha256} {e.size} {e.path}\0" for e in ordered)
@@ -72,7 +72,7 @@ class Bundle:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Bundle:
-        """The inverse of `to_dict`. Raises `BundleError` for anything malformed, tampered with or unsafe."""
+        """Invert `to_dict`. Raises `BundleError` for anything malformed, tampered with or unsafe."""
         try:
             if data["format"] != FORMAT:
                 raise BundleError(
@@ -92,7 +92,7 @@ class Bundle:
         return bundle
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form with a stable order."""
+        """Return a JSON-able form with a stable order."""
         return {"format": FORMAT, "digest": self.digest, "entries": [entry.to_dict() for entry in self.entries]}
 
     @cached_property
@@ -146,7 +146,7 @@ def _check(entries: tuple[Entry, ...]) -> None:
 
 
 def follow(path: str, links: Mapping[str, str]) -> str | None:
-    """Where *path* leads inside a tree with these symbolic *links*; `None` when it leaves the tree.
+    """Return the path that *path* leads to inside a tree with these symbolic *links*; `None` when it leaves the tree.
 
     Links are followed the way the kernel does, component by component, because a target that stays inside when read
     as text can leave the tree through another link. A loop stays inside: it leads to itself.

@@ -24,13 +24,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def has(store: str, digest: str) -> bool:
-    """Whether the snapshot is in *store*, complete."""
+    """Return whether the snapshot is in *store*, complete."""
     tree = os.path.join(store, "trees", digest)
     return os.path.isfile(f"{tree}.json") and os.path.isdir(tree)
 
 
 def use(store: str, digest: str) -> bool:
-    """Like `has`, and keeps a snapshot that is there from being collected for a while. Raises `OSError`."""
+    """Return `has`, and keep a snapshot that is there from being collected for a while. Raises `OSError`."""
     if not has(store, digest):
         return False
     try:
@@ -50,7 +50,7 @@ def use(store: str, digest: str) -> bool:
 
 
 def open_lock(store: str) -> int:
-    """A descriptor of the file whose lock writers share."""
+    """Return a descriptor of the file whose lock writers share."""
     return os.open(os.path.join(store, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 

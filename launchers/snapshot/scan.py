@@ -1,4 +1,4 @@
-"""Snapshots of a working tree: what a job's code is, named by one digest, before a byte of it is copied.
+"""Scan of a working tree: the snapshot of a job's code, named by one digest, before a byte of it is copied.
 
 `scan` looks at a directory and hashes it; `orc.launchers.snapshot.content_store.ContentStore` keeps what it found.
 """
@@ -28,7 +28,7 @@ FILE_WARNING = 50 * 1000**2
 
 @dataclass(frozen=True)
 class SourceTree:
-    """A scanned tree: its manifest, where each file can be read, and what there is to say about it."""
+    """Scanned tree: its manifest, the place of each file, and findings."""
 
     bundle: Bundle
     sources: Mapping[str, bytes]  # path in the bundle -> absolute path on this machine; regular files only
@@ -42,7 +42,7 @@ class SourceTree:
 
 @dataclass(frozen=True)
 class Preview:
-    """How much a bundle would send."""
+    """Size of a bundle and its largest files."""
 
     files: int
     size: int  # bytes
@@ -55,7 +55,7 @@ class Preview:
 def scan(
     workdir: str | Path, exclude: Sequence[str] = (), *, cache: Path | None = None, skip: Sequence[Path] = ()
 ) -> SourceTree:
-    """The working tree at *workdir* as git sees it, uncommitted work included, without what ``.orcignore`` excludes.
+    """Return the working tree at *workdir* as git sees it, uncommitted work included, less what ``.orcignore`` names.
 
     *exclude* are further patterns in gitignore syntax. *cache* is a directory for hashes of unchanged files. *skip*
     are directories that are left out silently. An empty tree is fine. Raises `BundleError` for a tree that cannot be
@@ -97,13 +97,13 @@ def scan(
 
 
 def preview(bundle: Bundle, largest: int = 5) -> Preview:
-    """How many files and bytes, and the *largest* files, largest first."""
+    """Return numbers of files and bytes, and the *largest* files, largest first."""
     ordered = sorted(bundle.entries, key=lambda entry: (-entry.size, entry.path))
     return Preview(len(bundle.entries), bundle.size, tuple(ordered[:largest]))
 
 
 def size_findings(bundle: Bundle) -> list[Finding]:
-    """A warning for a snapshot over 100 MB or a file over 50 MB, with the names that are worth excluding."""
+    """Return a warning for a snapshot over 100 MB or a file over 50 MB, with the names that are worth excluding."""
     if bundle.size <= TOTAL_WARNING and all(entry.size <= FILE_WARNING for entry in bundle.entries):
         return []
     shown = preview(bundle)
@@ -118,7 +118,7 @@ def size_findings(bundle: Bundle) -> list[Finding]:
 
 
 def format_size(size: int) -> str:
-    """Bytes in decimal units: ``999 B``, ``1.5 kB``, ``120.0 MB``."""
+    """Return bytes in decimal units: ``999 B``, ``1.5 kB``, ``120.0 MB``."""
     if size < 1000:
         return f"{size} B"
     value = float(size)
@@ -153,7 +153,7 @@ def _link(path: str, target: bytes) -> Entry:
 
 
 def _check_links(entries: Sequence[Entry]) -> list[Finding]:
-    """Refuse links that lead out of the tree, with advice; warn of those that lead to something left out."""
+    """Refuse links that lead out of the tree; return warnings of those that lead to something left out."""
     links = {entry.path: entry.target for entry in entries if entry.target is not None}
     if not links:
         return []

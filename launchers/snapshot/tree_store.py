@@ -1,4 +1,4 @@
-"""The part of the content-addressed store that is the same on every machine: ``cas/``, ``trees/``, ``tmp/``.
+"""Content-addressed store as it is on every machine: ``cas/``, ``trees/``, ``tmp/``.
 
 `orc.launchers.snapshot.content_store.ContentStore` fills it from a working tree here;
 `orc.launchers.transfer.receiver` fills it from a stream on another machine, to which this module travels as it is:
@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 
 
 class Damaged(BundleError):
-    """What was read is not what the manifest says."""
+    """The content differs from its manifest."""
 
 
 class TreeStore:
@@ -54,19 +54,19 @@ class TreeStore:
         self.root = Path(os.path.abspath(root))
 
     def tree_path(self, digest: str) -> Path:
-        """The directory of a snapshot, which exists when `has` says so. Raises `BundleError` for no digest."""
+        """Return the directory of a snapshot, which exists when `has` says so. Raises `BundleError` for no digest."""
         return self.root / "trees" / checked(digest)
 
     def manifest_path(self, digest: str) -> Path:
-        """The file that makes a snapshot exist. Raises `BundleError` for no digest."""
+        """Return the file that makes a snapshot exist. Raises `BundleError` for no digest."""
         return self.root / "trees" / f"{checked(digest)}.json"
 
     def has(self, digest: str) -> bool:
-        """Whether the snapshot is here, complete."""
+        """Return whether the snapshot is here, complete."""
         return has(str(self.root), checked(digest))
 
     def use(self, digest: str) -> bool:
-        """Like `has`, and keeps a snapshot that is here from being collected for a while (``orc gc``).
+        """Return the same as `has`, and keep a snapshot that is here from being collected for a while (``orc gc``).
 
         Raises `BundleError` where others could have written it.
         """
@@ -83,7 +83,7 @@ class TreeStore:
             ) from None
 
     def load(self, digest: str) -> Bundle:
-        """The manifest of a snapshot. Raises `BundleError` when it is not here or is damaged."""
+        """Return the manifest of a snapshot. Raises `BundleError` when it is not here or is damaged."""
         path = self.manifest_path(digest)
         try:
             bundle = Bundle.from_dict(json.loads(path.read_bytes()))
@@ -109,7 +109,7 @@ class TreeStore:
 
     @contextlib.contextmanager
     def staging(self, label: str) -> Iterator[Path]:
-        """A directory of one's own in ``tmp/``, gone at the end; while it is there nothing is collected.
+        """Make a directory of one's own in ``tmp/``, gone at the end; while it is there nothing is collected.
 
         What killed writers of this machine left is removed first: each holds a lock on its directory for as long as
         it lives. Raises `OSError`.
@@ -136,15 +136,17 @@ class TreeStore:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """While this is held nothing is removed from the store. Waits for a collection to end. Raises `OSError`."""
+        """Hold the lock under which nothing is removed; wait for a collection to end. Raises `OSError`."""
         with self._lock_file() as fd:
             locked(fd, fcntl.LOCK_SH)
             yield
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[bool | None]:
-        """Nobody writes while this is held. False when somebody still does after *timeout_s* seconds, `None` where
-        there are no locks and nobody can know."""
+        """Hold the lock under which nothing is written.
+
+        Yields false when there still is a writer after *timeout_s* seconds, `None` where there are no locks.
+        """
         with self._lock_file() as fd:
             deadline = time.monotonic() + timeout_s
             while (held := locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)) is False and time.monotonic() < deadline:
@@ -176,12 +178,12 @@ class TreeStore:
                     remove(Path(entry.path))
 
     def missing(self, bundles: Iterable[Bundle]) -> list[Entry]:
-        """One entry for each content of *bundles* that is not here, in order of hash."""
+        """Return one entry for each content of *bundles* that is not here, in order of hash."""
         wanted = {entry.sha256: entry for bundle in bundles for entry in bundle.entries if entry.mode != SYMLINK}
         return [entry for _, entry in sorted(wanted.items()) if not self.sound(entry)]
 
     def sound(self, entry: Entry) -> bool:
-        """Whether the content is there and untouched since it was stored. A suspect one is stored anew."""
+        """Return whether the content is there and untouched since it was stored. A suspect one is stored anew."""
         try:
             status = os.lstat(f"{self.root}/cas/{entry.sha256}")
         except FileNotFoundError:
@@ -264,14 +266,14 @@ class TreeStore:
 
 
 def checked(digest: str) -> str:
-    """*digest* if it is one, so that nothing else ever becomes a path. Raises `BundleError`."""
+    """Return *digest* if it is one, so that nothing else ever becomes a path. Raises `BundleError`."""
     if not SHA256.fullmatch(digest):
         raise BundleError(f"not a snapshot digest: {digest!r}", hint="A digest is 64 hexadecimal digits.")
     return digest
 
 
 def read_chunks(path: bytes) -> Iterator[bytes]:
-    """The content of a regular file that is not reached through a link. Raises `OSError`."""
+    """Yield the content of a regular file that is not reached through a link. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         while chunk := os.read(fd, CHUNK):
@@ -305,7 +307,7 @@ def write_content(
 
 
 def side_by_side(work: Callable[[_Item], _Result], items: list[_Item]) -> Iterator[_Result]:
-    """Like ``map``, with threads when there is much to wait for."""
+    """Yield results as ``map`` does, with threads when there is much to wait for."""
     if len(items) < _MANY:
         yield from map(work, items)
         return
@@ -356,7 +358,7 @@ def _link(content: bytes, destination: bytes) -> bool:
 
 
 def _abandoned(lock: str) -> bool:
-    """Whether whoever held *lock* is gone. Raises `OSError` when there is no such file."""
+    """Return whether the process that held *lock* is gone. Raises `OSError` when there is no such file."""
     fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) is True
@@ -365,7 +367,7 @@ def _abandoned(lock: str) -> bool:
 
 
 def _machine() -> str:
-    """Tells machines apart that share a file system. Locks may not reach from one to the other."""
+    """Return a name that tells machines apart that share a file system. Locks may not reach from one to the other."""
     try:
         identity = Path("/etc/machine-id").read_bytes()
     except OSError:

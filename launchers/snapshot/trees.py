@@ -1,4 +1,4 @@
-"""The trees that travel to a cluster for one job."""
+"""Trees that travel to a cluster for one job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The trees a job runs from: its code, and the runtime and agent that travel with it."""
+    """Trees that a job runs from: its code, and the runtime and agent that travel with it."""
 
     code: Bundle
     runtime: Bundle
@@ -19,7 +19,7 @@ class Snapshot:
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
-        """What has to be on the cluster before the job can start."""
+        """Bundles that have to be on the cluster before the job can start."""
         return (self.code, self.runtime, *((self.environment,) if self.environment else ()))
 
     @property

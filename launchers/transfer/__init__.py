@@ -1,4 +1,4 @@
-"""Bringing snapshots to the hosts of a cluster, and removing from their stores what no job needs any more."""
+"""Transfer of snapshots to the hosts of a cluster and back, and collection of garbage in their stores."""
 
 from __future__ import annotations
 

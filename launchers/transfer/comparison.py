@@ -1,4 +1,4 @@
-"""How two snapshots differ, and which of a snapshot's files a host lacks. Pure."""
+"""Comparison of two snapshots, and the files of a snapshot that a host lacks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orc.launchers.snapshot.manifest import SYMLINK, Bundle, Entry
 
 @dataclass(frozen=True)
 class Comparison:
-    """A snapshot against an earlier one. Entries are those of the newer, but for the removed ones."""
+    """Differences of a snapshot from an earlier one. Entries are those of the newer, but for the removed ones."""
 
     new: tuple[Entry, ...]
     changed: tuple[Entry, ...]  # in content, mode or link target
@@ -19,7 +19,7 @@ class Comparison:
     unchanged: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {
             "new": [entry.path for entry in self.new],
             "changed": [entry.path for entry in self.changed],
@@ -29,7 +29,7 @@ class Comparison:
 
 
 def compare(old: Bundle | None, new: Bundle) -> Comparison:
-    """What became of *old*; without one everything is new."""
+    """Return the differences of *new* from *old*; without one everything is new."""
     before = old.by_path if old else {}
     added = tuple(entry for entry in new.entries if entry.path not in before)
     changed = tuple(entry for entry in new.entries if entry.path in before and entry != before[entry.path])
@@ -38,5 +38,5 @@ def compare(old: Bundle | None, new: Bundle) -> Comparison:
 
 
 def lacking(bundle: Bundle, missing: Collection[str]) -> list[Entry]:
-    """The files of *bundle* whose contents are *missing* (hashes)."""
+    """Return the files of *bundle* whose contents are *missing* (hashes)."""
     return [entry for entry in bundle.entries if entry.mode != SYMLINK and entry.sha256 in missing]

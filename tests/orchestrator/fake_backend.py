@@ -14,7 +14,6 @@ from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import (
     Backend,
     Cause,
-    Finding,
     Handle,
     LogChunk,
     LogSelector,
@@ -32,6 +31,7 @@ from orc.launchers.errors import (
     PartlyUnreachable,
     RenderError,
 )
+from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan, PlanFile
 from orc.launchers.spec.clusters import Cluster

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.backends.base import (
     Backend,
-    Finding,
     Handle,
     NodeEntry,
     Observation,
@@ -24,6 +23,7 @@ from orc.launchers.backends.base import (
     require_secrets,
 )
 from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
+from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand

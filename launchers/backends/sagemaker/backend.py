@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
     Backend,
-    Finding,
     Handle,
     LogChunk,
     LogSelector,
@@ -19,6 +18,7 @@ from orc.launchers.backends.base import (
 from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
 from orc.launchers.backends.sagemaker.settings import read_place, read_settings
 from orc.launchers.errors import BackendUnreachable, LaunchError, PartlyUnreachable, SpecError
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.backends.sagemaker.images import OLDEST_PYTHON, is_pending, pending, python_of
 from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
 from orc.launchers.backends.sagemaker.rendering import local_mode, request_of
 from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.backends.sagemaker.service import Service

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
-    Finding,
     Handle,
     LogChunk,
     LogSelector,
@@ -23,6 +22,7 @@ from orc.launchers.backends.base import (
 from orc.launchers.backends.sagemaker.names import ACCOUNT, Home, default_bucket, training_job_name
 from orc.launchers.backends.sagemaker.rendering import AGENT, LINK, REQUEST, SECRETS, secret_name
 from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError
+from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 
 if TYPE_CHECKING:

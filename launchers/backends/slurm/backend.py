@@ -14,7 +14,6 @@ from orc.launchers.backends.base import (
     Backend,
     Dependency,
     DiscoveredCluster,
-    Finding,
     Handle,
     NodeEntry,
     Observation,
@@ -33,6 +32,7 @@ from orc.launchers.backends.slurm.login import (
 )
 from orc.launchers.backends.slurm.lookup import JobLookup, of_handles
 from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, read_options, read_settings
+from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import DiscoveredCluster, Finding, PartitionReport
+from orc.launchers.backends.base import DiscoveredCluster, PartitionReport
 from orc.launchers.backends.slurm.options import read_settings
 from orc.launchers.errors import BackendError, LaunchError
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.backends.slurm.queue_rows import duration
 from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient

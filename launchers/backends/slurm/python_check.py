@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Finding
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport

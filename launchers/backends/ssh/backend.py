@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
     Backend,
-    Finding,
     Handle,
     HostReport,
     LogChunk,
@@ -27,6 +26,7 @@ from orc.launchers.backends.ssh import placement as placing
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings, read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, PartlyUnreachable
+from orc.launchers.findings import Finding
 from orc.launchers.plan import Plan
 
 if TYPE_CHECKING:

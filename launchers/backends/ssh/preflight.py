@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Finding, HostReport
+from orc.launchers.backends.base import HostReport
 from orc.launchers.backends.ssh.hostfile import Host
 from orc.launchers.backends.ssh.rendering import config_of, hosts_of
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import Hosts
@@ -30,7 +31,7 @@ def check(hosts: Hosts, plan: Plan) -> list[Finding]:
         return []
     config = config_of(plan, names[0])
     own, gpus = bool(config.get("environment")), int(config["slots"].get("gpus_per_node", 0))
-    work = {"look": lambda: checks.judge(look(hosts, names), gpus=gpus, environment=own)}
+    work = {"look": lambda: checks.compare_hosts(gather_facts(hosts, names), gpus=gpus, environment=own)}
     if len(names) > 1:
         work["talk"] = lambda: _talk(hosts, names)
     found: list[Finding] = []
@@ -38,16 +39,16 @@ def check(hosts: Hosts, plan: Plan) -> list[Finding]:
         if isinstance(result, LaunchError):
             raise result
         # A host that does not answer is named once.
-        blamed = checks.bad_hosts(found)
+        blamed = checks.unusable_hosts(found)
         found += [finding for finding in result if not (finding.where in blamed and finding.level == "error")]
     return sorted(found, key=lambda finding: _ORDER.index(finding.level))
 
 
-def look(hosts: Hosts, names: Sequence[str]) -> list[HostFacts]:
+def gather_facts(hosts: Hosts, names: Sequence[str]) -> list[HostFacts]:
     """What the hosts say about themselves, all asked at once."""
     from orc.launchers.hosts import checks
 
-    return checks.look(
+    return checks.gather_facts(
         {name: hosts.transport(name) for name in names},
         {name: hosts.settings.root_of(name) for name in names},
         pythons(hosts, names),
@@ -63,14 +64,14 @@ def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
     """The pairs of hosts that cannot talk; each names the host that is most likely to blame."""
     from orc.launchers.hosts import ports
 
-    blocked, failed = ports.probe({name: hosts.transport(name) for name in names}, pythons(hosts, names))
-    found = ports.findings((), failed)
-    culprits = ports.culprits(blocked)
+    blocked, failed = ports.probe_ports({name: hosts.transport(name) for name in names}, pythons(hosts, names))
+    found = ports.find_blocked_pairs((), failed)
+    failed_hosts = ports.failed_hosts(blocked)
     for one in blocked:
         pair = [other for other in blocked if {other.source, other.target} == {one.source, one.target}]
         if pair[0] is one:
-            to_blame = next((name for name in culprits if name in (one.source, one.target)), "")
-            found += [replace(finding, where=to_blame) for finding in ports.findings(pair, {})]
+            to_blame = next((name for name in failed_hosts if name in (one.source, one.target)), "")
+            found += [replace(finding, where=to_blame) for finding in ports.find_blocked_pairs(pair, {})]
     return found
 
 
@@ -78,11 +79,11 @@ def report(hosts: Hosts) -> list[HostReport]:
     """What all hosts of the cluster are, compared with each other."""
     from orc.launchers.hosts import checks
 
-    looks = look(hosts, hosts.settings.names)
-    found = checks.judge(looks, environment=True) + checks.without_torch(looks)
+    facts_by_host = gather_facts(hosts, hosts.settings.names)
+    found = checks.compare_hosts(facts_by_host, environment=True) + checks.find_missing_torch(facts_by_host)
     return [
         _report(host, one, tuple(finding for finding in found if finding.where == host.name))
-        for host, one in zip(hosts.settings.hosts, looks, strict=True)
+        for host, one in zip(hosts.settings.hosts, facts_by_host, strict=True)
     ]
 
 

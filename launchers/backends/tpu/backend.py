@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from orc.launchers.backends.base import (
     Backend,
     Cause,
-    Finding,
     Handle,
     Leftover,
     LogChunk,
@@ -47,6 +46,7 @@ from orc.launchers.errors import (
     NoRoom,
     PartlyUnreachable,
 )
+from orc.launchers.findings import Finding
 from orc.launchers.plan import Plan
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Finding
 from orc.launchers.backends.tpu import request
 from orc.launchers.backends.tpu.client import in_zones
 from orc.launchers.backends.tpu.request import TpuLocation
+from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi

@@ -12,7 +12,8 @@ from orc.orchestrator.cli.options import cluster_argument, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Finding, HostReport
+    from orc.launchers.backends.base import HostReport
+    from orc.launchers.findings import Finding
     from orc.launchers.spec.clusters import Cluster
 
 

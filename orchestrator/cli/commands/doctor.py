@@ -16,7 +16,7 @@ from orc.orchestrator.cli.options import complete_clusters, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Finding
+    from orc.launchers.findings import Finding
 
 FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
 

@@ -8,7 +8,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
-    from orc.launchers.hosts.examination import Examination
+    from orc.launchers.hosts.diagnostics import HostDiagnostics
 
 
 def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
@@ -56,10 +56,10 @@ def _without_hosts(name: str, as_json: bool) -> int:
     return int(failed)
 
 
-def _examine(backend: Backend, network: bool, *, silent: bool) -> Examination:
+def _examine(backend: Backend, network: bool, *, silent: bool) -> HostDiagnostics:
     from contextlib import closing
 
-    from orc.launchers.hosts.examination import examine
+    from orc.launchers.hosts.diagnostics import diagnose_hosts
 
     def progress(step: str) -> None:
         if not silent:
@@ -69,10 +69,10 @@ def _examine(backend: Backend, network: bool, *, silent: bool) -> Examination:
         stores = backend.stores()
         transports = {name: transport for name, (transport, _) in stores.roots.items()}
         roots = {name: root for name, (_, root) in stores.roots.items()}
-        return examine(transports, roots, stores.pythons, network=network, progress=progress)
+        return diagnose_hosts(transports, roots, stores.pythons, network=network, progress=progress)
 
 
-def _show(made: Examination) -> None:
+def _show(made: HostDiagnostics) -> None:
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.cli.ui.reporting import block
 

@@ -13,7 +13,7 @@ from orc.orchestrator.cli.options import cluster_option, job_file_argument, json
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Finding
+    from orc.launchers.findings import Finding
     from orc.launchers.plan import Plan
     from orc.launchers.spec import LoadedJob
 

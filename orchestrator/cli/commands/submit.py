@@ -105,7 +105,7 @@ def run(
     client: Client, submit: Submit, *, following: bool, ranks: tuple[int, ...], all_ranks: bool, as_json: bool
 ) -> int:
     """Submit, say what happened, follow if asked to; the exit status."""
-    from orc.launchers.backends.base import Finding
+    from orc.launchers.findings import Finding
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.ui.display import describe, display
     from orc.orchestrator.cli.ui.output import echo_json

@@ -16,7 +16,7 @@ from orc.orchestrator.cli.ui.output import echo, echo_json, style
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orc.launchers.backends.base import Finding
+    from orc.launchers.findings import Finding
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:

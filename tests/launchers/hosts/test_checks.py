@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from orc.launchers.errors import BackendUnreachable
-from orc.launchers.hosts.checks import HostFacts, bad_hosts, judge, look, quick, without_torch
+from orc.launchers.hosts.checks import (
+    HostFacts,
+    check_hosts,
+    compare_hosts,
+    find_missing_torch,
+    gather_facts,
+    unusable_hosts,
+)
 from orc.launchers.remote.programs import source
 from orc.launchers.remote.transport import Completed, LocalTransport
 
@@ -51,8 +58,8 @@ def hosts(*changes: dict[str, Any], skews: tuple[float, ...] = ()) -> list[HostF
     ]
 
 
-def said(looks: list[HostFacts], **options: Any) -> list[tuple[str, str, str]]:
-    return [(finding.level, finding.where, finding.what) for finding in judge(looks, **options)]
+def said(facts_by_host: list[HostFacts], **options: Any) -> list[tuple[str, str, str]]:
+    return [(finding.level, finding.where, finding.what) for finding in compare_hosts(facts_by_host, **options)]
 
 
 def test_equal_hosts_are_fine() -> None:
@@ -116,9 +123,11 @@ def test_a_clock_that_is_wrong_is_named_and_so_is_ours() -> None:
 
 
 def test_a_host_that_does_not_answer_says_nothing_about_the_plan() -> None:
-    (finding,) = judge([*hosts({}), HostFacts("node9", error=BackendUnreachable("no route to host", hint="Is it on?"))])
+    (finding,) = compare_hosts(
+        [*hosts({}), HostFacts("node9", error=BackendUnreachable("no route to host", hint="Is it on?"))]
+    )
     assert (finding.where, finding.unreachable, finding.hint) == ("node9", True, "Is it on?")
-    assert bad_hosts([finding]) == ["node9"]
+    assert unusable_hosts([finding]) == ["node9"]
 
 
 def test_this_machine_can_be_looked_at_within_a_second(tmp_path: Path) -> None:
@@ -126,13 +135,13 @@ def test_this_machine_can_be_looked_at_within_a_second(tmp_path: Path) -> None:
     transports = {name: LocalTransport() for name in names}
     roots, pythons = dict.fromkeys(names, str(tmp_path / "not/there/yet")), dict.fromkeys(names, sys.executable)
     began = time.monotonic()
-    looks = look(transports, roots, pythons)
+    facts_by_host = gather_facts(transports, roots, pythons)
     assert time.monotonic() - began < 5  # usually 0.1
-    facts = looks[0].facts
+    facts = facts_by_host[0].facts
     assert tuple(facts["python"]) == sys.version_info[:3]
     assert facts["torch"].startswith("2.")
-    assert (facts["writable"], looks[0].skew_s) == (True, 0.0)
-    assert {f.level for f in quick(transports, roots, pythons)} <= {"warning"}
+    assert (facts["writable"], facts_by_host[0].skew_s) == (True, 0.0)
+    assert {f.level for f in check_hosts(transports, roots, pythons)} <= {"warning"}
 
 
 def test_a_python_that_does_not_run_or_prints_nonsense_is_told(tmp_path: Path) -> None:
@@ -141,7 +150,7 @@ def test_a_python_that_does_not_run_or_prints_nonsense_is_told(tmp_path: Path) -
     script.chmod(0o755)
     transports = {"a": LocalTransport(), "b": LocalTransport()}
     roots = dict.fromkeys("ab", "/tmp")
-    found = quick(transports, roots, {"a": str(script), "b": "/no/python"})
+    found = check_hosts(transports, roots, {"a": str(script), "b": "/no/python"})
     assert [(f.level, f.where) for f in found] == [("error", "a"), ("error", "b")]
     assert "printed something else than was asked for: 'welcome" in found[0].what
     assert "/no/python: command not found" in found[1].what
@@ -158,7 +167,7 @@ class AnHourAhead(LocalTransport):
 
 
 def test_an_hour_of_skew_is_measured() -> None:
-    (only,) = look({"a": AnHourAhead()}, {"a": "/tmp"}, {"a": sys.executable})
+    (only,) = gather_facts({"a": AnHourAhead()}, {"a": "/tmp"}, {"a": sys.executable})
     assert 3599 - only.took_s < only.skew_s < 3601
 
 
@@ -171,7 +180,7 @@ def test_nvidia_smi_is_read(tmp_path: Path) -> None:
     smi.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, "-I", "-c", f"{source('preflight.probe')}\nmain()", "look", "/tmp"],
+        [sys.executable, "-I", "-c", f"{source('hosts.probe')}\nmain()", "facts", "/tmp"],
         env=env,
         capture_output=True,
         check=True,
@@ -185,8 +194,8 @@ def test_nvidia_smi_is_read(tmp_path: Path) -> None:
 
 def test_that_no_host_has_torch_is_said_once() -> None:
     none = {"torch": None}
-    (finding,) = without_torch([*hosts(none, none), HostFacts("node3", error=BackendUnreachable("silent"))])
+    (finding,) = find_missing_torch([*hosts(none, none), HostFacts("node3", error=BackendUnreachable("silent"))])
     assert (finding.level, finding.where) == ("warning", "node1")
     assert finding.what == "/opt/venv/bin/python has no torch, on no host"
-    assert without_torch(hosts(none, {})) == []
-    assert without_torch([]) == []
+    assert find_missing_torch(hosts(none, {})) == []
+    assert find_missing_torch([]) == []

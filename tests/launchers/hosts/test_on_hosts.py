@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh.transports import open_transports
-from orc.launchers.hosts.checks import quick
-from orc.launchers.hosts.examination import Examination, examine
+from orc.launchers.hosts.checks import check_hosts
+from orc.launchers.hosts.diagnostics import HostDiagnostics, diagnose_hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -18,10 +18,10 @@ def transports(hosts: Any, *names: str) -> dict[str, Any]:
     return open_transports(hosts.cluster(connect_timeout=10), names or None)
 
 
-def examined(hosts: Any, **options: Any) -> Examination:
+def examined(hosts: Any, **options: Any) -> HostDiagnostics:
     reached = transports(hosts)
     try:
-        return examine(
+        return diagnose_hosts(
             reached,
             dict.fromkeys(reached, "~/orc"),
             {**dict.fromkeys(reached, sys.executable), **options.pop("pythons", {})},
@@ -45,7 +45,7 @@ def test_the_quick_checks_find_nothing_wrong_with_sound_hosts(hosts: Any) -> Non
     reached = transports(hosts)
     roots, pythons = dict.fromkeys(reached, "~/orc"), dict.fromkeys(reached, sys.executable)
     for _ in range(2):
-        assert [f for f in quick(reached, roots, pythons) if f.level == "error"] == []
+        assert [f for f in check_hosts(reached, roots, pythons) if f.level == "error"] == []
     for transport in reached.values():
         transport.close()
 

@@ -1,4 +1,4 @@
-"""Everything that can be found out about a set of hosts: alone, in pairs, and all together."""
+"""Diagnostics of a set of hosts: each alone, in pairs, and all together."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True)
-class Examination:
-    """What came out of it. ``bad`` are the hosts that are better left alone, with the reason."""
+class HostDiagnostics:
+    """Facts, speeds and findings. ``bad`` are the hosts that are better left alone, with the reason."""
 
-    looks: Sequence[checks.HostFacts]
-    speeds: Sequence[all_reduce.Speed] = ()
+    facts_by_host: Sequence[checks.HostFacts]
+    speeds: Sequence[all_reduce.HostSpeed] = ()
     findings: Sequence[Finding] = ()
     bad: Mapping[str, str] = field(default_factory=dict)
 
     def hosts(self) -> list[dict[str, Any]]:
-        """One JSON-able row per host."""
+        """Return one JSON-able row per host."""
         speeds = {speed.name: speed for speed in self.speeds}
         rows = []
-        for one in self.looks:
+        for one in self.facts_by_host:
             row: dict[str, Any] = {
                 "host": one.name,
                 "reachable": not isinstance(one.error, BackendUnreachable),
@@ -50,41 +50,41 @@ class Examination:
         return rows
 
 
-def examine(
+def diagnose_hosts(
     transports: Mapping[str, Transport],
     roots: Mapping[str, str],
     pythons: Mapping[str, str],
     *,
     network: bool = True,
     progress: Callable[[str], None] = lambda _step: None,
-) -> Examination:
-    """Look at all hosts; with *network*, try every pair, and run an all-reduce over those that are sound."""
-    progress(f"looking at {len(transports)} hosts")
-    looks = checks.look(transports, roots, pythons)
-    findings = checks.judge(looks) + checks.without_torch(looks)
+) -> HostDiagnostics:
+    """Check all hosts; with *network*, try every pair, and run an all-reduce over those that are sound."""
+    progress(f"checking {len(transports)} hosts")
+    facts_by_host = checks.gather_facts(transports, roots, pythons)
+    findings = checks.compare_hosts(facts_by_host) + checks.find_missing_torch(facts_by_host)
     bad = {f.where: f.what for f in reversed(findings) if f.level == "error" and f.where}
-    answering = {one.name: transports[one.name] for one in looks if one.error is None}
-    speeds: list[all_reduce.Speed] = []
+    answering = {one.name: transports[one.name] for one in facts_by_host if one.error is None}
+    speeds: list[all_reduce.HostSpeed] = []
     if network and len(answering) > 1:
         progress("trying every pair")
-        blocked, failed = ports.probe(answering, pythons)
-        findings += ports.findings(blocked, failed)
-        for name in (*failed, *ports.culprits(blocked)):
+        blocked, failed = ports.probe_ports(answering, pythons)
+        findings += ports.find_blocked_pairs(blocked, failed)
+        for name in (*failed, *ports.failed_hosts(blocked)):
             bad.setdefault(name, "other hosts cannot talk to it")
-        facts = {one.name: one.facts for one in looks}
+        facts = {one.name: one.facts for one in facts_by_host}
         sound = {n: t for n, t in answering.items() if n not in bad and facts[n]["torch"]}
         if len(sound) > 1:
             progress("running an all-reduce")
             on_gpus = all(facts[name]["gpus"] and facts[name]["cuda"] for name in sound)
             try:
-                speeds = all_reduce.probe(sound, pythons, "nccl" if on_gpus else "gloo")
+                speeds = all_reduce.run_all_reduce(sound, pythons, "nccl" if on_gpus else "gloo")
             except LaunchError as error:
                 findings.append(Finding("error", error.what, error.where, error.hint))
                 if error.where:
                     bad.setdefault(error.where, error.what)
-            findings += all_reduce.findings(speeds)
+            findings += all_reduce.find_slow_hosts(speeds)
             # A host that computes slowly may only be busy at this moment; a link does not get faster.
-            for speed in all_reduce.slow_links(speeds):
+            for speed in all_reduce.hosts_with_slow_network(speeds):
                 bad.setdefault(speed.name, f"its network is slow: {speed.best_mb_s:.0f} MB/s at best")
     findings.sort(key=lambda finding: _ORDER.index(finding.level))
-    return Examination(looks, speeds, findings, bad)
+    return HostDiagnostics(facts_by_host, speeds, findings, bad)
