@@ -135,3 +135,29 @@ def test_no_modules_import_each_other_in_a_circle_not_even_inside_functions() ->
     beyond = {name: reachable(graph, name) for name in graph}
     circles = {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph}
     assert circles - {frozenset()} == CYCLES
+
+
+KINDS = {path.parent.name for path in (ROOT / "launchers" / "backends").glob("*/__init__.py")}
+# What serves one platform by its nature.
+OF_ONE_PLATFORM = {
+    "orchestrator/client.py": {"sagemaker"},  # `submit_estimator` reads the arguments of SageMaker's SDK
+    "orchestrator/functions/executors.py": {"slurm"},  # submitit's executors
+    "orchestrator/functions/jobs.py": {"local", "slurm"},
+}
+
+
+def kinds_named(path: Path) -> Iterator[str]:
+    """Kinds of cluster that a file compares with, or whose backend it imports."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Compare) and ".kind" in ast.unparse(node):
+            yield from (c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and c.value in KINDS)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("orc.launchers.backends."):
+            yield from KINDS & {str(node.module).split(".")[3]}
+
+
+def test_no_kind_of_cluster_is_named_outside_its_folder() -> None:
+    backends = ROOT / "launchers" / "backends"
+    files = [path for room in ("launchers", "orchestrator") for path in (ROOT / room).rglob("*.py")]
+    outside = [path for path in files if path.parent == backends or not path.is_relative_to(backends)]
+    named = {str(path.relative_to(ROOT)): set(kinds_named(path)) for path in outside}
+    assert {path: kinds for path, kinds in named.items() if kinds - OF_ONE_PLATFORM.get(path, set())} == {}

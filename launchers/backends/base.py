@@ -319,6 +319,15 @@ class SupportsExec(Protocol):
 
 
 @runtime_checkable
+class SupportsWorkers(Protocol):
+    """Backend whose machines are known by a name and have numbered workers, for ``orc tpu-config``."""
+
+    def workers(self, name: str, only: Sequence[int] | None = None) -> Mapping[str, Transport]:
+        """Return the transports of all workers, or of those numbered in *only*. Raises `LaunchError`."""
+        ...
+
+
+@runtime_checkable
 class SupportsHostSurvey(Protocol):
     """Backend that knows its hosts one by one: `Backend.stores` has all of them."""
 

@@ -137,6 +137,12 @@ class TpuBackend(Backend):
         python = self.cluster.python or DEFAULT_PYTHON
         return Targets(roots, dict.fromkeys(roots, python), shared="auto")
 
+    def workers(self, name: str, only: Sequence[int] | None = None) -> Mapping[str, Transport]:
+        """Return the transports of the workers of the TPU called *name*."""
+        from orc.launchers.backends.tpu.workers import worker_transports
+
+        return worker_transports(self.cluster, name, state_dir=self._given_state_dir, only=only)
+
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Ask for the TPU in the first zone that takes the request; what was asked for before is adopted.
 

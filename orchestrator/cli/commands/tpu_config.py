@@ -124,10 +124,20 @@ def command(
     return worst(endings)
 
 
-def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> dict[str, Transport]:
-    from orc.launchers.backends.tpu.workers import worker_transports
+def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> Mapping[str, Transport]:
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import SupportsWorkers
 
-    return worker_transports(cluster, name, only=workers or None)
+    backend = open_backend(cluster)
+    assert isinstance(backend, SupportsWorkers)
+    return backend.workers(name, workers or None)
+
+
+def _has_workers(cluster: Cluster) -> bool:
+    from orc.launchers.backends import backend_class
+    from orc.launchers.backends.base import SupportsWorkers
+
+    return issubclass(backend_class(cluster.kind), SupportsWorkers)
 
 
 def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | None:
@@ -140,10 +150,10 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
 
     if name is not None:
         cluster = get_cluster(name)
-        if cluster.kind != "tpu":
+        if not _has_workers(cluster):
             raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
     else:
-        found = [one for one in load_clusters().values() if one.kind == "tpu"]
+        found = [one for one in load_clusters().values() if _has_workers(one)]
         if not found and not needed:
             return None
         if not found:

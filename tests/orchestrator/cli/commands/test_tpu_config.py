@@ -45,7 +45,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     asked: dict[str, Any] = {}
 
-    def transports(cluster: Any, name: str, *, only: Any = None) -> dict[str, LocalTransport]:
+    def transports(cluster: Any, name: str, *, only: Any = None, **_: Any) -> dict[str, LocalTransport]:
         asked.update(zones=cluster.options["zones"], name=name, only=only)
         return {f"worker-{number}": LocalTransport() for number in only or (0, 1)}
 
