@@ -49,22 +49,22 @@ class Cluster(FrozenModel):
 
 
 def options_document(cluster: Cluster) -> Document:
-    """The options of *cluster* with their places in the clusters file, as far as it was read from one."""
+    """Return the options of *cluster* with their places in the clusters file, as far as it was read from one."""
     return source.document_of(cluster.options, f"cluster {cluster.name}: options")
 
 
 def option_place(cluster: Cluster, path: KeyPath = (), *, key: bool = False) -> str:
-    """Where an option of *cluster* stands, for messages: file, line and column, or at least the cluster's name."""
+    """Return the place of an option of *cluster*: file, line and column, or at least the cluster's name."""
     return options_document(cluster).origin(path, key=key).where
 
 
 def builtin_local() -> Cluster:
-    """The cluster that needs no configuration: this machine."""
+    """Return the cluster that needs no configuration: this machine."""
     return Cluster(name=LOCAL, kind=LOCAL)
 
 
 def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
-    """All clusters by name, ``local`` first, then in the order of the file.
+    """Return all clusters by name, ``local`` first, then in the order of the file.
 
     Without *path* it is `clusters_file`, which need not exist unless ``ORC_CLUSTERS`` names it. Raises `SpecError`.
     """
@@ -83,7 +83,7 @@ def _text(file: Path) -> str:
 
 
 def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[str, SpecError]]:
-    """The clusters of `load_clusters`, and by name what is wrong with entries that are none: each stands for itself.
+    """Return the clusters of `load_clusters`, and by name the error of each entry that is wrong by itself.
 
     Raises `SpecError` for a file that cannot be read as a whole.
     """
@@ -105,7 +105,7 @@ def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[st
 
 
 def get_cluster(name: str, path: Path | None = None) -> Cluster:
-    """The cluster called *name*, whatever is wrong with others. Raises `SpecError` that lists the known ones."""
+    """Return the cluster called *name*, whatever is wrong with others. Raises `SpecError` that lists the known ones."""
     clusters, wrong = read_clusters(path)
     if name in clusters and name not in wrong:
         return clusters[name]
@@ -121,7 +121,7 @@ def get_cluster(name: str, path: Path | None = None) -> Cluster:
 
 
 def _clusters(document: Document) -> dict[str, Cluster]:
-    """The clusters of a file. Raises `SpecProblems`."""
+    """Return the clusters of a file. Raises `SpecProblems`."""
     from orc.launchers.spec.interpolation import Interpolation
     from orc.launchers.spec.problems import SpecProblems, at, choose, translate
 
@@ -149,7 +149,7 @@ def _clusters(document: Document) -> dict[str, Cluster]:
 
 
 def _refuse(name: str, data: Any) -> str:
-    """What is wrong with an entry as such."""
+    """Return the fault of an entry that is no cluster at all; empty for others."""
     if not re.fullmatch(_NAME, name):
         return "a cluster's name is made of letters, digits, dots, dashes and underscores, 63 at most"
     if not isinstance(data, dict):
@@ -162,7 +162,7 @@ def _refuse(name: str, data: Any) -> str:
 
 
 def _suggest(path: KeyPath, name: str) -> str:
-    """What to say about the unknown key *name*. Sections of a cluster are those of a job."""
+    """Return the suggestion for the unknown key *name*. Sections of a cluster are those of a job."""
     from orc.launchers.spec.load import known_keys
     from orc.launchers.spec.problems import choose
 

@@ -1,4 +1,4 @@
-"""What the ranks' Python comes from: the ``environment`` section of a job and of a cluster."""
+"""The ``environment`` section of a job and of a cluster: the source of the ranks' Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNTIMES = ("docker", "podman", "apptainer")
 
 
 def _path(value: Any) -> str:
-    """A path on the nodes (absolute), or one that travels with the job (relative to the workdir)."""
+    """Return a path on the nodes (absolute), or one that travels with the job (relative to the workdir)."""
     text = grammar.scalar_text(value)
     if not text.strip():
         raise ValueError("must not be empty")
@@ -62,7 +62,7 @@ class Venv(FrozenModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """The file is one that pip reads; ``no_index`` has something to look into."""
+        """Check that pip can read the file, and that ``no_index`` leaves a source."""
         name = posixpath.basename(self.requirements)
         if name in ("uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock"):
             tool = {"uv.lock": "uv export", "pdm.lock": "pdm export", "Pipfile.lock": "pipenv requirements --hash"}
@@ -83,14 +83,14 @@ class Conda(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, data: Any) -> Any:
-        """``conda: environment.yml`` is short for ``conda: {file: environment.yml}``."""
+        """Expand ``conda: environment.yml`` to ``conda: {file: environment.yml}``."""
         if not isinstance(data, str):
             return data
         return {"file" if data.endswith((".yml", ".yaml")) else "archive": data}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """One of both."""
+        """Check that exactly one of both is given."""
         if (self.file is None) == (self.archive is None):
             raise LocatedError(((), "give either file (environment.yml) or archive (made by conda-pack)"))
         if self.file is not None and not self.file.endswith((".yml", ".yaml")):
@@ -107,7 +107,7 @@ class Copy(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, data: Any) -> Any:
-        """``copy: .venv`` is short for ``copy: {venv: .venv}``."""
+        """Expand ``copy: .venv`` to ``copy: {venv: .venv}``."""
         return {"venv": data} if isinstance(data, str) else {} if data is None else data
 
 
@@ -124,7 +124,7 @@ class Container(FrozenModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """The image is one word, the mounts are absolute."""
+        """Check that the image is one word and that the mounts are absolute."""
         problems: list[tuple[grammar.Path, str]] = []
         if not self.image or self.image.startswith("-") or any(c.isspace() for c in self.image):
             problems.append((("image",), f"{self.image!r} is not the name of an image"))
@@ -143,7 +143,7 @@ class Container(FrozenModel):
 
 
 class Environment(FrozenModel):
-    """At most one of the four; nothing at all leaves the choice to the cluster."""
+    """Environment of the ranks: at most one kind; without any the cluster's counts."""
 
     venv: Venv | None = Field(None, description="Built from requirements.")
     conda: Conda | None = Field(None, description="Made by conda.")
@@ -154,7 +154,7 @@ class Environment(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, data: Any) -> Any:
-        """``environment: none`` and ``environment: copy`` need no mapping."""
+        """Expand ``environment: none`` and ``environment: copy``."""
         if isinstance(data, str):
             if data == "none":
                 return {"none": True}
@@ -170,7 +170,7 @@ class Environment(FrozenModel):
 
     @property
     def kind(self) -> str:
-        """``venv``, ``conda``, ``copy``, ``container``, ``none``, or empty when nothing is said."""
+        """``venv``, ``conda``, ``copy``, ``container`` or ``none``; empty without a choice."""
         return next((kind for kind in KINDS if self._given(kind)), "none" if self.none else "")
 
     def _given(self, kind: str) -> bool:
@@ -178,7 +178,7 @@ class Environment(FrozenModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """No two at once."""
+        """Check that at most one kind is given."""
         given = [kind for kind in KINDS if self._given(kind)] + ["none"] * self.none
         for kind in given[1:]:
             raise LocatedError(((kind,), f"only one kind of environment can be given; {given[0]} is given too"))
@@ -186,5 +186,5 @@ class Environment(FrozenModel):
 
 
 def chosen(job: Environment, cluster: Environment) -> Environment:
-    """The job's word counts; where it says nothing, the cluster's."""
+    """Return the job's environment, or the cluster's where the job chooses none."""
     return job if job.kind else cluster

@@ -1,4 +1,4 @@
-"""The small languages of job files: durations, memory sizes, node counts, names.
+"""Parsers of the values in job files: durations, memory sizes, node counts, names.
 
 Pure; every parser raises `ValueError` with a message for people.
 """
@@ -13,7 +13,7 @@ Path = tuple[str | int, ...]
 
 
 class LocatedError(ValueError):
-    """What is wrong inside a value, part by part: the path of the part, relative to the value, and what about it."""
+    """Faults inside a value, part by part: the path of the part, relative to the value, and the message."""
 
     def __init__(self, *problems: tuple[Path, str]) -> None:
         super().__init__("; ".join(message for _, message in problems))
@@ -41,7 +41,7 @@ DERIVED_ENV = frozenset(
 
 
 def seconds(value: Any) -> float:
-    """A duration in seconds from ``90`` (seconds), ``90s``, ``90m``, ``1h30m``, ``1:30:00`` or ``2-12:00:00``."""
+    """Return a duration in seconds from ``90``, ``90s``, ``90m``, ``1h30m``, ``1:30:00`` or ``2-12:00:00``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("expected a duration such as 90m, 2h or 1:30:00")
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def seconds(value: Any) -> float:
 
 
 def time_limit(value: Any) -> str:
-    """A time limit as ``H:MM:SS``, from what `seconds` reads; at least one second, fractions rounded up."""
+    """Return a time limit as ``H:MM:SS``, from what `seconds` reads; at least 1 s, fractions rounded up."""
     total = -int(-seconds(value) // 1)
     if total < 1:
         raise ValueError("a time limit is at least one second")
@@ -83,7 +83,7 @@ def time_limit(value: Any) -> str:
 
 
 def memory(value: Any) -> str:
-    """A memory size in the shortest exact binary unit (``"16G"``, ``"1536M"``); units are powers of 1024."""
+    """Return a memory size in the shortest exact binary unit (``"16G"``, ``"1536M"``); units are powers of 1024."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} has no unit; write for example 16G or 512M")
     match = re.fullmatch(_MEMORY, value.strip())
@@ -102,13 +102,13 @@ def memory(value: Any) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """The bytes that a size made by `memory` stands for."""
+    """Return the bytes that a size made by `memory` stands for."""
     size: int = 1024 ** _MEMORY_POWER[text[-1]]
     return int(text[:-1]) * size
 
 
 def nodes(value: Any) -> int | str:
-    """A node count: ``4``, or ``"2:4"`` for two to four; equal bounds become a plain count."""
+    """Return a node count: ``4``, or ``"2:4"`` for two to four; equal bounds become a plain count."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError("expected a number of nodes such as 2, or a range such as 2:4")
     match = re.fullmatch(_NODES, str(value).strip())
@@ -127,7 +127,7 @@ def nodes(value: Any) -> int | str:
 
 
 def scalar_text(value: Any) -> str:
-    """A scalar as the text a process sees: ``true``/``false`` for truth values. Refuses null, lists and mappings."""
+    """Return a scalar as the text a process sees (``true``/``false``). Refuses null, lists and mappings."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
@@ -148,7 +148,7 @@ def scalar_text(value: Any) -> str:
 
 
 def line(value: Any) -> str:
-    """A scalar as one line of printable text: what becomes a path, a word or a directive somewhere."""
+    """Return a scalar as one line of printable text: a path, a word or a directive."""
     text = scalar_text(value)
     if not text.isprintable():
         raise ValueError(f"{text!r} must be one line of printable characters")
@@ -156,7 +156,7 @@ def line(value: Any) -> str:
 
 
 def env_name(value: Any) -> str:
-    """The name of an environment variable that the job may set."""
+    """Return the name of an environment variable that the job may set."""
     if not isinstance(value, str) or not re.fullmatch(_ENV_NAME, value):
         raise ValueError(f"{value!r} is not a name of an environment variable (letters, digits and _, no digit first)")
     if value in DERIVED_ENV:
@@ -165,7 +165,7 @@ def env_name(value: Any) -> str:
 
 
 def module_name(value: Any) -> str:
-    """A dotted Python module name."""
+    """Return a dotted Python module name."""
     if not isinstance(value, str) or not re.fullmatch(_MODULE, value):
         hint = (
             "; for a file use `script:`" if isinstance(value, str) and (value.endswith(".py") or "/" in value) else ""
@@ -175,7 +175,7 @@ def module_name(value: Any) -> str:
 
 
 def flags(arguments: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Command-line words from a mapping: ``{lr: 0.1, verbose: true, tags: [a, b], x: null}``.
+    """Return command-line words for a mapping: ``{lr: 0.1, verbose: true, tags: [a, b], x: null}``.
 
     A key becomes ``--key`` (one that starts with a dash is taken as it is), ``true`` the flag alone, ``false`` and
     ``null`` nothing, a list several words after one flag. A text value that starts with a dash and is no number is
@@ -209,7 +209,7 @@ def _flag(key: Any, value: Any) -> list[str]:
 
 
 def texts(values: Sequence[Any], path: Path = (), *, single: bool = False) -> list[str]:
-    """Each value as `scalar_text` has it. Raises `LocatedError` with *path* and the index of every offender."""
+    """Return each value as `scalar_text` has it. Raises `LocatedError` with *path* and the index of each bad one."""
     found: list[str] = []
     problems: list[tuple[Path, str]] = []
     for index, value in enumerate(values):

@@ -19,11 +19,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class _Refused(Exception):
-    """A reference that cannot be replaced; becomes a `Problem` at the text that holds it."""
+    """Reference that cannot be replaced; becomes a `Problem` at the text that holds it."""
 
 
 class Interpolation:
-    """One pass over one document.
+    """Replacement of the references of one document.
 
     *defaults* answers for keys that a job file leaves out: it gets a path and returns the default, or raises
     `KeyError` with what to add to the message; `None` means that this is no job file, so ``${job.x}`` is refused.
@@ -48,7 +48,7 @@ class Interpolation:
         self._size = 0  # characters that references have become
 
     def run(self) -> list[Problem]:
-        """Replace every reference in place; what could not be replaced is returned."""
+        """Replace every reference in place; return the problems of those that could not be replaced."""
         problems: list[Problem] = []
         self._document.data = self._walk(self._document.data, (), problems)
         return problems
@@ -66,7 +66,7 @@ class Interpolation:
             return value
 
     def _value(self, path: KeyPath, value: Any) -> Any:
-        """The scalar at *path* with its references replaced."""
+        """Return the scalar at *path* with its references replaced."""
         if not isinstance(value, str) or "${" not in value:
             return value
         if path in self._done:

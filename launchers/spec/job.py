@@ -66,7 +66,7 @@ def _args(value: Any) -> tuple[str, ...]:
 
 
 def shell_lines(value: Any) -> tuple[str, ...]:
-    """The lines of ``setup``: one text, or a list; blank ones are dropped."""
+    """Return the lines of ``setup``: one text, or a list; blank ones are dropped."""
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, (list, tuple)):
         raise ValueError("expected shell lines: one text or a list")
@@ -77,7 +77,7 @@ ShellLines = Annotated[tuple[str, ...], BeforeValidator(shell_lines, json_schema
 
 
 class Launcher(FrozenModel):
-    """How the processes of one node are started."""
+    """Launcher of the processes of one node, and its options."""
 
     short_form = "kind"
 
@@ -86,7 +86,7 @@ class Launcher(FrozenModel):
 
 
 class Resources(FrozenModel):
-    """What the job needs. Memory and time are normalised texts; the properties give numbers."""
+    """Resources of the job. Memory and time are normalised texts; the properties give numbers."""
 
     nodes: Annotated[int | str, BeforeValidator(grammar.nodes)] = Field(1, description="Number of nodes, or min:max.")
     procs_per_node: Annotated[Whole, Field(ge=1, le=4096)] | None = Field(
@@ -147,7 +147,7 @@ class Workdir(FrozenModel):
 
 
 class Checkpoint(FrozenModel):
-    """Where and when the runtime saves."""
+    """Place and interval of the runtime's checkpoints."""
 
     dir: Text | None = Field(None, description="Absolute, or below the job's directory on the cluster.")
     every: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Optimizer steps between automatic saves.")
@@ -156,7 +156,7 @@ class Checkpoint(FrozenModel):
 
 
 class Retry(FrozenModel):
-    """When a failed attempt is followed by another."""
+    """Policy for the attempts after a failed one."""
 
     max_attempts: Whole = Field(3, ge=1, le=1000, description="Attempts in all.")
     on: tuple[Literal["crash", "node_failure", "preempted", "timeout"], ...] = Field(
@@ -167,7 +167,7 @@ class Retry(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, data: Any) -> Any:
-        """``on: crash`` is short for ``on: [crash]``."""
+        """Expand ``on: crash`` to ``on: [crash]``."""
         if isinstance(data, Mapping) and isinstance(data.get("on"), str):
             return {**data, "on": [data["on"]]}
         return data
@@ -189,7 +189,7 @@ _PROGRAMS = ("script", "module", "command")
 
 
 class JobSpec(FrozenModel):
-    """One job, as its file says it. Immutable; `model_dump(mode="json")` and `model_validate` are inverse."""
+    """Job, as its file describes it. Immutable; `model_dump(mode="json")` and `model_validate` are inverse."""
 
     name: Annotated[str, BeforeValidator(_job_name), Field(max_length=128)] = Field(
         description="What people call the job."
@@ -233,7 +233,7 @@ class JobSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Exactly one program; no variable both in ``env`` and ``secrets``."""
+        """Check that there is exactly one program, and no variable both in ``env`` and ``secrets``."""
         problems: list[tuple[grammar.Path, str]] = []
         given = [key for key in _PROGRAMS if getattr(self, key) is not None]
         if not given:
@@ -259,6 +259,6 @@ class JobSpec(FrozenModel):
         return self
 
     def _starts(self, program: str) -> bool:
-        """Whether the first word of the command is *program*, by whatever path."""
+        """Return True when the first word of the command is *program*, by whatever path."""
         words = self.command.split() if isinstance(self.command, str) else self.command or ("",)
         return posixpath.basename(words[0]) == program

@@ -1,4 +1,4 @@
-"""From a job file to a checked `JobSpec`: read, override, interpolate, validate, look whether the script is there.
+"""Loading a job file: read, override, interpolate, validate, check that the script exists.
 
 What is needed only for overrides, references or complaints is imported only then: most starts need none of it.
 """
@@ -29,7 +29,7 @@ _TEXTUAL = frozenset({"name", "script", "module", "command", "cluster", "env", "
 
 
 class LoadedJob(NamedTuple):
-    """A job and where it was read: `base_dir` is the directory that its relative paths start from."""
+    """Job and its file: `base_dir` is the directory that its relative paths start from."""
 
     spec: JobSpec
     source_path: Path
@@ -47,7 +47,7 @@ def load_job(
     env: Mapping[str, str] | None = None,
     cluster: str | None = None,
 ) -> LoadedJob:
-    """The job in the file *path*; ``-`` is standard input, and its relative paths start from the current directory.
+    """Return the job in the file *path*; ``-`` is standard input, with paths relative to the current directory.
 
     *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them; *env* answers
     ``${env:NAME}`` and is the process's environment unless given. Raises `SpecError` with everything that is wrong.
@@ -71,7 +71,7 @@ def load_job(
 
 
 def _base_dir(path: Path) -> Path:
-    """The directory that the relative paths of the job file *path* start from. Raises `SpecError`."""
+    """Return the directory that the relative paths of the job file *path* start from. Raises `SpecError`."""
     try:
         absolute = path.absolute()
         return Path.cwd() if str(absolute.parent) in _STREAMS else absolute.parent
@@ -80,7 +80,7 @@ def _base_dir(path: Path) -> Path:
 
 
 def validate(document: Document) -> JobSpec:
-    """The job that *document* describes. Raises `SpecProblems`."""
+    """Return the job that *document* describes. Raises `SpecProblems`."""
     try:
         return JobSpec.model_validate(document.data)
     except ValidationError as error:
@@ -90,7 +90,7 @@ def validate(document: Document) -> JobSpec:
 
 
 def reading(path: KeyPath) -> Reading:
-    """How scalars of a job file are read: what a process gets as text is taken as it is written (``1.10``, ``007``)."""
+    """Return the reading of scalars at *path*: texts for processes are taken as written (``1.10``, ``007``)."""
     if not path:
         return "typed"
     if path[0] in _TEXTUAL or path == ("checkpoint", "dir") or path[:3] == ("environment", "venv", "python"):
@@ -102,7 +102,7 @@ def reading(path: KeyPath) -> Reading:
 
 
 def known_keys(path: KeyPath) -> Sequence[str]:
-    """The valid keys of the mapping at *path* of a job file; empty where any key is allowed."""
+    """Return the valid keys of the mapping at *path* of a job file; empty where any key is allowed."""
     if path == ("runtime",):
         return JOB_KEYS
     owner = section_at(JobSpec, path)
@@ -110,7 +110,7 @@ def known_keys(path: KeyPath) -> Sequence[str]:
 
 
 def suggest(path: KeyPath, name: str) -> str:
-    """What to say about the unknown key *name* of the section at *path*: where it belongs, or what is like it."""
+    """Return the suggestion for the unknown key *name* of the section at *path*: its right place, or a similar key."""
     from orc.launchers.spec.problems import nearest
 
     sections = {key: known_keys((key,)) for key in keys_of(JobSpec)}
@@ -157,8 +157,7 @@ def _complain(problems: Sequence[Problem]) -> None:
 
 
 def _place_options(spec: JobSpec, document: Document) -> None:
-    """Options are checked by launchers and backends, when no one has the file any more: they keep their places. So do
-    files that have to be in the snapshot."""
+    """Give options and files of the snapshot their places: they are checked after the file was read."""
     options = {
         kind: source.Placed(given, document, ("resources", "options", kind)) if isinstance(given, Mapping) else given
         for kind, given in spec.resources.options.items()
@@ -176,12 +175,12 @@ def _place_options(spec: JobSpec, document: Document) -> None:
 
 
 def _placed(text: str, document: Document, path: KeyPath) -> str:
-    """*text*, which stands at *path*, or in the short form one step above."""
+    """Return *text* with its place at *path*, or at the short form one step above."""
     return source.PlacedText.at(text, document.origin(path if path in document.values else path[:-1]).where)
 
 
 def _check_kinds(spec: JobSpec, document: Document) -> list[Problem]:
-    """Names of launchers and backends exist in this installation."""
+    """Check that the launcher and the backends that are named are installed."""
     found = []
     if not COMMANDS.has(spec.launcher.kind):
         from orc.launchers.spec.problems import at, choose
@@ -199,7 +198,7 @@ def _check_kinds(spec: JobSpec, document: Document) -> list[Problem]:
 
 
 def _check_files(loaded: LoadedJob, document: Document) -> list[Problem]:
-    """The workdir can be read and holds the script."""
+    """Check that the workdir can be read and holds the script."""
     workdir, script = loaded.workdir, loaded.spec.script
     long_form: KeyPath = ("workdir", "path")
     place = long_form if long_form in document.values else ("workdir",)

@@ -1,4 +1,4 @@
-"""Which network the nodes of a run use among each other: the ``network`` section of a job and of a cluster."""
+"""The ``network`` section of a job and of a cluster: the network between the nodes of a run."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class Network(FrozenModel):
 
 
 def fence(job: Network, cluster: Network) -> dict[str, str]:
-    """The ``network`` of ``agent.json``: the job's words go over the cluster's, each by itself."""
+    """Return the ``network`` of ``agent.json``: each value of the job goes over the cluster's."""
     said = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
     return {name: value for name, value in said.items() if value}

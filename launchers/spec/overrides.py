@@ -1,4 +1,4 @@
-"""``--set resources.nodes=4``: changes to a job file's data before it is checked."""
+"""Overrides of a job file's data before it is checked: ``--set resources.nodes=4``."""
 
 from __future__ import annotations
 

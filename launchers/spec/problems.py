@@ -1,4 +1,4 @@
-"""From validation errors to one report: ``job.yaml:3:5: resources: unknown key 'nodez', did you mean 'nodes'?``"""
+"""Report of validation errors: ``job.yaml:3:5: resources: unknown key 'nodez', did you mean 'nodes'?``"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where it stands, which key, what about it, what to do."""
+    """Fault of a file: its place, the key, the message and the remedy."""
 
     where: str
     key: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 class SpecProblems(SpecError):
-    """Everything that is wrong with a file, in the order of its lines; ``problems`` has it piece by piece."""
+    """All faults of a file, in the order of its lines; ``problems`` has them one by one."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: p.order))
@@ -45,7 +45,7 @@ class SpecProblems(SpecError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``, did you mean 'nodes'?``, or nothing when no known name is near."""
+    """Return ``, did you mean 'nodes'?``, or nothing when no known name is near."""
     import difflib
 
     names = list(known)
@@ -56,7 +56,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _slips(typed: str, meant: str) -> int:
-    """How many letters were added, left out, mistaken, or swapped with their neighbour."""
+    """Return the number of letters added, left out, mistaken, or swapped with their neighbour."""
     rows = [list(range(len(meant) + 1))]
     for i, letter in enumerate(typed, 1):
         row = [i]
@@ -70,12 +70,12 @@ def _slips(typed: str, meant: str) -> int:
 
 
 def choose(name: str, known: Sequence[str]) -> str:
-    """Like `nearest`, and the list of all known names when none is near."""
+    """Return the suggestion of `nearest`, or the list of all known names when none is near."""
     return nearest(name, known) or f"; known are {', '.join(known)}"
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """``retry.on[0]`` from ``("retry", "on", 0)``."""
+    """Return a path as text: ``retry.on[0]`` for ``("retry", "on", 0)``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -86,7 +86,7 @@ Suggest = Callable[["KeyPath", str], str]
 
 
 def translate(error: ValidationError, document: Document, suggest: Suggest) -> list[Problem]:
-    """The problems behind *error*. ``suggest(path, name)`` is what to say about an unknown key *name* at *path*."""
+    """Return the problems behind *error*. ``suggest(path, name)`` is the remark on an unknown key."""
     problems: list[Problem] = []
     for item in error.errors(include_url=False):
         problems += _one(item, document, suggest)
@@ -94,7 +94,7 @@ def translate(error: ValidationError, document: Document, suggest: Suggest) -> l
 
 
 def at(document: Document, path: KeyPath, what: str, *, key: bool = False, shown: KeyPath | None = None) -> Problem:
-    """The problem *what* at *path* of *document*; *shown* is the key that the report names, *path* unless given."""
+    """Return the problem *what* at *path* of *document*; the report names *shown*, or *path* unless given."""
     origin = document.origin(path, key=key)
     return Problem(origin.where, dotted(path if shown is None else shown), what, order=origin.order)
 

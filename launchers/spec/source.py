@@ -37,7 +37,7 @@ _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:i
 
 
 def kind_of(text: str) -> str:
-    """What an unquoted scalar is by the core schema of YAML 1.2: null, bool, int, float, merge or str."""
+    """Return the type of an unquoted scalar by YAML 1.2's core schema: null, bool, int, float, merge or str."""
     if text in _NULL:
         return "null"
     if text in _TRUE or text in _FALSE:
@@ -54,14 +54,14 @@ class _Loader(_Base):  # type: ignore[misc]
     """PyYAML's safe loader with the scalar rules of YAML 1.2."""
 
     def resolve(self, kind: type, value: str, implicit: Any) -> str:
-        """The tag of a node without a tag of its own."""
+        """Return the tag of a node without a tag of its own."""
         if kind is yaml.ScalarNode:
             return _TAG + (kind_of(value) if implicit[0] else "str")
         return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
 
 
 class Origin(NamedTuple):
-    """Where a value comes from, as text for people, and the order in which to report it."""
+    """Place of a value, as text for people, and its rank in a report."""
 
     where: str
     order: tuple[int, int] = (0, 0)
@@ -80,11 +80,11 @@ class Document:
         self.values = values
 
     def has_references(self) -> bool:
-        """Whether any text holds something like ``${...}``."""
+        """Return True when any text holds something like ``${...}``."""
         return _has_reference(self.data)
 
     def origin(self, path: KeyPath, *, key: bool = False) -> Origin:
-        """The place of *path*, or of the nearest part of the document around it."""
+        """Return the place of *path*, or of the nearest part of the document around it."""
         table = self.keys if key else self.values
         if path in table:
             return table[path]
@@ -96,10 +96,10 @@ class Document:
 
 
 class Placed(dict[str, Any]):
-    """A mapping from a document, and where its parts stand there: for what is checked long after the file was read."""
+    """Mapping from a document with the places of its parts, for checks long after the file was read."""
 
     def __init__(self, data: Mapping[str, Any], document: Document, path: KeyPath) -> None:
-        """*data* is what became of the part of *document* at *path*."""
+        """Hold *data*, which was made from the part of *document* at *path*."""
         super().__init__(data)
         keys, values = (
             {place[len(path) :]: origin for place, origin in table.items() if place[: len(path)] == path}
@@ -109,25 +109,25 @@ class Placed(dict[str, Any]):
 
 
 class PlacedText(str):
-    """A text from a document, and where it stands there."""
+    """Text from a document, with its place there."""
 
     where: str = ""
 
     @classmethod
     def at(cls, text: str, where: str) -> PlacedText:
-        """*text*, which stands at *where*."""
+        """Return *text* with the place *where*."""
         placed = cls(text)
         placed.where = where
         return placed
 
 
 def place_of(text: str, otherwise: str) -> str:
-    """Where *text* stands in the file it came from, or *otherwise*."""
+    """Return the place of *text* in the file it came from, or *otherwise*."""
     return text.where if isinstance(text, PlacedText) else otherwise
 
 
 def document_of(mapping: Mapping[str, Any], where: str) -> Document:
-    """*mapping* with the places of its parts where it came from a file, and otherwise *where* for all of them."""
+    """Return *mapping* with the places of its parts, which are *where* unless it was read from a file."""
     return mapping.document if isinstance(mapping, Placed) else Document(dict(mapping), where, {}, {})
 
 
@@ -140,12 +140,12 @@ def _has_reference(value: Any) -> bool:
 
 
 def typed(path: KeyPath) -> Reading:
-    """The reading by YAML's own rules everywhere."""
+    """Return the reading by YAML's own rules everywhere."""
     return "typed"
 
 
 def read_file(path: Path, what: str) -> str:
-    """The text of a YAML file. Raises `SpecError` for what is missing, unreadable, too large or not UTF-8 text."""
+    """Return the text of a YAML file. Raises `SpecError` when missing, unreadable, too large or not UTF-8."""
     where = str(path)
     try:
         with path.open("rb") as file:
@@ -169,7 +169,7 @@ def read_file(path: Path, what: str) -> str:
 
 
 def parse(text: str, where: str, reading: Callable[[KeyPath], Reading] = typed) -> Document:
-    """The document in *text*, a mapping. Raises `SpecError` with ``where:line:column``."""
+    """Return the document in *text*, a mapping. Raises `SpecError` with ``where:line:column``."""
     node = compose(text, where)
     if node is None:
         raise SpecError("is empty", where=where, hint="a mapping of keys and values is expected")
@@ -183,7 +183,7 @@ def parse(text: str, where: str, reading: Callable[[KeyPath], Reading] = typed) 
 
 
 def parse_value(text: str, where: str, path: KeyPath, reading: Callable[[KeyPath], Reading] = typed) -> Document:
-    """One value, as after ``--set key=``, at *path*; ``data`` is ``{"": value}``. All its origins are *where*."""
+    """Return one value, as after ``--set key=``, at *path*; ``data`` is ``{"": value}``, all origins *where*."""
     node = compose(text, where)
     origin = Origin(where, (1 << 30, 0))
     builder = _Builder(lambda mark: origin, reading)
@@ -196,12 +196,12 @@ def parse_value(text: str, where: str, path: KeyPath, reading: Callable[[KeyPath
 
 
 def scalar(text: str) -> Any:
-    """The value of an unquoted scalar: null, a truth value, a number or text. Raises `ValueError` for a huge number."""
+    """Return the value of an unquoted scalar. Raises `ValueError` for a huge number."""
     return _convert(kind_of(text), text)
 
 
 def compose(text: str, where: str) -> Any:
-    """The node graph of the one document in *text*, or `None` when it is empty. Raises `SpecError`."""
+    """Return the node graph of the one document in *text*, or `None` when it is empty. Raises `SpecError`."""
     try:
         _limit_depth(text, where)
         node = yaml.compose(text, Loader=_Loader)
@@ -238,7 +238,7 @@ def _syntax_hint(what: str, text: str, mark: Any) -> str:
 
 
 def _limit_depth(text: str, where: str) -> None:
-    """PyYAML's composer recurses in C and would end the process on a file that nests deeply."""
+    """Refuse deep nesting: PyYAML's composer recurses in C and would end the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -250,7 +250,7 @@ def _limit_depth(text: str, where: str) -> None:
 
 
 def _convert(kind: str, text: str) -> Any:
-    """The value of *text* as *kind*. Raises `ValueError` when it is none, or a number of more digits than allowed."""
+    """Return the value of *text* as *kind*. Raises `ValueError` for other text and for too many digits."""
     if kind == "null":
         return None
     if kind == "bool":
@@ -266,7 +266,7 @@ def _convert(kind: str, text: str) -> Any:
 
 
 class _Builder:
-    """Plain data from a node graph, with duplicate keys refused, merges applied and expansion limited."""
+    """Builder of plain data from a node graph: refuses duplicate keys, applies merges, limits expansion."""
 
     def __init__(self, at: Callable[[Any], Origin], reading: Callable[[KeyPath], Reading]) -> None:
         self.at = at
@@ -277,7 +277,7 @@ class _Builder:
         self._open: set[int] = set()  # aliases may make a node its own descendant
 
     def build(self, node: Any, path: KeyPath) -> Any:
-        """The value of *node*, which stands at *path*."""
+        """Return the value of *node*, which stands at *path*."""
         origin = self.at(node.start_mark)
         self._count(origin)
         if isinstance(node, yaml.ScalarNode):
@@ -298,7 +298,7 @@ class _Builder:
             self._open.discard(id(node))
 
     def _count(self, origin: Origin) -> None:
-        """Aliases are cheap to write and may be dear to follow; a limit keeps a small file small."""
+        """Count one node more. Aliases are cheap to write and dear to follow, so their number is limited."""
         self._nodes += 1
         if self._nodes > MAX_NODES:
             what = f"expands to more than {MAX_NODES} values"
@@ -346,7 +346,7 @@ class _Builder:
         return result
 
     def _merge(self, source: Any, path: KeyPath, result: dict[str, Any]) -> None:
-        """Keys that *source* has and the mapping at *path* has not; earlier sources win."""
+        """Add the keys of *source* that the mapping at *path* has not; earlier sources win."""
         if not isinstance(source, yaml.MappingNode):
             raise SpecError("<< merges mappings only", where=self.at(source.start_mark).where)
         self._count(self.at(source.start_mark))

@@ -1,4 +1,4 @@
-"""Many attempts as the elements of one Slurm array. Pure.
+"""Attempts as the elements of one Slurm array. Pure.
 
 An array has one script, one name and one set of options, and attempts have their own. So the array is a directory
 ``<root>/arrays/<name>`` with a link to the attempt directory of each element, and its script runs the script of the
@@ -29,25 +29,25 @@ _OWN = ("job-name", "comment", "chdir", "output")
 
 @dataclass(frozen=True)
 class ArrayElement:
-    """One place in one array."""
+    """Index of an attempt in an array."""
 
     array: str  # its name in Slurm
     index: int
 
 
 def array_name(markers: Iterable[str]) -> str:
-    """The same attempts make the same name, whoever submits them, and however often."""
+    """Return the name of an array, which its attempts alone decide, whoever submits them, and however often."""
     digest = hashlib.sha256("\n".join(markers).encode()).hexdigest()
     return f"orc-array-{digest[:16]}"
 
 
 def array_dir(layout: Layout, name: str) -> PurePosixPath:
-    """The array's directory; may begin with ``~``."""
+    """Return the array's directory; may begin with ``~``."""
     return layout.root / "arrays" / name
 
 
 def elements_of(record: bytes) -> list[ArrayElement]:
-    """What an ``array.json`` says, oldest first."""
+    """Return the elements in an ``array.json``, oldest first."""
     try:
         return [ArrayElement(str(one["array"]), int(one["index"])) for one in json.loads(record)["elements"]]
     except (ValueError, KeyError, TypeError):  # a file that a crashed machine has lost the content of
@@ -55,12 +55,12 @@ def elements_of(record: bytes) -> list[ArrayElement]:
 
 
 def record_of(elements: Sequence[ArrayElement]) -> bytes:
-    """The inverse of `elements_of`."""
+    """Return the ``array.json`` of *elements*; the inverse of `elements_of`."""
     return json.dumps({"elements": [{"array": one.array, "index": one.index} for one in elements]}).encode() + b"\n"
 
 
 def check_alike(plans: Sequence[Plan]) -> None:
-    """Raises `BackendError` for plans that one array cannot hold."""
+    """Check that one array can hold *plans*. Raises `BackendError`."""
     first = directives(script_of(plans[0]))
     if "hetjob" in first:
         raise BackendError(
@@ -81,12 +81,12 @@ def check_alike(plans: Sequence[Plan]) -> None:
 
 
 def script_of(plan: Plan) -> str:
-    """The batch script of one attempt."""
+    """Return the batch script of one attempt."""
     return next(file.content for file in plan.files if file.path.endswith(".sbatch"))
 
 
 def directives(script: str) -> list[str]:
-    """What a script asks of Slurm beside its own names: its first line, and the options."""
+    """Return the first line of a script and its options, without those that name the job."""
     lines = script.splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     own = re.compile(rf"--(?:{'|'.join(_OWN)})(?:=.*)?")
@@ -94,7 +94,7 @@ def directives(script: str) -> list[str]:
 
 
 def array_script(plan: Plan, directory: str) -> str:
-    """The script of the array in *directory* (absolute), whose elements ask for what *plan* does."""
+    """Return the script of the array in *directory* (absolute), with the options of *plan*."""
     from orc.templates.render import render
 
     shebang, *options = directives(script_of(plan))
@@ -102,7 +102,7 @@ def array_script(plan: Plan, directory: str) -> str:
 
 
 def array_options(name: str, count: int, at_once: int | None, directory: str) -> list[str]:
-    """What the command line of sbatch says about the array itself."""
+    """Return the options of sbatch for the array itself."""
     limit = f"%{at_once}" if at_once is not None else ""
     return [
         f"--array=0-{count - 1}{limit}",

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class SlurmBackend(Backend):
-    """Jobs on one Slurm cluster, entered through *transport*: this machine, or SSH to its login node, unless given."""
+    """Backend of one Slurm cluster. Without *transport* it is entered here, or over SSH to its login node."""
 
     kind = "slurm"
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -75,7 +75,7 @@ class SlurmBackend(Backend):
 
     @classmethod
     def discover(cls, options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
-        """Ask sinfo, scontrol and sacctmgr."""
+        """Describe a cluster with sinfo, scontrol and sacctmgr."""
         from orc.launchers.backends.slurm.discovery import describe
 
         return describe(options, name)
@@ -120,7 +120,7 @@ class SlurmBackend(Backend):
     # -- before the start
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
-        """Two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
+        """Return two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
         from orc.launchers.backends.slurm.conflicts import check_nesting
         from orc.launchers.backends.slurm.script import SCRIPT_NAME, render_script, shape
@@ -163,18 +163,18 @@ class SlurmBackend(Backend):
         )
 
     def _submission(self, attempt: AttemptId, script: str) -> tuple[str, ...]:
-        """``sbatch`` does not know what ``~`` means in a batch script; `submit` fills it in on the command line."""
+        """Return the ``sbatch`` command. Batch scripts take no ``~``; `submit` expands it on the command line."""
         places = home_options(attempt, self.layout)
         return (self._settings.program("sbatch"), "--parsable", *(f"--{k}={v}" for k, v in places), script)
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Is Slurm there and awake, does it know the partition, can the root be written?"""
+        """Check that Slurm answers, that the partition exists, and that the root can be written."""
         from orc.launchers.backends.slurm.preflight import check
 
         return check(self._client, self._transport, plan, str(self.layout.root), self.cluster.name)
 
     def check(self) -> list[Finding]:
-        """Can the cluster's Python run agents, and has it torch?"""
+        """Check that the cluster's Python can run agents, and that it has torch."""
         from orc.launchers.backends.slurm.python_check import check_python
 
         options = read_options(self.cluster.options, {}, cluster_where=self._options_where)
@@ -192,7 +192,7 @@ class SlurmBackend(Backend):
         return Targets({login.name: (self._transport, root)}, {login.name: python})
 
     def recall(self, digest: str, handle: Handle) -> None:
-        """From the store of the cluster."""
+        """Bring the tree back from the store of the cluster."""
         from orc.launchers.transfer.recall import recall
 
         recall(digest, self._transport, self.root, self.store)
@@ -210,7 +210,7 @@ class SlurmBackend(Backend):
         return self._submitter.submit(plan, secrets, ())
 
     def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """The same, with ``--dependency``; see `SupportsDependencies`."""
+        """Submit with ``--dependency``; see `SupportsDependencies`."""
         return self._submitter.submit(plan, secrets, after)
 
     def submit_array(
@@ -221,17 +221,17 @@ class SlurmBackend(Backend):
         at_once: int | None = None,
         after: Sequence[Dependency] = (),
     ) -> list[Handle]:
-        """One ``sbatch --array`` for all that are not there yet; see `SupportsArrays`."""
+        """Submit all that are not there yet by one ``sbatch --array``; see `SupportsArrays`."""
         return self._submitter.submit_array(plans, secrets, at_once, after)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """Ask the queue, accounting and the attempt directory for the marker."""
+        """Return the job of the marker from the queue, accounting or the attempt directory."""
         return self._lookup.find_job(marker)
 
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """One squeue for all, one sacct at most for those that the controller has forgotten, the agents' records."""
+        """Observe attempts with one squeue, at most one sacct for forgotten jobs, and the agents' records."""
         from orc.launchers.attempts.confidential import remove_confidential
         from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.backends.slurm.script import EARLY_S
@@ -273,7 +273,7 @@ class SlurmBackend(Backend):
         return seen
 
     def _explained(self, reason: str, directory: str) -> str:
-        """Why an attempt failed that no agent has said anything about: with the last lines of the launcher's log."""
+        """Return the observation with the last lines of the launcher's log, where no agent has given a reason."""
         from orc.launchers.attempts.reader import LAUNCHER_LOG
 
         log = f"{directory}/logs/{LAUNCHER_LOG}"
@@ -283,7 +283,7 @@ class SlurmBackend(Backend):
     def _of_lease_holders(
         self, directories: Mapping[Handle, str], records: Mapping[str, AttemptRecords], rows: Mapping[Handle, JobRow]
     ) -> dict[Handle, JobRow]:
-        """Rows of the jobs that really run attempts whose own job came second and gave way."""
+        """Return the rows of jobs that run attempts whose own job came second and gave way."""
         others = {}
         for handle, directory in directories.items():
             row = rows.get(handle)
@@ -296,7 +296,7 @@ class SlurmBackend(Backend):
         return {handle: found[other] for handle, other in others.items() if other in found}
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
-        """One sinfo, and one ``squeue --start`` where there are attempts."""
+        """Return the report of one sinfo, and of one ``squeue --start`` where there are attempts."""
         partitions = self._client.inventory()
         jobs = self._client.expected(handle.native_id for handle in handles) if handles else []
         ours = {(handle.native_id, handle.group or handle.marker): handle.marker for handle in handles}
@@ -325,7 +325,7 @@ class SlurmBackend(Backend):
         return entries(self._settings, handle.native_id, directory, parts, python)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Leave word for the agents and wake them; what has not started is taken out of the queue.
+        """Write the cancel request and signal the agents; pending jobs are removed from the queue.
 
         ``scancel`` alone would give the ranks the cluster's KillWait, whatever the user's grace is. So running jobs
         are not ended by Slurm: the agents do that, and the batch script calls Slurm if they have not done it in time.

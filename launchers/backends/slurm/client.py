@@ -1,4 +1,4 @@
-"""Talking to Slurm: one function per command, each with a time-out of its own and one meaning per failure.
+"""Slurm commands: one function each, with a time-out of its own and one meaning per failure.
 
 With the controller down squeue and sbatch sit silent for 20 s and more; here that is `BackendUnreachable` (or
 `AmbiguousSubmit`, because a submission that was cut off may have been accepted).
@@ -74,7 +74,7 @@ _HINTS = (
 
 
 class SlurmClient:
-    """The Slurm commands behind one transport."""
+    """Client of the Slurm commands behind one transport."""
 
     def __init__(self, transport: Transport, settings: SlurmSettings, *, where: str = "") -> None:
         self._transport = transport
@@ -83,7 +83,7 @@ class SlurmClient:
         self._sacct_format = SACCT_FORMAT_NEWER
 
     def submit(self, argv: Sequence[str]) -> str:
-        """Run a rendered ``sbatch --parsable`` once; the new job's id.
+        """Run a rendered ``sbatch --parsable`` once; return the new job's id.
 
         Raises `BackendError` with Slurm's own words when it was refused, `AmbiguousSubmit` when nobody can tell.
         """
@@ -106,14 +106,14 @@ class SlurmClient:
         raise BackendError(f"Slurm refused the job: {said}", where=self._where, hint=hint)
 
     def queue(self, job_ids: Iterable[str]) -> list[JobRow]:
-        """Those of the jobs that the controller remembers, ended ones (for some minutes) included."""
+        """Return the rows of the jobs that the controller remembers, ended ones (for some minutes) included."""
         rows: list[JobRow] = []
         for some in _chunks(job_ids):
             rows += self._squeue(f"--jobs={','.join(some)}")
         return rows
 
     def queue_named(self, *names: str) -> list[JobRow]:
-        """The same by job name."""
+        """Return the rows of jobs by their names."""
         rows: list[JobRow] = []
         for i in range(0, len(names), _CHUNK):
             rows += self._squeue(f"--name={','.join(names[i : i + _CHUNK])}")
@@ -127,7 +127,7 @@ class SlurmClient:
         return parse_squeue(done.stdout)
 
     def accounted(self, job_ids: Iterable[str]) -> list[JobRow] | None:
-        """What accounting knows of the jobs, which may lag by seconds; `None` when it cannot be asked."""
+        """Return accounting's rows of the jobs, which may lag by seconds; `None` when it cannot be queried."""
         rows: list[JobRow] = []
         for some in _chunks(job_ids):
             found = self._sacct(f"--jobs={','.join(some)}")
@@ -137,7 +137,7 @@ class SlurmClient:
         return rows
 
     def accounted_named(self, *names: str) -> list[JobRow] | None:
-        """The same by job name, two weeks back."""
+        """Return accounting's rows of jobs by their names, two weeks back."""
         return self._sacct(f"--name={','.join(names)}", "--starttime=now-14days")
 
     def _sacct(self, *which: str) -> list[JobRow] | None:
@@ -159,7 +159,7 @@ class SlurmClient:
             return None
 
     def cancel(self, job_ids: Iterable[str], *flags: str) -> None:
-        """Run ``scancel`` for all of them; jobs that are gone already are fine."""
+        """Run ``scancel`` for the jobs; those that are gone already are no error."""
         for some in _chunks(job_ids):
             done = self._run(
                 (self._settings.program("scancel"), "--quiet", *flags, *some), self._settings.submit_timeout
@@ -173,7 +173,7 @@ class SlurmClient:
                 raise BackendError(f"scancel failed: {said}", where=self._where)
 
     def set_apart(self, job_ids: Iterable[str]) -> None:
-        """Give elements of arrays that wait records of their own.
+        """Split pending elements of arrays into job records of their own.
 
         Slurm forgets an element that is cancelled before that: neither squeue nor sacct know it any more, and what
         depends on its success starts.
@@ -183,11 +183,11 @@ class SlurmClient:
             self._run((self._settings.program("scontrol"),), self._settings.submit_timeout, stdin=lines.encode())
 
     def version(self) -> str:
-        """``slurm 22.05.8``. Raises `BackendError` when there is no Slurm here."""
+        """Return the version, ``slurm 22.05.8``. Raises `BackendError` when there is no Slurm here."""
         return self._run((self._settings.program("sbatch"), "--version"), self._settings.query_timeout).stdout.strip()
 
     def partitions(self) -> dict[str, Partition]:
-        """Partitions by name; the default one is under ``""`` too."""
+        """Return the partitions by name; the default one is under ``""`` too."""
         done = self._run(
             (self._settings.program("sinfo"), "--noheader", "--exact", "--format=%P|%a|%D|%l|%c"),
             self._settings.query_timeout,
@@ -197,7 +197,7 @@ class SlurmClient:
         return read_partitions(done.stdout)
 
     def inventory(self) -> list[PartitionReport]:
-        """The partitions as they are now, in sinfo's order."""
+        """Return the partitions as they are now, in sinfo's order."""
         argv = (self._settings.program("sinfo"), "--noheader", f"--format={SINFO_FORMAT}")
         done = self._run(argv, self._settings.query_timeout)
         if done.status != 0:
@@ -205,7 +205,7 @@ class SlurmClient:
         return parse_sinfo(done.stdout)
 
     def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Those of the jobs that wait or run, with the start that Slurm expects."""
+        """Return the pending and running ones of the jobs, with their expected start."""
         found: list[QueuedJob] = []
         for some in _chunks(job_ids):
             which = f"--jobs={','.join(some)}"
@@ -217,7 +217,7 @@ class SlurmClient:
         return found
 
     def config(self) -> dict[str, str]:
-        """What ``scontrol show config`` says, by key. Raises `BackendError`."""
+        """Return the output of ``scontrol show config``, by key. Raises `BackendError`."""
         done = self._run((self._settings.program("scontrol"), "show", "config"), self._settings.query_timeout)
         if done.status != 0:
             raise BackendUnreachable(f"scontrol failed: {_stderr_of(done)}", where=self._where)
@@ -225,7 +225,7 @@ class SlurmClient:
         return {key.strip(): value.strip() for key, _, value in pairs}
 
     def accounts(self, user: str) -> tuple[str, tuple[str, ...]]:
-        """The user's default account and all of them; nothing where accounting cannot be asked."""
+        """Return the user's default account and all of them; nothing where accounting cannot be queried."""
         show = (self._settings.program("sacctmgr"), "--noheader", "--parsable2", "show")
         try:
             default, all_of_them = (
@@ -250,7 +250,7 @@ class SlurmClient:
 
 
 def _stderr_of(done: Completed) -> str:
-    """Slurm's own words on one line, without the name of the command before each of them."""
+    """Return Slurm's message on one line, without the name of the command before each part."""
     lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line.strip()) for line in done.stderr.splitlines()]
     text = "; ".join(dict.fromkeys(line for line in lines if line))
     text = text.replace("Batch job submission failed: ", "")

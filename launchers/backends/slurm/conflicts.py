@@ -1,4 +1,4 @@
-"""What a job and its Slurm options cannot say at the same time. Pure."""
+"""Conflicts between a job and its Slurm options. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRES = ("tres-per-node", "tres-per-task")
 
 
 def check_conflicts(job: JobSpec, options: SlurmOptions) -> None:
-    """Raises `RenderError` that names both sides."""
+    """Check that the options agree with the job. Raises `RenderError` that names both sides."""
     for what, hint in (*_memory(job, options), *_gpus(job, options), *_nodes(job, options), *_container(job, options)):
         raise RenderError(what, where=job.name, hint=hint)
 
@@ -73,7 +73,7 @@ def _container(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
 
 
 def check_nesting(job: JobSpec, options: SlurmOptions, environment: Environment, root: str) -> None:
-    """Raises `RenderError` for a container in a container, and for one that the root cannot be mounted in."""
+    """Check that no container is put into another, and that the root can be mounted. Raises `RenderError`."""
     if options.container_image is None:
         return
     if environment.container is not None:

@@ -1,4 +1,4 @@
-"""What ``sbatch --dependency`` is told about attempts that others wait for. Pure.
+"""Options of ``sbatch --dependency`` for an attempt that waits for others. Pure.
 
 Slurm starts a job at once whose dependency it does not know (any more), so what has ended is judged here and left out,
 and what cannot be judged is not sent.
@@ -22,7 +22,7 @@ _CONDITIONS = {"succeeded": "afterok", "failed": "afternotok", "ended": "afteran
 def dependency_options(
     plan: Plan, after: Sequence[Dependency], seen: Mapping[Handle, Observation], known: Collection[Handle]
 ) -> list[str]:
-    """The options for *plan*, which may have a dependency of its own.
+    """Return the dependency options for *plan*, which may have a dependency of its own.
 
     *seen* is what became of the attempts, *known* are those that the controller knows by their number. Raises
     `BackendError` for a dependency that can never be met, `BackendUnreachable` for one that nobody can judge.
@@ -57,7 +57,7 @@ def dependency_options(
 
 
 def _met(one: Dependency, seen: Observation) -> bool | None:
-    """Whether it is met; `None` while that is open."""
+    """Return whether the dependency is met; `None` while that is open."""
     if not seen.phase.ended:
         return None
     succeeded = seen.phase is Phase.SUCCEEDED

@@ -1,4 +1,4 @@
-"""A first entry for clusters.yaml, from what a Slurm cluster says about itself."""
+"""Discovery of a Slurm cluster: its first entry for clusters.yaml."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What was found out."""
+    """Facts about a cluster, as its own commands report them."""
 
     cluster: str
     version: str
@@ -44,7 +44,7 @@ class ClusterFacts:
 
 
 def discover(options: Mapping[str, Any]) -> ClusterFacts:
-    """Ask the cluster that *options* (those of clusters.yaml) lead to. Raises `LaunchError`."""
+    """Return the facts about the cluster that *options* (those of clusters.yaml) lead to. Raises `LaunchError`."""
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.login import open_transport
     from orc.launchers.spec.clusters import Cluster
@@ -89,12 +89,12 @@ def _ask(client: SlurmClient, transport: Transport) -> ClusterFacts:
 
 
 def entry_name(facts: ClusterFacts) -> str:
-    """The cluster's own name, if it can be one in clusters.yaml, else ``slurm``."""
+    """Return the cluster's own name, if it can be one in clusters.yaml, else ``slurm``."""
     return facts.cluster if _NAME.fullmatch(facts.cluster) and facts.cluster != "local" else "slurm"
 
 
 def entry(name: str, facts: ClusterFacts, options: Mapping[str, Any]) -> str:
-    """The text of an entry called *name*. *options* are those that led there. Pure. Raises `LaunchError`."""
+    """Return the text of an entry called *name*. *options* are those that led there. Pure. Raises `LaunchError`."""
     if not facts.partitions:
         raise BackendError("sinfo shows no partition that you may use", where=facts.cluster)
     lines = [
@@ -157,7 +157,7 @@ def _printable(line: str) -> str:
 
 
 def _verify(name: str, text: str) -> None:
-    """What was made must be what a clusters file can hold: names come from elsewhere."""
+    """Check that the clusters file can hold the entry: its names come from elsewhere."""
     import yaml
 
     from orc.launchers.backends.slurm.options import read_options

@@ -1,4 +1,4 @@
-"""How a person (and ``orc exec``, ``orc top``) gets to the nodes of a job: as one more step of it. Pure."""
+"""Ways to the nodes of a running job for ``orc exec`` and ``orc top``: one more ``srun`` step of it. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def entries(
     settings: SlurmSettings, job_id: str, directory: str, components: Sequence[int], python: str
 ) -> list[NodeEntry]:
-    """The ways to the nodes of the Slurm job *job_id*, in node order. *components* are their numbers of nodes."""
+    """Return the ways to the nodes of the Slurm job *job_id*, in node order. *components* are node counts."""
     places: list[tuple[str, ...]] = []
     for component, nodes in enumerate(components):
         group = (f"--het-group={component}",) if len(components) > 1 else ()

@@ -1,4 +1,4 @@
-"""One job on several sorts of nodes: Slurm's heterogeneous jobs. Pure.
+"""Slurm's heterogeneous jobs: components with nodes of different kinds. Pure.
 
 Each component asks for nodes of its own; all start together, and the nodes are numbered through, component after
 component, so that the ranks of the job are too. Every node runs the same number of processes: ranks are counted so.
@@ -34,14 +34,14 @@ ONCE = frozenset(
 
 @dataclass(frozen=True)
 class Component:
-    """What one component has for itself."""
+    """Resources and options that a component has for itself."""
 
     resources: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_components(value: Any) -> tuple[Component, ...]:
-    """The checked components. Raises `ValueError`."""
+    """Return the checked components. Raises `ValueError`."""
     from orc.launchers.spec.problems import nearest
 
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value) or len(value) < 2:
@@ -81,7 +81,7 @@ def _checked(options: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, SlurmOptions]]:
-    """The job as each of its components, in the order of their nodes; the job itself if it has none.
+    """Return the job as each of its components, in the order of their nodes; the job itself if it has none.
 
     Raises `RenderError` for components that do not make up the job.
     """

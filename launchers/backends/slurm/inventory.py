@@ -1,4 +1,4 @@
-"""What sinfo says about partitions, and squeue about the start of jobs that wait, as values. Pure."""
+"""Parsers of sinfo's partitions and of squeue's expected starts. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST = re.compile(r"(\d+(?:_\d+)?)(?:\+0)?")  # of the components of a heterog
 
 
 def parse_sinfo(text: str) -> list[PartitionReport]:
-    """Partitions in order, of ``sinfo --noheader --format=SINFO_FORMAT``; lines of another shape are left out."""
+    """Return the partitions in ``sinfo --noheader --format=SINFO_FORMAT``, in order; other lines are left out."""
     found: dict[str, PartitionReport] = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
@@ -47,7 +47,7 @@ def parse_sinfo(text: str) -> list[PartitionReport]:
 
 
 def parse_expected(text: str) -> list[QueuedJob]:
-    """Jobs of ``squeue --noheader --format=START_FORMAT``; lines of another shape are left out."""
+    """Return the jobs in ``squeue --noheader --format=START_FORMAT``; lines of another shape are left out."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 6)]

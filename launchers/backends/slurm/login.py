@@ -1,4 +1,4 @@
-"""A cluster whose login node is another machine: how it is reached, and where its home directory has to be filled in.
+"""Login node on another machine: its transport, and the expansion of its home directory.
 
 The root may begin with ``~``, which only the login node can resolve. Plans keep it as it is, for rendering asks nobody:
 the batch script leaves it to the shell of the node, ``agent.json`` and the command line of sbatch get it at submission.
@@ -29,7 +29,7 @@ LOG_NAME = LAUNCHER_LOG  # below the attempt's logs/
 
 
 def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
-    """The way to where the cluster is entered. It connects when first used."""
+    """Return the transport to the login node, or to this machine. It connects when first used."""
     if settings.login is None:
         from orc.launchers.remote.transport import LocalTransport
 
@@ -41,13 +41,13 @@ def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
 
 
 def entry_python(cluster: Cluster, settings: SlurmSettings) -> str:
-    """The interpreter for orc's own needs where the cluster is entered."""
+    """Return the interpreter for orc's own needs where the cluster is entered."""
     own = settings.login.python if settings.login else None
     return own or cluster.python or DEFAULT_PYTHON
 
 
 def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = None) -> str:
-    """The cluster's root; may begin with ``~/`` where it is behind a login node. Raises `SpecError`.
+    """Return the cluster's root; may begin with ``~/`` where it is behind a login node. Raises `SpecError`.
 
     By default it is the state directory, or the default of a login node.
     """
@@ -63,7 +63,7 @@ def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = 
 
 
 def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The options of sbatch that hold paths below a home directory, where the root is in one."""
+    """Return the options of sbatch that hold paths below a home directory, where the root is in one."""
     if not str(layout.root).startswith("~"):
         return ()
     log = str(layout.attempt(attempt) / "logs" / LOG_NAME)
@@ -71,7 +71,7 @@ def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], .
 
 
 def expand_agent_paths(agent: str, expand: Callable[[str], str]) -> str:
-    """The content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
+    """Return the content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
     from orc.launchers.backends.ssh.on_host import at_home
 
     config: dict[str, Any] = at_home(json.loads(agent), expand)

@@ -1,4 +1,4 @@
-"""Looking for attempts by their markers: in the queue, in accounting, in what the agents have left."""
+"""Lookup of attempts by their markers: in the queue, in accounting, in the agents' leases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIND = "slurm"
 
 
 class JobLookup:
-    """Finds what belongs to markers on one cluster."""
+    """Lookup of the jobs and directories of markers on one cluster."""
 
     def __init__(self, client: SlurmClient, transport: Transport, layout: Layout, cluster: str) -> None:
         self._client = client
@@ -31,11 +31,11 @@ class JobLookup:
         self._cluster = cluster
 
     def directory(self, marker: str) -> str:
-        """Of the attempt, over there."""
+        """Return the attempt's directory on the cluster."""
         return self._transport.expand(str(self._layout.attempt(AttemptId.from_marker(marker))))
 
     def find_job(self, marker: str) -> Handle | None:
-        """Ask the queue, accounting and the attempt directory."""
+        """Return the handle of the marker from the queue, accounting or the attempt directory."""
         elements = self._elements([marker])
         found = self._queued([marker], elements)
         if marker not in found:
@@ -44,13 +44,13 @@ class JobLookup:
         return found.get(marker) or self.by_lease([marker]).get(marker)
 
     def known(self, markers: Sequence[str]) -> dict[str, Handle]:
-        """The same for many, without accounting: what a submission asks first, so that it does nothing twice."""
+        """Return the handles of markers without accounting: the check of a submission that it happens once."""
         found = self.queued(markers)
         missing = [marker for marker in markers if marker not in found]
         return {**found, **self.by_lease(missing)} if missing else found
 
     def queued(self, markers: Sequence[str]) -> dict[str, Handle]:
-        """The attempts' jobs that the controller remembers.
+        """Return the handles of the jobs that the controller remembers.
 
         Of several jobs with one marker (a submission that was cut off and repeated) the oldest is the attempt, and the
         others are cancelled; should they run for a moment, the agents' lease keeps them from doing anything.
@@ -69,12 +69,12 @@ class JobLookup:
         return found
 
     def _elements(self, markers: Iterable[str]) -> dict[str, list[ArrayElement]]:
-        """The arrays that attempts were submitted in, as their directories tell."""
+        """Return the arrays that attempts were submitted in, from their directories."""
         paths = {f"{self.directory(marker)}/{RECORD_NAME}": marker for marker in markers}
         return {paths[path]: elements_of(data) for path, data in self._transport.read_many(list(paths)).items()}
 
     def by_lease(self, markers: Iterable[str]) -> dict[str, Handle]:
-        """Jobs that the controller has forgotten and accounting does not know have still left the agents' lease."""
+        """Return the handles in the agents' leases, of jobs that controller and accounting have forgotten."""
         paths = {f"{self.directory(marker)}/node-0/lease.json": marker for marker in markers}
         leases = self._transport.read_many(list(paths))
         found = {paths[path]: self._of_lease(paths[path], data) for path, data in leases.items()}
@@ -101,7 +101,7 @@ class JobLookup:
 
 
 def of_handles(rows: Sequence[JobRow], handles: Sequence[Handle]) -> dict[Handle, JobRow]:
-    """Rows by handle. A job of another name has been given the number of ours after the controller was reset."""
+    """Return the rows by handle. After a reset of the controller a job of another name may have the number of ours."""
     by_id: dict[tuple[str, str], JobRow] = {}
     for row in sorted(rows, key=lambda row: row.submitted_at or 0.0):  # the newest run of a requeued job counts
         by_id[row.job_id, row.name] = row
@@ -110,7 +110,7 @@ def of_handles(rows: Sequence[JobRow], handles: Sequence[Handle]) -> dict[Handle
 
 
 def _names(markers: Iterable[str], elements: Mapping[str, Sequence[ArrayElement]]) -> list[str]:
-    """The names that jobs of *markers* may have."""
+    """Return the names that jobs of *markers* may have."""
     arrays = [element.array for own in elements.values() for element in own]
     return list(dict.fromkeys([*markers, *arrays]))
 
@@ -118,7 +118,7 @@ def _names(markers: Iterable[str], elements: Mapping[str, Sequence[ArrayElement]
 def _by_marker(
     rows: Iterable[JobRow], elements: Mapping[str, Sequence[ArrayElement]], markers: Iterable[str]
 ) -> list[tuple[str, list[JobRow]]]:
-    """Each marker with the rows of the jobs and array elements that are it.
+    """Yield each marker with the rows of its jobs and array elements.
 
     One that Slurm has refused is none. One that has run and ended is: sent again, it would run twice.
     """

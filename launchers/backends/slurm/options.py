@@ -1,4 +1,4 @@
-"""What can be said to Slurm: ``options:`` of a cluster and ``resources.options.slurm`` of a job. Pure.
+"""Options of Slurm: ``options:`` of a cluster and ``resources.options.slurm`` of a job. Pure.
 
 Every key is checked here, once: a value that would add a line to the batch script, or that contradicts what orc itself
 relies on (job name, output, number of tasks), never reaches ``sbatch``.
@@ -75,7 +75,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _gres(value: Any) -> tuple[str, ...]:
-    """``[nvme:1, shard:2]`` or ``nvme:1,shard:2``: one by one, so that each can be looked at."""
+    """Return generic resources one by one: ``[nvme:1, shard:2]`` or ``nvme:1,shard:2``."""
     found = tuple(entry for each in _words(value) for entry in each.split(","))
     if not all(found):
         raise ValueError(f"{value!r} has an empty entry; write for example nvme:1,shard:2")
@@ -83,7 +83,7 @@ def _gres(value: Any) -> tuple[str, ...]:
 
 
 def _comma_list(value: Any) -> str:
-    """``[node1, node2]`` or ``node[1-2]``: Slurm wants one word."""
+    """Return one word for Slurm: ``[node1, node2]`` or ``node[1-2]``."""
     return ",".join(_words(value))
 
 
@@ -111,12 +111,12 @@ def _srun_args(value: Any) -> tuple[str, ...]:
 
 
 def _meant(option: str, known: Collection[str]) -> str | None:
-    """Which of *known* Slurm takes *option* for: its names may be cut short."""
+    """Return the one of *known* that Slurm takes *option* for: its names may be cut short."""
     return option if option in known else next((name for name in known if name.startswith(option)), None)
 
 
 def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
-    """Other ``#SBATCH`` options, as ``{hint: nomultithread, spread-job: true}`` or ``["--hint=nomultithread"]``."""
+    """Return other ``#SBATCH`` options: ``{hint: nomultithread, spread-job: true}`` or ``["--hint=x"]``."""
     pairs: list[tuple[str, str | None]] = []
     if isinstance(value, Mapping):
         for name, given in value.items():
@@ -156,7 +156,7 @@ CommaList = Annotated[str, Reader(_comma_list)]
 
 
 class SlurmOptions(FrozenModel):
-    """What goes into one job. A job's own value replaces the cluster's."""
+    """Options of one job. A job's own value replaces the cluster's."""
 
     partition: CommaList | None = Field(
         None, description="Partition, or several: the first that can start the job is taken."
@@ -236,7 +236,7 @@ class SlurmOptions(FrozenModel):
 
 
 class SlurmSettings(Reaching):
-    """How the cluster's Slurm is spoken to. Only in clusters.yaml."""
+    """Settings of the cluster's Slurm. Only in clusters.yaml."""
 
     login: Machine | None = Field(
         None,
@@ -257,7 +257,7 @@ class SlurmSettings(Reaching):
     accounting: Flag = Field(True, description="Whether sacct can be asked; false where accounting is off.")
 
     def program(self, name: str) -> str:
-        """How a Slurm command is called."""
+        """Return the path or name of a Slurm command."""
         return f"{self.bin}/{name}" if self.bin else name
 
 

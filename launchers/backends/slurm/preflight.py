@@ -1,4 +1,4 @@
-"""Looking before leaping: what would make a submission fail, or a job wait for ever. Changes nothing."""
+"""Preflight: causes of a failing submission or of endless waiting. Changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRITABLE = (
 
 
 def check(client: SlurmClient, transport: Transport, plan: Plan, root: str, cluster: str) -> list[Finding]:
-    """Everything that can be said without submitting; errors first."""
+    """Return the findings that need no submission; errors first."""
     found = [*_slurm(client, plan, cluster), *_root(transport, root, cluster)]
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
@@ -45,7 +45,7 @@ def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
 
 
 def _partitions(script: str, partitions: Mapping[str, Partition], cluster: str) -> list[Finding]:
-    """What the partitions have to say about one component of the job, or about all of it."""
+    """Return the findings about the partitions of one component of the job, or of all of it."""
     found: list[Finding] = []
     names = (_directive(script, "partition") or "").split(",")
     known = ", ".join(sorted(name for name in partitions if name))
@@ -62,7 +62,7 @@ def _partitions(script: str, partitions: Mapping[str, Partition], cluster: str) 
 
 
 def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str) -> Iterator[Finding]:
-    """What no partition of the job can ever give: Slurm would take the job and let it wait for ever."""
+    """Yield requests that no partition of the job can ever serve: Slurm would let the job wait for ever."""
     nodes, limit = _directive(script, "nodes"), duration(_directive(script, "time") or "")
     shown = ", ".join(name or "(default)" for name, _ in asked)
     nodes = (nodes or "").partition("-")[0]  # of a range, what it cannot do without

@@ -1,4 +1,4 @@
-"""The Python of a Slurm cluster: does it exist, is it new enough, has it torch?
+"""Check of a Slurm cluster's Python: existence, version, torch.
 
 Asked where the cluster is entered, with the modules that jobs load: nodes usually share its file system, and a node
 cannot be asked without waiting in the queue.

@@ -1,4 +1,4 @@
-"""What squeue and sacct print, as values. Pure.
+"""Parsers of squeue's and sacct's output. Pure.
 
 The output is asked for field by field with ``|`` between them (JSON differs between Slurm versions), times as seconds
 since the epoch (``SLURM_TIME_FORMAT=%s``).
@@ -42,7 +42,7 @@ ENDED = frozenset(
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job, or element of an array, as Slurm sees it now (squeue) or saw it last (sacct)."""
+    """Job, or element of an array, in squeue (now) or sacct (last known)."""
 
     job_id: str  # "12", or "12_3"; the components of a heterogeneous job are one row, by the number of the first
     name: str
@@ -60,27 +60,27 @@ class JobRow:
 
     @property
     def waiting(self) -> bool:
-        """In the queue, not started (again) yet."""
+        """True while in the queue and not started (again)."""
         return self.state in WAITING
 
     @property
     def active(self) -> bool:
-        """Has nodes, or is just giving them back."""
+        """True with nodes, also while giving them back."""
         return self.state in ACTIVE
 
     @property
     def ended(self) -> bool:
-        """Slurm will do nothing more for it."""
+        """True when Slurm will do nothing more for it."""
         return self.state in ENDED
 
     @property
     def refused(self) -> bool:
-        """`sbatch` has refused it (BadConstraints): its row stays for some minutes, and it never had a node."""
+        """True after a rejection by `sbatch` (BadConstraints): the row stays for minutes and never has a node."""
         return self.state == "FAILED" and not self.nodes
 
 
 def parse_squeue(text: str) -> list[JobRow]:
-    """Rows of ``squeue --noheader --format=SQUEUE_FORMAT``; lines of another shape are left out."""
+    """Return the rows of ``squeue --noheader --format=SQUEUE_FORMAT``; lines of another shape are left out."""
     rows = []
     for fields in _lines(text, 9):
         job_id, name, state, submitted, start, end, limit, nodes, reason = fields
@@ -101,7 +101,7 @@ def parse_squeue(text: str) -> list[JobRow]:
 
 
 def parse_sacct(text: str) -> list[JobRow]:
-    """Rows of ``sacct --parsable2 --noheader --allocations --format=SACCT_FORMAT`` (or the newer one)."""
+    """Return the rows of ``sacct --parsable2 --noheader --allocations --format=SACCT_FORMAT`` (or the newer one)."""
     rows = []
     for fields in _lines(text, 9):
         job_id, name, state, submitted, start, end, limit, nodes, code = fields
@@ -129,7 +129,7 @@ def parse_sacct(text: str) -> list[JobRow]:
 
 
 def job_number(job_id: str) -> tuple[int, int]:
-    """What job ids are sorted by: older ones come first."""
+    """Return the sort key of a job id: older ones come first."""
     job, _, element = job_id.partition("_")
     return int(job), int(element or 0)
 
@@ -139,7 +139,7 @@ _WORST = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT", "DE
 
 
 def _joined(rows: list[JobRow]) -> list[JobRow]:
-    """The components of heterogeneous jobs (12+0, 12+1) as one row each, under the number of the first."""
+    """Return the components of heterogeneous jobs (12+0, 12+1) as one row each, under the number of the first."""
     components: dict[tuple[str, str, float | None], list[JobRow]] = {}
     whole = []
     for row in rows:
@@ -170,7 +170,7 @@ def _one(job: str, parts: list[JobRow]) -> JobRow:
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as sinfo tells it."""
+    """Partition, as sinfo reports it."""
 
     state: str  # "up", "down", "drain", "inact"
     nodes: int  # all of its nodes, whatever their state
@@ -179,7 +179,7 @@ class Partition:
 
 
 def read_partitions(text: str) -> dict[str, Partition]:
-    """Partitions by name from ``sinfo --exact --format=%P|%a|%D|%l|%c``; the default one is under ``""`` too."""
+    """Return partitions by name from ``sinfo --exact --format=%P|%a|%D|%l|%c``; the default is under ``""`` too."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
@@ -218,7 +218,7 @@ _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?
 
 
 def duration(text: str) -> float | None:
-    """Seconds of ``[days-][hours:]minutes:seconds``; `None` for ``UNLIMITED``, ``Partition_Limit`` and the like."""
+    """Return the seconds of ``[days-][hours:]minutes:seconds``; `None` for ``UNLIMITED``, ``Partition_Limit`` etc."""
     match = _LIMIT.fullmatch(text)
     if not match:
         return None
@@ -230,7 +230,7 @@ _RANGE = re.compile(r"(?P<before>[^\[]*)\[(?P<ranges>[0-9,-]+)\](?P<after>.*)")
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """``node[1-2,04],gpu7`` as ``("node1", "node2", "node04", "gpu7")``; text of another shape stays as it is."""
+    """Return the names in ``node[1-2,04],gpu7``; text of another shape stays as it is."""
     return tuple(name for part in re.split(r",(?![^\[]*\])", text) if part for name in _expand(part))
 
 

@@ -1,4 +1,4 @@
-"""Options of sbatch and srun that orc sets by itself, and what to say instead. Pure."""
+"""Options of sbatch and srun that orc sets by itself, and their replacements. Pure."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]&|*^~!?<>()-]+")
 
 @dataclass(frozen=True)
 class JobShape:
-    """The parts of a job that both the script and the agents' configuration must agree on."""
+    """Numbers that the script and the agents' configuration must agree on."""
 
     nodes: int
     min_nodes: int
@@ -40,12 +40,12 @@ class JobShape:
 
     @property
     def ranges(self) -> bool:
-        """Whether Slurm decides how many nodes there are."""
+        """True when Slurm decides the number of nodes."""
         return self.min_nodes < self.nodes
 
 
 def shape(job: JobSpec, options: SlurmOptions) -> JobShape:
-    """What *job* asks of Slurm. Raises `RenderError` for what cannot be carried."""
+    """Return the shape of *job* for Slurm. Raises `RenderError` for what cannot be carried."""
     resources = job.resources
     parts = components(job, options)
     for part in parts:
@@ -73,14 +73,14 @@ def shape(job: JobSpec, options: SlurmOptions) -> JobShape:
 
 
 def _cpus(job: JobSpec) -> int:
-    """Cores per node."""
+    """Return the cores per node."""
     return job.resources.nproc * (job.resources.cpus_per_proc or 1)
 
 
 def directives(
     job: JobSpec, options: SlurmOptions, attempt: AttemptId, layout: Layout, avoid: Sequence[str] = ()
 ) -> list[str]:
-    """The ``#SBATCH`` options, in a fixed order, quoted. The job keeps away from the nodes in *avoid*."""
+    """Return the ``#SBATCH`` options, in a fixed order, quoted. The job keeps away from the nodes in *avoid*."""
     lines: list[str] = []
     for number, (part, own) in enumerate(components(job, options)):
         pairs = option_pairs(part, own, attempt, layout, avoid)
@@ -94,7 +94,7 @@ def directives(
 def option_pairs(
     job: JobSpec, options: SlurmOptions, attempt: AttemptId, layout: Layout, avoid: Sequence[str] = ()
 ) -> list[tuple[str, str | int | None]]:
-    """Those of one component as names and values; `None` for an option without one."""
+    """Return the options of one component as names and values; `None` for an option without one."""
     made = shape(job, options)
     resources = job.resources
     marker = attempt.marker
@@ -142,7 +142,7 @@ def option_pairs(
 
 
 def _gpus(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
-    """GPUs in the words of the site, and other generic resources."""
+    """Return the GPU options in the site's spelling, and other generic resources."""
     per_node, gres = job.resources.gpus_per_node, list(options.gres)
     if not per_node:
         return [("gres", ",".join(gres))] if gres else []
@@ -153,7 +153,7 @@ def _gpus(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
 
 
 def container_args(options: SlurmOptions, root: str) -> list[str]:
-    """The options of srun with which pyxis starts the agents in a container. *root* is mounted there as it is."""
+    """Return srun's options for pyxis to start the agents in a container, with *root* mounted as it is."""
     if options.container_image is None:
         return []
     found = [f"--container-image={options.container_image}"]
@@ -179,7 +179,7 @@ def render_script(
     agent: tuple[str, ...],
     avoid: Sequence[str] = (),
 ) -> str:
-    """The text of ``job.sbatch``. *agent* is the argv of one node's agent; node rank, restart and owner are added."""
+    """Return the text of ``job.sbatch``. *agent* is the agent's argv; node rank, restart and owner are added."""
     from orc.templates.render import render
 
     made = shape(job, options)
@@ -204,7 +204,7 @@ def render_script(
 
 
 def quote(value: str) -> str:
-    """*value* as sbatch reads it from a ``#SBATCH`` line: double quotes and backslashes work as in a shell.
+    """Return *value* quoted for a ``#SBATCH`` line: double quotes and backslashes work as in a shell.
 
     Raises `RenderError` for a value that would become more than one line, wherever it has come from.
     """

@@ -1,4 +1,4 @@
-"""Starting attempts: one by one, after others, many at once. The order of things is what makes it exactly once."""
+"""Submission of attempts: one, after others, or an array. The order of the steps makes it exactly once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINKS_S = 30.0
 
 
 class Submitter:
-    """Submits to one cluster. *poll* is the backend's, for what others wait for."""
+    """Submission to one cluster. *poll* is the backend's, for the attempts that others depend on."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Submitter:
         self._poll = poll
 
     def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """See `Backend.submit` and `SupportsDependencies.submit_after`."""
+        """Submit one attempt; see `Backend.submit` and `SupportsDependencies.submit_after`."""
         _require_secrets(secrets, [plan])
         if found := self._lookup.known([plan.marker]).get(plan.marker):
             return found
@@ -67,7 +67,7 @@ class Submitter:
         at_once: int | None,
         after: Sequence[Dependency],
     ) -> list[Handle]:
-        """See `SupportsArrays.submit_array`."""
+        """Submit attempts as one array; see `SupportsArrays.submit_array`."""
         if at_once is not None and at_once < 1:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
         _require_secrets(secrets, plans)
@@ -98,7 +98,7 @@ class Submitter:
         return dependency_options(plan, after, self._poll(handles), known.keys())
 
     def _write(self, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """The attempt's directory, as its agents need it."""
+        """Write the attempt's directory for its agents."""
         directory = self._lookup.directory(plan.marker)
         self._transport.mkdir(f"{directory}/logs")  # Slurm makes no directories for its output
         if plan.secrets:
@@ -115,7 +115,7 @@ class Submitter:
             self._transport.write(path, content.encode(), mode=file.mode)
 
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
-        """The directories of all attempts, and that of the array, which leads to them; the latter's path."""
+        """Write the directories of all attempts and of their array, with links between them; return the array's."""
         directory = self._transport.expand(str(arrays.array_dir(self._layout, name)))
         places = [self._lookup.directory(plan.marker) for plan in plans]
         paths = [f"{place}/{arrays.RECORD_NAME}" for place in places]
@@ -146,7 +146,7 @@ class Submitter:
             raise
 
     def _oldest_jobs(self, handles: Sequence[Handle]) -> list[Handle]:
-        """Somebody may have done the same at the same time; all of us settle on the oldest job."""
+        """Return the oldest job of each marker: concurrent submissions agree on it."""
         try:
             first = self._lookup.queued([handle.marker for handle in handles])
         except BackendUnreachable:

@@ -1,4 +1,4 @@
-"""What became of an attempt, judged from two witnesses: Slurm's view of the job and the agents' records. Pure.
+"""Verdict on an attempt from two sources: Slurm's view of the job and the agents' records. Pure.
 
 The agents know which rank failed first and why; Slurm knows what happens to nodes and queues. The records win for what
 the program did, Slurm wins for what Slurm did (node failure, preemption, time limit, cancellation), and nothing is
@@ -66,7 +66,7 @@ _HOPELESS = {
 
 @dataclass(frozen=True)
 class AgentEvidence:
-    """What the attempt directory tells: the agents' side."""
+    """Agents' side of an attempt, from its directory."""
 
     exit: AttemptExit | None = None  # of the newest restart
     restarts: int = 0
@@ -89,7 +89,7 @@ def judge(
     asked_everyone: bool,
     where: str = "",
 ) -> Observation:
-    """One look at one attempt.
+    """Return the observation of one attempt.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def _is_final(evidence: AgentEvidence, now: float) -> bool:
 
 
 def _current(row: JobRow | None, evidence: AgentEvidence) -> AgentEvidence:
-    """The witness without records that an earlier run of the same, requeued job has left behind."""
+    """Return the evidence without records of an earlier run of the same, requeued job."""
     record = evidence.exit
     if row is None or row.started_at is None or record is None or record.ended_at is None:
         return evidence
@@ -146,7 +146,7 @@ def _current(row: JobRow | None, evidence: AgentEvidence) -> AgentEvidence:
 
 
 def waiting_reason(row: JobRow) -> str:
-    """Slurm's word for why a job waits, and what it means when waiting will not help."""
+    """Return Slurm's reason for a pending job, and its meaning when waiting will not help."""
     name = row.reason.strip("()")
     text = _HOPELESS.get(name)
     if text is None and name.startswith(("ReqNodeNotAvail", "Nodes_required_for_job", "Nodes required for job")):
@@ -197,7 +197,7 @@ def _from_state(row: JobRow, evidence: AgentEvidence) -> Observation:
 
 
 def _without_record(row: JobRow, evidence: AgentEvidence, where: str) -> Observation:
-    """Slurm says FAILED and no agent has written how."""
+    """Return the observation of a job that is FAILED without any agent's record."""
     code = f"exit code {row.exit_code}" if row.exit_code else "a failure"
     if evidence.seen:
         who = "agent on" if len(evidence.silent) < 2 else "agents on"
@@ -255,7 +255,7 @@ def _observation(
 
 
 def _failed_hosts(row: JobRow | None, evidence: AgentEvidence) -> tuple[str, ...]:
-    """Nodes to blame for a node failure, by Slurm's names: what Slurm says, else what other nodes have to say.
+    """Return the nodes to blame for a node failure: Slurm's, else those that other nodes lost.
 
     Where all have fallen silent, something that they share has ended them (srun, the batch script, the file system).
     """

@@ -14,7 +14,7 @@ CHIPS_PER_HOST = 4  # of a slice with more than one machine, whatever its genera
 
 @dataclass(frozen=True)
 class Family:
-    """One generation of TPUs."""
+    """Generation of TPUs."""
 
     name: str
     units_per_chip: int  # what the number in the type's name counts
@@ -24,7 +24,7 @@ class Family:
     cores_per_chip: int = 1  # as PyTorch/XLA counts devices: from v4 on, the cores of a chip are one
 
     def chips(self) -> str:
-        """The sizes there are, as they stand in names; for messages."""
+        """Return the sizes there are, as they stand in names; for messages."""
         shown = [str(chips * self.units_per_chip) for chips in (*self.alone, *(self.sizes or (8, 16, 32)))]
         return ", ".join(shown) + ("" if self.sizes else ", ...")
 
@@ -59,12 +59,12 @@ class Slice:
 
     @property
     def processes_per_host(self) -> int:
-        """What PyTorch/XLA starts on a machine unless told otherwise: one process for each chip."""
+        """PyTorch/XLA's default number of processes on a machine: one for each chip."""
         return self.chips_per_host
 
 
 def parse(accelerator_type: str) -> Slice:
-    """The shape of a type such as ``v4-16``. Raises `ValueError` that says which types there are."""
+    """Return the slice of a type such as ``v4-16``. Raises `ValueError` that lists the types."""
     family, size = _split(accelerator_type)
     if size is None:
         raise ValueError(f"{accelerator_type!r} has no size; write for example {family.name}-8")
@@ -78,7 +78,7 @@ def parse(accelerator_type: str) -> Slice:
 
 
 def for_hosts(accelerator_type: str, hosts: int | None) -> Slice:
-    """The slice of a type, or of a family such as ``v4`` that has *hosts* machines (one unless given).
+    """Return the slice of a type, or of a family such as ``v4`` that has *hosts* machines (one unless given).
 
     Raises `ValueError` when there is none, or when the type has another number of machines.
     """
@@ -105,7 +105,7 @@ def for_hosts(accelerator_type: str, hosts: int | None) -> Slice:
 
 
 def check(accelerator_type: str) -> str:
-    """A type or a family, as the service spells it. Raises `ValueError`."""
+    """Return a type or a family, as the service spells it. Raises `ValueError`."""
     family, size = _split(accelerator_type)
     return family.name if size is None else parse(accelerator_type).accelerator_type
 

@@ -1,4 +1,4 @@
-"""The backend of kind tpu: a TPU is asked for, becomes a few SSH hosts, and is given back.
+"""Backend of kind tpu: creates a TPU, runs the attempt on its workers over SSH, and deletes it.
 
 Between the submission and the start minutes or days pass in which nothing of orc runs: every pass looks where things
 stand and takes the next step (`lifecycle`). On the workers everything is done by the ssh backend.
@@ -65,7 +65,7 @@ _IDLE_CHECK_S = 60.0  # between two looks for TPUs that have been idle for too l
 
 
 class TpuBackend(Backend):
-    """Jobs on TPUs of one project, each attempt on one of its own unless the options name one."""
+    """Backend of the TPUs of one project: one for each attempt, unless the options name one."""
 
     kind = "tpu"
     visibility_s = 15.0
@@ -80,7 +80,7 @@ class TpuBackend(Backend):
 
     @cached_property
     def api(self) -> TpuApi:
-        """The TPU API, connected when it is first asked."""
+        """Client of the TPU API, connected on first use."""
         from orc.launchers.backends.tpu.client import TpuApi
 
         return TpuApi(self.settings.options)
@@ -107,17 +107,17 @@ class TpuBackend(Backend):
     # -- before the start
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
-        """The requests to the TPU API, ``agent.json``, and one command for each worker."""
+        """Return the requests to the TPU API, ``agent.json``, and one command for each worker."""
         return render_plan(job, snapshot, attempt, self.cluster, self.settings)
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Does the API let us in, and does it have what is asked for?"""
+        """Check access to the API and the availability of the types in the plan."""
         from orc.launchers.backends.tpu.preflight import check
 
         return check(self.api, plan)
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
-        """Nothing: there are no workers yet. They get the snapshot when they are up, before the agents start."""
+        """Do nothing: workers get the snapshot when they are up, before the agents start."""
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the stores of the workers of the TPU that the options name. Raises `BackendError` without one."""
@@ -144,7 +144,7 @@ class TpuBackend(Backend):
         return worker_transports(self.cluster, name, state_dir=self._given_state_dir, only=only)
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Ask for the TPU in the first zone that takes the request; what was asked for before is adopted.
+        """Request the TPU in the first zone that takes the request; adopt what was requested before.
 
         Raises `NoRoom` when no zone takes it now. A TPU that the options name is used at once.
         """
@@ -169,7 +169,7 @@ class TpuBackend(Backend):
         return Handle(self.cluster.name, self.kind, plan.marker, location, time.time(), hosts_of(plan))
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """What is there under the attempt's name in any of the cluster's zones; on a TPU that is named, the attempt."""
+        """Return the attempt's TPU in any of the cluster's zones; on a TPU that is named, the attempt."""
         options = self.settings.options
         if options.name is not None:
             location = request.location_of(options, marker)
@@ -198,7 +198,7 @@ class TpuBackend(Backend):
     # -- the start on the workers
 
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
-        """Ask in the next zone, or start the agents on a TPU that is up."""
+        """Request the TPU in the next zone, or start the agents on one that is up."""
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         statuses = self._list([location]).statuses(location)
         step = self._step(statuses)
@@ -223,7 +223,7 @@ class TpuBackend(Backend):
         return self.poll([handle])[handle]
 
     def _named(self, plan: Plan, location: TpuLocation) -> Node:
-        """The TPU that the options name. Raises `NoRoom` while it is not up, `BackendError` when it will not do."""
+        """Return the TPU that the options name. Raises `NoRoom` while it is not up, `BackendError` when unfit."""
         step = self._step(self._list([location]).statuses(location))
         if isinstance(step, Ready):
             wanted = str(request.read_requests(plan)["accelerator_type"])
@@ -243,7 +243,7 @@ class TpuBackend(Backend):
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Two listings of each attempt's own zone, and one round trip to each worker that is up; many at a time.
+        """Observe attempts with two listings of each own zone and one round trip to each worker that is up.
 
         All zones are asked where an attempt's TPU is not (any more) where it was; see `Poller`.
         """
@@ -265,7 +265,7 @@ class TpuBackend(Backend):
         return {handle: _answer(results[handle.marker]) for handle in handles}
 
     def _observe(self, handle: Handle, statuses: Sequence[ZoneStatus] | None) -> Observation:
-        """One attempt. What has ended is reported once nothing of its TPU is left that should not be."""
+        """Observe one attempt. Its end is reported once nothing of its TPU is left that should not be."""
         local = self._local(handle)
         if statuses is None or local.end() is not None:
             return self._settle(handle)
@@ -284,7 +284,7 @@ class TpuBackend(Backend):
         return Observation(Phase.UNKNOWN, reason=step.reason)
 
     def _poll_workers(self, handle: Handle, node: Node) -> Observation:
-        """What the agents on a TPU that is up say."""
+        """Observe the agents on a TPU that is up."""
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         started = local.started or not location.is_made_for(handle.marker)
         try:
@@ -317,7 +317,7 @@ class TpuBackend(Backend):
         return seen
 
     def _booting(self, handle: Handle, node: Node, why: str) -> Observation:
-        """The machines are there, and let nobody in yet: that takes a minute after the creation."""
+        """Observe workers that do not accept logins yet, which takes a minute after the creation."""
         age = time.time() - node.created_at if node.created_at is not None else 0.0
         own = TpuLocation.parse(handle.native_id).is_made_for(handle.marker)
         if own and age > self.settings.options.boot_timeout:
@@ -326,7 +326,7 @@ class TpuBackend(Backend):
         return Observation(Phase.PENDING, reason=f"waiting for the workers: {why}", due=True)
 
     def _over(self, handle: Handle, end: Observation) -> Observation:
-        """The attempt has ended: remember how, and clear up."""
+        """Record the end of the attempt, and clean up."""
         self._local(handle).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
         return self._settle(handle)
 
@@ -339,7 +339,7 @@ class TpuBackend(Backend):
     # -- logs
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """From the workers, or from the copy that was made before the TPU was deleted."""
+        """Return the logs on the workers, or in the copy that was made before the TPU was deleted."""
         from orc.launchers.attempts.reader import log_selectors
         from orc.launchers.remote.transport import LocalTransport
 
@@ -350,7 +350,7 @@ class TpuBackend(Backend):
         return [] if inner is None else inner.log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """From the worker that runs the rank, or from the copy."""
+        """Yield a log from the worker that runs the rank, or from the copy."""
         from orc.launchers.attempts.reader import read_log
         from orc.launchers.remote.transport import LocalTransport
 
@@ -361,7 +361,7 @@ class TpuBackend(Backend):
         return iter(()) if inner is None else inner.logs(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """From worker 0, or from the copy."""
+        """Return a file of the job from worker 0, or from the copy."""
         from orc.launchers.attempts.reader import read_job_file
         from orc.launchers.remote.transport import LocalTransport
 
@@ -372,21 +372,21 @@ class TpuBackend(Backend):
         return b"" if inner is None else inner.read_file(handle, name, offset)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
-        """OpenSSH's own client, with the addresses and host keys that were found when the TPU came up."""
+        """Return OpenSSH commands with the addresses and host keys that were found when the TPU came up."""
         from orc.launchers.backends.tpu.workers import saved_workers
 
         directory = directory_of(self.cluster, TpuLocation.parse(handle.native_id).id, self._given_state_dir)
         return self._pods.hosts(saved_workers(directory)).entries(handle)
 
     def recall(self, digest: str, handle: Handle) -> None:
-        """From the workers, while they are there."""
+        """Bring the tree back from the workers, while they are there."""
         inner = self._reachable(handle)
         if inner is None:
             raise BackendError("its TPU is not up", where=handle.marker)
         inner.recall(digest, handle)
 
     def _reachable(self, handle: Handle) -> SshBackend | None:
-        """The workers of an attempt; `None` when they are not up. Asks the API only when this machine never did."""
+        """Return the workers of an attempt; `None` when not up. Calls the API only for pods not used before."""
         location = TpuLocation.parse(handle.native_id)
         if (inner := self._pods.known(location.id)) is not None:
             return inner
@@ -396,7 +396,7 @@ class TpuBackend(Backend):
     # -- the end
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Leave word for the agents; where they have not been started, they will not be.
+        """Write the cancel request for the agents; agents that have not been started never will be.
 
         Raises `PartlyUnreachable` for the attempts that could not be reached; the others are told.
         """
@@ -430,7 +430,7 @@ class TpuBackend(Backend):
             local.mark_cancelled()  # the next look ends the attempt, and clears up
 
     def reap(self, handle: Handle) -> None:
-        """The attempt is over, and the job goes on elsewhere: nothing of its TPU may be left, whatever the policy says.
+        """Delete the attempt's TPU whatever the policy says: the attempt is over, and the job goes on elsewhere.
 
         Raises `BackendUnreachable`.
         """
@@ -446,17 +446,17 @@ class TpuBackend(Backend):
                 raise BackendUnreachable(f"{name} cannot be deleted: {error.what}", where=error.where) from error
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
-        """TPUs with our label, in the zones of the cluster."""
+        """Return TPUs with orc's label in the zones of the cluster."""
         from orc.launchers.backends.tpu.cleanup import leftovers
 
         return leftovers(self._list([self._all_zones]), live, over, now=time.time())
 
     def sweep(self, leftover: Leftover) -> None:
-        """Delete it, and wait until that is done."""
+        """Delete a leftover, and wait until that is done."""
         self.api.delete(leftover.native_id, wait_s=self.settings.options.delete_timeout)
 
     def _end_idle(self) -> None:
-        """Delete what has been idle for long enough. What cannot be deleted now is left to a later pass."""
+        """Delete TPUs whose idle time is over. A deletion that fails is left to a later pass."""
         from orc.launchers.backends.tpu.cleanup import idle_for_too_long
 
         if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_listed_at < _IDLE_CHECK_S:
@@ -470,7 +470,7 @@ class TpuBackend(Backend):
 
     @property
     def _all_zones(self) -> TpuLocation:
-        """All that there is in the zones of the cluster."""
+        """Location of everything in the zones of the cluster."""
         return TpuLocation(self.settings.options.project, self.settings.options.zones, request.QUEUED, "")
 
     def _list(self, locations: Sequence[TpuLocation]) -> Listing:
@@ -496,10 +496,10 @@ def _observed(end: Ended) -> Observation:
 
 
 def _one_line(error: LaunchError) -> str:
-    """In one line; the long name of the TPU goes without saying."""
+    """Return an error on one line, without the long name of the TPU."""
     return f"{error.where}: {error.what}" if error.where and "/" not in error.where else error.what
 
 
 def _answer(result: Observation | LaunchError) -> Observation:
-    """An attempt about which nothing can be said now."""
+    """Return an observation; `Phase.UNKNOWN` for an error."""
     return Observation(Phase.UNKNOWN, reason=result.what) if isinstance(result, LaunchError) else result

@@ -1,4 +1,4 @@
-"""TPUs that nobody needs, told from what the API shows and from what the ledger knows. Pure."""
+"""Cleanup of TPUs that no attempt needs, by the API's listing and the ledger. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def leftovers(listing: Listing, live: Collection[str], over: Collection[str], *, now: float) -> list[Leftover]:
-    """What carries our label and is of none of the attempts *live*, those that wait for nothing first."""
+    """Return labelled TPUs of none of the attempts *live*, those that can be deleted first."""
     needed = {tpu_id(marker) for marker in live}
     ended = {tpu_id(marker): marker for marker in over}
     found = []
@@ -29,12 +29,12 @@ def leftovers(listing: Listing, live: Collection[str], over: Collection[str], *,
 
 
 def idle_for_too_long(listing: Listing, *, now: float) -> list[str]:
-    """Names of what was kept for a while after its job, and that while is over."""
+    """Return the names of kept TPUs whose idle time is over."""
     return [i.name for i, n in _labelled(listing) if _is_idle_for_too_long(i, n, now) and i.state != "DELETING"]
 
 
 def _labelled(listing: Listing) -> Iterator[tuple[QueuedResource | Node, Node | None]]:
-    """What has our label, each with its node; a node goes with its queued resource."""
+    """Yield resources with orc's label, each with its node; a node goes with its queued resource."""
     for (zone, name), queued in listing.queued.items():
         if MARKER in queued.labels:
             yield queued, listing.nodes.get((zone, name))
@@ -55,5 +55,5 @@ def _is_idle_for_too_long(item: QueuedResource | Node, node: Node | None, now: f
 
 
 def _label(item: QueuedResource | Node, node: Node | None, key: str) -> str:
-    """The node's labels are newer than those of the request for it."""
+    """Return a label: the node's are newer than those of the request for it."""
     return str({**item.labels, **(node.labels if node is not None else {})}.get(key, ""))

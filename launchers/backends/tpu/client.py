@@ -1,4 +1,4 @@
-"""The TPU API behind plain values: every call with its own time limit and retries, every refusal in one sentence.
+"""Client of the TPU API: plain values, a time limit and retries for every call, one sentence per error.
 
 The client library has neither by default, and gives up on long operations after a quarter of an hour.
 """
@@ -30,25 +30,25 @@ T = TypeVar("T")
 
 
 class AlreadyExists(BackendError):
-    """There is something of that name already."""
+    """A resource of that name exists."""
 
 
 class ResourceExhausted(BackendError):
-    """The zone has no such TPU to give now, or the project may not have more of them."""
+    """The zone has no such TPU now, or the project's quota is used up."""
 
 
 class ApiRejected(BackendError):
-    """The API says no; ``code`` is its word for it."""
+    """The API rejected the call; ``code`` is its status code."""
 
     code = ""
 
 
 class NotFound(ApiRejected):
-    """There is nothing of that name."""
+    """No resource of that name exists."""
 
 
 class TpuApi:
-    """The API of one project. Connects when it is first asked."""
+    """Client of one project. Connects on first use."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -75,7 +75,7 @@ class TpuApi:
             return TpuClient(client_options=own)
 
     def close(self) -> None:
-        """Let go of the connection; it is made anew when it is needed again."""
+        """Close the connection; it is made anew when it is needed again."""
         if "_client" in self.__dict__:
             self._client.transport.close()  # type: ignore[no-untyped-call]
             del self.__dict__["_client"]
@@ -83,20 +83,20 @@ class TpuApi:
     # -- looking
 
     def queued(self, zone: str) -> list[QueuedResource]:
-        """All queued resources of a zone."""
+        """Return all queued resources of a zone."""
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
             pages = self._client.list_queued_resources(request=request, **self._reading)
             return [_queued(item) for item in pages]
 
     def nodes(self, zone: str) -> list[Node]:
-        """All nodes of a zone."""
+        """Return all nodes of a zone."""
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
             return [_node(item) for item in self._client.list_nodes(request=request, **self._reading)]
 
     def node(self, zone: str, name: str) -> Node | None:
-        """One node; `None` when there is none of that name."""
+        """Return a node; `None` when there is none of that name."""
         where = f"{parent(self.options.project, zone)}/nodes/{name}"
         try:
             with self._errors(where):
@@ -105,7 +105,7 @@ class TpuApi:
             return None
 
     def queued_resource(self, zone: str, name: str) -> QueuedResource | None:
-        """One queued resource; `None` when there is none of that name."""
+        """Return a queued resource; `None` when there is none of that name."""
         where = f"{parent(self.options.project, zone)}/queuedResources/{name}"
         try:
             with self._errors(where):
@@ -114,7 +114,7 @@ class TpuApi:
             return None
 
     def creations(self, zone: str) -> dict[str, Creation]:
-        """The newest creation of each resource of a zone, by its full name.
+        """Return the newest creation of each resource of a zone, by its full name.
 
         A node is not listed before its creation has got somewhere, and one that could not be made leaves nothing else.
         """
@@ -145,7 +145,7 @@ class TpuApi:
                 return
 
     def host_keys(self, node: Node) -> list[dict[str, str]]:
-        """The host keys that each worker of *node* has published, by their type; empty where none has been yet."""
+        """Return the host keys that each worker of *node* has published, by type; empty before it has."""
         found: list[dict[str, str]] = []
         for first in range(0, len(node.addresses), _AT_ONCE):
             workers = [str(k) for k in range(first, min(first + _AT_ONCE, len(node.addresses)))]
@@ -161,13 +161,13 @@ class TpuApi:
         return found
 
     def runtime_versions(self, zone: str) -> list[str]:
-        """What a zone can put on its TPUs."""
+        """Return the runtime versions of a zone."""
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
             return sorted(v.version for v in self._client.list_runtime_versions(request=request, **self._reading))
 
     def accelerator_types(self, zone: str) -> list[str]:
-        """The types that a zone has."""
+        """Return the types that a zone has."""
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
             return sorted(a.type_ for a in self._client.list_accelerator_types(request=request, **self._reading))
@@ -175,7 +175,7 @@ class TpuApi:
     # -- ordering
 
     def create(self, request: Mapping[str, Any]) -> None:
-        """Ask for a TPU, as a plan has it. Returns when the request was taken, which is long before it is up.
+        """Create a TPU by a request of a plan. Returns when it was accepted, which is long before it is up.
 
         Raises `AlreadyExists`, `ResourceExhausted` and `ApiRejected`; `BackendUnreachable` when it may have been taken.
         """
@@ -190,7 +190,7 @@ class TpuApi:
                 self._client.create_node(request=node, **self._writing)
 
     def delete(self, name: str, *, wait_s: float = 0.0) -> None:
-        """Have a queued resource (with its node) or a node deleted; one that is not there is fine.
+        """Delete a queued resource (with its node) or a node; a missing one is no error.
 
         Returns when the order was taken, or with *wait_s* when it has been carried out.
         """
@@ -207,7 +207,7 @@ class TpuApi:
             return
 
     def label(self, node: Node, labels: Mapping[str, str], *, wait_s: float = 60.0) -> None:
-        """Give *node* these labels instead of those that it has."""
+        """Replace the labels of *node*."""
         from google.cloud.tpu_v2.types import cloud_tpu
 
         with self._errors(node.name):
@@ -216,7 +216,7 @@ class TpuApi:
 
     @staticmethod
     def _until_done(operation: Any, wait_s: float) -> None:
-        """Wait for a long operation, as long as we say and not as long as the library thinks fit."""
+        """Wait for a long operation, for *wait_s* and not for the library's default."""
         from google.api_core.future.polling import DEFAULT_POLLING
 
         polling = DEFAULT_POLLING.with_delay(initial=0.2, maximum=10.0, multiplier=1.5).with_timeout(wait_s)
@@ -230,7 +230,7 @@ class TpuApi:
 
     @cached_property
     def _reading(self) -> dict[str, Any]:
-        """A question may be asked again, more slowly when we ask too much."""
+        """Retry of reads, which are idempotent; slower when the rate limit is hit."""
         from google.api_core import exceptions as e
 
         busy = (e.ServiceUnavailable, e.DeadlineExceeded, e.InternalServerError, e.TooManyRequests, e.Aborted)
@@ -238,7 +238,7 @@ class TpuApi:
 
     @cached_property
     def _writing(self) -> dict[str, Any]:
-        """All orders say by name what they are about, so that a second one of the same changes nothing."""
+        """Retry of writes, which name their resource, so that a repetition changes nothing."""
         from google.api_core import exceptions as e
 
         return {
@@ -248,7 +248,7 @@ class TpuApi:
 
     @contextmanager
     def _errors(self, where: str) -> Iterator[None]:
-        """What goes wrong in a call, as one of our errors."""
+        """Translate the library's errors."""
         from google.api_core import exceptions as e
         from google.auth import exceptions as auth
 
@@ -301,12 +301,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _seconds(time: Any) -> float | None:
-    """A time of the API in seconds since the epoch; `None` for one that is not set."""
+    """Return a time of the API in seconds since the epoch; `None` for one that is not set."""
     return float(time.timestamp()) if time else None
 
 
 def _queued(item: Any) -> QueuedResource:
-    """A QueuedResource message as a plain value."""
+    """Return a QueuedResource message as a plain value."""
     from google.rpc import code_pb2
 
     specs = list(item.tpu.node_spec)
@@ -324,7 +324,7 @@ def _queued(item: Any) -> QueuedResource:
 
 
 def _node(item: Any) -> Node:
-    """A Node message as a plain value."""
+    """Return a Node message as a plain value."""
     interfaces = max(1, len(item.network_configs))
     ends = list(item.network_endpoints)[::interfaces]  # a worker has one for each of its interfaces
     unwell = item.health.name not in ("HEALTHY", "HEALTH_UNSPECIFIED")
@@ -342,7 +342,7 @@ def _node(item: Any) -> Node:
 
 
 def in_zones(zones: Sequence[str], request_tpu: Callable[[str], T]) -> dict[str, T]:
-    """What *ask* says about each zone, side by side. Raises the first refusal."""
+    """Return the result of *ask* for each zone, side by side. Raises the first error."""
     from orc.launchers.errors import LaunchError
     from orc.launchers.remote.ssh.fanout import each
 

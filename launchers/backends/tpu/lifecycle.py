@@ -1,4 +1,4 @@
-"""From what the TPU API shows to what is to be done next. Pure: no clock, no network.
+"""Lifecycle of a TPU: from the API's listing to the next step. Pure: no clock, no network.
 
 An attempt asks for its TPU in one zone after the other. Requests that failed are left in place until the attempt is
 over: they are its memory, for nothing of orc runs between two passes.
@@ -31,13 +31,13 @@ class _Resource:
 
     @property
     def zone(self) -> str:
-        """Where it is."""
+        """Its zone."""
         return self.name.split("/")[3]
 
 
 @dataclass(frozen=True)
 class QueuedResource(_Resource):
-    """A queued resource, as the API shows it."""
+    """Queued resource, as the API shows it."""
 
     state: str  # ACCEPTED, ...
     accelerator_type: str = ""
@@ -50,7 +50,7 @@ class QueuedResource(_Resource):
 
 @dataclass(frozen=True)
 class Node(_Resource):
-    """A TPU, as the API shows it."""
+    """TPU node, as the API shows it."""
 
     state: str  # READY, ...
     accelerator_type: str = ""
@@ -64,7 +64,7 @@ class Node(_Resource):
 
 @dataclass(frozen=True)
 class Failure:
-    """A creation that failed and has left no node behind."""
+    """Error of a creation that has left no node behind."""
 
     code: str
     error: str
@@ -72,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Creation:
-    """The newest creation of a resource, as its operation shows it: under way, failed, or done."""
+    """Newest create operation of a resource: under way, failed, or done."""
 
     done: bool
     started_at: float | None = None
@@ -80,7 +80,7 @@ class Creation:
 
 
 class State(enum.Enum):
-    """What one zone has of an attempt's TPU."""
+    """State of an attempt's TPU in one zone."""
 
     NOT_FOUND = enum.auto()
     PROVISIONING = enum.auto()
@@ -94,7 +94,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class ZoneStatus:
-    """What one zone has, and the words for it."""
+    """Status of an attempt's TPU in one zone."""
 
     zone: str
     state: State
@@ -111,12 +111,12 @@ class ZoneStatus:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Of the TPU: those of the node are newer than those that the request was made with."""
+        """Labels of the TPU: those of the node are newer than those of its request."""
         return {**(self.queued.labels if self.queued else {}), **(self.node.labels if self.node else {})}
 
     @property
     def accelerator_type(self) -> str:
-        """What was asked for."""
+        """Accelerator type of the request."""
         found = self.queued or self.node
         return found.accelerator_type if found else ""
 
@@ -137,7 +137,7 @@ _NODE_STATES = {
 def zone_status(
     zone: str, queued: QueuedResource | None, node: Node | None, creation: Creation | None = None
 ) -> ZoneStatus:
-    """One zone, from what the API shows there. States that this version does not know are waited for.
+    """Return the status of one zone. Unknown states count as passing.
 
     What is being created may not be listed yet: then its operation stands for it.
     """
@@ -176,28 +176,28 @@ def _of_queued(zone: str, queued: QueuedResource, node: Node | None) -> ZoneStat
 
 @dataclass(frozen=True)
 class Provisioning:
-    """Nothing, until the next look."""
+    """Step: wait for the service."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Restarting:
-    """Nothing can be said now: the machines are being restarted."""
+    """Step: wait for machines that are being restarted; nothing can be observed now."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The TPU is up."""
+    """Step: use the TPU, which is up."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class Create:
-    """Ask for it in this zone."""
+    """Step: request the TPU in this zone."""
 
     zone: str
     reason: str  # why not in the one before
@@ -205,7 +205,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Ended:
-    """There will be no TPU for this attempt, or there is none any more."""
+    """Step: end the attempt, which gets no TPU or has lost it."""
 
     phase: Phase
     cause: Cause
@@ -216,7 +216,7 @@ Step = Provisioning | Restarting | Ready | Create | Ended
 
 
 def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s: float) -> Step:
-    """What follows from *sights*, one for each zone in the order in which they are tried."""
+    """Return the step that follows from *statuses*, one for each zone in the order in which they are tried."""
     by_state = {state: [s for s in statuses if s.state is state] for state in State}
     for ready in by_state[State.READY]:
         if ready.node is not None:
@@ -238,7 +238,7 @@ def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s
 
 
 def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
-    """The next zone that has not been asked; none is asked twice."""
+    """Return a step into the next zone that has no request yet; none gets two."""
     failed = [status for status in statuses if status.state is State.FAILED]
     if not failed:
         where = ", ".join(status.zone for status in statuses)
@@ -251,7 +251,7 @@ def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
 
 
 def no_zone_left(failed: Sequence[ZoneStatus]) -> Ended:
-    """All zones have been asked in vain: another attempt may have more luck, unless they said no for good."""
+    """Return the end of an attempt that all zones rejected; another may follow unless all rejections are permanent."""
     message = "; ".join(status.message for status in failed)
     if all(status.failure is not None and status.failure.code in _PERMANENT for status in failed):
         return Ended(Phase.FAILED, Cause.LAUNCH, f"the TPU cannot be made: {message}")
@@ -259,12 +259,12 @@ def no_zone_left(failed: Sequence[ZoneStatus]) -> Ended:
 
 
 def zone_rejected(zone: str, code: str, error: str) -> ZoneStatus:
-    """A zone whose answer to the request itself was no."""
+    """Return the status of a zone that rejected the request itself."""
     return ZoneStatus(zone, State.FAILED, f"{zone}: {error}", Failure(code, error))
 
 
 def to_delete(statuses: Sequence[ZoneStatus], location: TpuLocation) -> list[str]:
-    """Names of what still has to be deleted, so that nothing of an attempt is left. Others' things are none of it."""
+    """Return the names of resources to delete, so that nothing of an attempt is left, and nothing else."""
     names = []
     for status in statuses:
         if status.state in (State.NOT_FOUND, State.DELETING):

@@ -1,4 +1,4 @@
-"""One look at all the zones of some attempts: two listings for each zone, however many attempts there are."""
+"""Listing of the zones of attempts: two calls for each zone, however many attempts there are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listing:
-    """What the API showed, by zone and id."""
+    """Resources of the listed zones, by zone and id."""
 
     project: str
     queued: dict[tuple[str, str], QueuedResource] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Listing:
     creations: dict[str, Creation] = field(default_factory=dict)  # of what is not listed, by its full name
 
     def statuses(self, location: TpuLocation) -> list[ZoneStatus]:
-        """What each zone has of the TPU at *place*, in the order of the zones."""
+        """Return the status of the TPU at *location* in each zone, in their order."""
         return [self._status(location, zone) for zone in location.zones]
 
     def _status(self, location: TpuLocation, zone: str) -> ZoneStatus:
@@ -34,7 +34,7 @@ class Listing:
 
 
 def list_resources(api: TpuApi, locations: Iterable[TpuLocation]) -> Listing:
-    """Everything that the API has in the zones of *places*. Raises `BackendError`, `BackendUnreachable`."""
+    """Return all resources in the zones of *locations*. Raises `BackendError`, `BackendUnreachable`."""
     wanted = list(locations)
     zones = list(dict.fromkeys(zone for location in wanted for zone in location.zones))
     for_queue = {zone for location in wanted if location.collection == QUEUED for zone in location.zones}
@@ -52,7 +52,7 @@ def list_resources(api: TpuApi, locations: Iterable[TpuLocation]) -> Listing:
 
 
 def _add_creations(api: TpuApi, listing: Listing, locations: Iterable[TpuLocation]) -> None:
-    """Look for the creation of what is not listed: what is under way is not gone, and what failed is not either."""
+    """Add the create operations of unlisted resources: they may be under way, or have failed."""
     missing = [
         (zone, location)
         for location in locations

@@ -1,4 +1,4 @@
-"""What this machine keeps of an attempt whose TPU comes and goes: how far it got, how it ended, its logs.
+"""Local state of an attempt whose TPU comes and goes: its progress, its end, its logs.
 
 A TPU is deleted with all that is on it, so the logs are brought home before. None of this is needed to find a TPU
 again: that is in the cloud, and in the ledger.
@@ -30,7 +30,7 @@ _JOB_FILES = (".jsonl",)  # beside the attempt: what the job measures
 
 
 class LocalState:
-    """The directory of one attempt."""
+    """Directory of one attempt on this machine."""
 
     def __init__(self, directory: Path, marker: str) -> None:
         self.directory = directory
@@ -40,25 +40,25 @@ class LocalState:
 
     @property
     def started(self) -> bool:
-        """Whether the agents are known to have been started."""
+        """True when the agents are known to have been started."""
         return (self.directory / "started").exists()
 
     def mark_started(self) -> None:
-        """From now on a worker without the attempt has lost it."""
+        """Record the start: a worker without the attempt has lost it from now on."""
         self._write("started", b"")
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was cancelled before there was anything to cancel."""
+        """True when it was cancelled before the agents were started."""
         return (self.directory / "cancelled").exists()
 
     def mark_cancelled(self) -> None:
-        """It must not be started any more."""
+        """Record the cancellation: it must not be started any more."""
         self._write("cancelled", b"")
 
     @property
     def zone(self) -> str:
-        """The zone in which its TPU was last seen; empty before."""
+        """Zone in which its TPU was last seen; empty before."""
         try:
             return (self.directory / "zone").read_text()
         except FileNotFoundError:
@@ -71,18 +71,18 @@ class LocalState:
     # -- how it ended
 
     def end(self) -> tuple[Observation, float] | None:
-        """How the attempt ended, and when that was seen here; what follows (deletion) may still have to be done."""
+        """Return the attempt's end and the time of its recording; the deletion may still have to follow."""
         found = read_json(self.directory / "end.json")
         return None if found is None else (_observation(found["observation"]), float(found["at"]))
 
     @property
     def handle(self) -> Handle | None:
-        """By which an attempt that has ended was known; its TPU may be gone."""
+        """Handle of an attempt that has ended; its TPU may be gone."""
         found = read_json(self.directory / "end.json")
         return None if found is None else Handle.from_dict(found["handle"])
 
     def record_end(self, handle: Handle, seen: Observation) -> None:
-        """From now on nobody is asked any more how it ended."""
+        """Record the end: no worker is polled any more."""
         text = asdict(seen) | {"exit": seen.exit.to_dict() if seen.exit else None, "progress": dict(seen.progress)}
         told = {"handle": handle.to_dict(), "observation": text, "at": time.time()}
         self._write("end.json", json.dumps(told).encode())
@@ -91,7 +91,7 @@ class LocalState:
 
     @property
     def attempt_directory(self) -> str:
-        """The copy of its directory here."""
+        """Copy of the attempt's directory."""
         return str(self._layout.attempt(AttemptId.from_marker(self.marker)))
 
     @property
@@ -100,11 +100,11 @@ class LocalState:
 
     @property
     def has_logs(self) -> bool:
-        """Whether its logs are here."""
+        """True when its logs are here."""
         return (self.directory / "copied").exists()
 
     def fetch_logs(self, hosts: Hosts, names: Iterable[str], ended_at: float | None) -> str:
-        """Copy the logs of all workers, and what the job measured. Why that could not be done, or nothing.
+        """Copy the logs of all workers and the job's metrics; return the reason when that fails.
 
         What cannot be had is waited for by the caller's next look; a while after the end it is left behind.
         """

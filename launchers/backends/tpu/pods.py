@@ -1,4 +1,4 @@
-"""TPUs that are up, as what the ssh backend knows: a few hosts each."""
+"""TPUs that are up, as hosts of the ssh backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Pods:
-    """The pods of one cluster that were met so far, with the connections to them."""
+    """Pods of one cluster that were used so far, with the connections to them."""
 
     def __init__(self, cluster: Cluster, settings: Settings, state_dir: Path | None, api: Callable[[], TpuApi]) -> None:
         self._cluster = cluster
@@ -33,30 +33,30 @@ class Pods:
         self._inner: dict[tuple[str, int], SshBackend] = {}  # by the id and the number of the node
 
     def close(self) -> None:
-        """Let go of all connections; they are made anew when they are needed again."""
+        """Close all connections; they are made anew when they are needed again."""
         for inner in list(self._inner.values()):
             inner.close()
         self._inner.clear()
 
     def known(self, name: str) -> SshBackend | None:
-        """The hosts of the pod called *name*, if it was met; asks nobody."""
+        """Return the hosts of the pod called *name*, if it was used before; contacts nothing."""
         found = [inner for (known, _), inner in list(self._inner.items()) if known == name]
         return found[-1] if found else None
 
     def on(self, node: Node) -> SshBackend:
-        """The workers of *node*, which is up, as hosts. Raises `BackendUnreachable` while they cannot be."""
+        """Return the workers of *node*, which is up, as hosts. Raises `BackendUnreachable` while they cannot be."""
         if (node.id, node.serial) not in self._inner:
             self._inner[node.id, node.serial] = self.hosts(self.workers(node))
         return self._inner[node.id, node.serial]
 
     def workers(self, node: Node) -> Workers:
-        """See `open_workers`."""
+        """Return the workers of *node*; see `open_workers`."""
         from orc.launchers.backends.tpu.workers import open_workers
 
         return open_workers(self._api(), self._settings, node, directory_of(self._cluster, node.id, self._state_dir))
 
     def hosts(self, workers: Workers) -> SshBackend:
-        """Machines as hosts; connects to none."""
+        """Return machines as hosts; connects to none."""
         from orc.launchers.backends.ssh import SshBackend
 
         names = [machine.name for machine in workers.machines]
@@ -64,7 +64,7 @@ class Pods:
         return SshBackend(inner, state_dir=self._state_dir)
 
     def start(self, node: Node, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """Bring the snapshot to the workers of *node*, and start the agents. What runs already is left as it is."""
+        """Stage the snapshot on the workers of *node*, and start the agents; running ones are left as they are."""
         from orc.launchers.paths import state_dir
         from orc.launchers.snapshot.content_store import ContentStore
 

@@ -1,4 +1,4 @@
-"""Sights of attempts for polls: of an attempt's own zone, and the less often the longer nothing changes there."""
+"""Polls of an attempt's own zone, the rarer the longer nothing changes there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Cached:
 
 
 class Poller:
-    """The memory of polls. Only a TPU that is there or comes may be remembered; any other answer is asked for anew."""
+    """Cache between polls. Only a TPU that exists or comes is cached; all else is listed anew."""
 
     def __init__(
         self, list_resources: Callable[[Sequence[TpuLocation]], Listing], clock: Callable[[], float] = time.monotonic
@@ -37,7 +37,7 @@ class Poller:
         self._seen: dict[str, _Cached] = {}
 
     def statuses(self, locations: Mapping[str, TpuLocation], zones: Mapping[str, str]) -> dict[str, list[ZoneStatus]]:
-        """The sights of each place by its key; *zones* are those in which the attempts were last seen."""
+        """Return the statuses of each location by its key; *zones* are those in which the attempts were last seen."""
         now = self._clock()
         stale = {key for key in locations if (seen := self._seen.get(key)) is None or not seen.is_fresh(now)}
         # One listing serves all attempts of a zone.
@@ -59,7 +59,7 @@ class Poller:
         return found
 
     def invalidate(self, key: str) -> None:
-        """Ask about it with the next poll, whatever was seen."""
+        """List it anew with the next poll, whatever was seen."""
         self._seen.pop(key, None)
 
     def _store(self, key: str, statuses: Sequence[ZoneStatus], now: float) -> None:

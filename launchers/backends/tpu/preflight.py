@@ -1,4 +1,4 @@
-"""Looking before leaping: does the API let us in, and do the zones have what is asked for?"""
+"""Preflight: access to the API, and the availability of types in the zones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check(api: TpuApi, plan: Plan) -> list[Finding]:
-    """What can be said before anything is made: types and runtime versions that no zone has, and those that some lack.
+    """Return findings about types and runtime versions that zones lack.
 
     Raises `BackendError` for credentials, rights and zones that the API refuses, `BackendUnreachable`.
     """
@@ -44,7 +44,7 @@ def check(api: TpuApi, plan: Plan) -> list[Finding]:
 
 
 def _lost_checkpoints(plan: Plan, node: Mapping[str, Any]) -> Iterator[Finding]:
-    """Checkpoints in the job's directory are on the TPU's own disks."""
+    """Yield a finding for checkpoints in the job's directory, on the TPU's own disks."""
     agent = next(file for file in plan.files if file.host != request.API)
     directory = json.loads(agent.content)["env"]["ORC_CHECKPOINT_DIR"]
     job = PurePosixPath(agent.path).parent.parent

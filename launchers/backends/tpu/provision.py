@@ -1,4 +1,4 @@
-"""Asking for a TPU, in one zone after the other; what carries our name and is not ours is left alone."""
+"""Provision of a TPU, in one zone after the other; resources of the same name that are others' are left alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatus]:
-    """Ask in *zones* until one takes the request; the answers of those that did not."""
+    """Request the TPU in *zones* until one accepts; return the statuses of those that did not."""
     from orc.launchers.backends.tpu.client import AlreadyExists, ApiRejected, ResourceExhausted
     from orc.launchers.backends.tpu.listing import list_resources
 
@@ -42,7 +42,7 @@ def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatu
 
 
 def own_statuses(listing: Listing, location: TpuLocation, marker: str) -> list[ZoneStatus]:
-    """The sights of an attempt's own TPU. Raises `BackendError` when somebody else's has its name."""
+    """Return the statuses of an attempt's own TPU. Raises `BackendError` when its name is taken by another."""
     statuses = listing.statuses(location)
     for status in statuses:
         owner = status.queued or status.node

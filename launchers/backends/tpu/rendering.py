@@ -1,4 +1,4 @@
-"""The plan of one attempt on a TPU: the requests that make it, and what is run on its workers once it is up. Pure.
+"""Plan of one attempt on a TPU: the requests that create it, and the commands on its workers. Pure.
 
 The workers' addresses are known only then; until then they go by their names.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings) -> Plan:
-    """Raises `RenderError` for a job that no TPU of the cluster can carry."""
+    """Return the plan. Raises `RenderError` for a job that no TPU of the cluster can carry."""
     options = for_job(job, settings)
     shape = slice_of(job, options)
     names = tuple(worker_name(number) for number in range(shape.hosts))
@@ -47,7 +47,7 @@ def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: C
 
 
 def slice_of(job: JobSpec, options: Options) -> accelerators.Slice:
-    """The TPU that *job* runs on. Raises `RenderError`."""
+    """Return the slice that *job* runs on. Raises `RenderError`."""
     fewest, most = job.resources.min_nodes, job.resources.max_nodes
     if fewest != most:
         raise RenderError(
@@ -77,7 +77,7 @@ def slice_of(job: JobSpec, options: Options) -> accelerators.Slice:
 
 
 def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
-    """Processes of each machine: one for each chip where `launcher: xla` is to start those, else what the job says.
+    """Return the processes of each machine: one for each chip where `launcher: xla` is to start those, else the job's.
 
     Raises `RenderError` for a number that torch_xla cannot work with on these chips.
     """
@@ -103,7 +103,7 @@ def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
 
 
 def on_workers(plan: Plan, workers: Workers) -> Plan:
-    """What of *plan* is done on the workers, now that they are known."""
+    """Return the part of *plan* that is done on the workers, with their names."""
     internal = {machine.name: machine.internal for machine in workers.machines}
     made = []
     for file in plan.files:

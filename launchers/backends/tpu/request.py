@@ -1,4 +1,4 @@
-"""What is asked of the TPU API for one attempt, as JSON: shown in the plan, and sent as it is shown. Pure.
+"""Requests to the TPU API for one attempt, as JSON: shown in the plan, and sent as shown. Pure.
 
 Everything is named after the attempt's marker, so that asking twice is asking once, and what was asked can be found.
 """
@@ -29,7 +29,7 @@ _NAMESPACE = uuid.UUID("6f1c3c1e-5a0e-4b8e-9d36-7c1f0f6f2f5a")
 
 
 def tpu_id(marker: str) -> str:
-    """The id of everything that is made for an attempt: its marker, which a hash shortens where it is too long."""
+    """Return the id of an attempt's resources: its marker, which a hash shortens where it is too long."""
     if len(marker) <= _LONGEST:
         return marker
     return f"{marker[: _LONGEST - 13].rstrip('-')}-{hashlib.sha256(marker.encode()).hexdigest()[:12]}"
@@ -37,7 +37,7 @@ def tpu_id(marker: str) -> str:
 
 @dataclass(frozen=True)
 class TpuLocation:
-    """Where an attempt's TPU is to be found, in one line of text: what a handle remembers."""
+    """Location of an attempt's TPU, in one line of text: the native id of its handle."""
 
     project: str
     zones: tuple[str, ...]  # in the order in which they are tried
@@ -49,26 +49,26 @@ class TpuLocation:
 
     @classmethod
     def parse(cls, text: str) -> TpuLocation:
-        """The inverse of `str`. Raises `ValueError`."""
+        """Return the location in *text*; the inverse of `str`. Raises `ValueError`."""
         projects, project, locations, zones, collection, name = text.split("/")
         if (projects, locations) != ("projects", "locations") or collection not in (QUEUED, NODES):
             raise ValueError(f"not a place of TPUs: {text!r}")
         return cls(project, tuple(zones.split(",")), collection, name)
 
     def is_made_for(self, marker: str) -> bool:
-        """Whether the TPU is this attempt's own; else it was there before and stays."""
+        """Return True when the TPU is this attempt's own; else it was there before and stays."""
         return self.id == tpu_id(marker)
 
 
 def location_of(options: Options, marker: str) -> TpuLocation:
-    """Where the TPU of an attempt is, or will be."""
+    """Return the location of an attempt's TPU."""
     if options.name is not None:
         return TpuLocation(options.project, options.zones, NODES, options.name)
     return TpuLocation(options.project, options.zones, QUEUED if options.queued else NODES, tpu_id(marker))
 
 
 def render(options: Options, accelerator_type: str, marker: str, public_key: str | None) -> dict[str, Any]:
-    """``{"place": ..., "requests": [...]}``: one request for each zone, in the order in which they are tried.
+    """Return ``{"place": ..., "requests": [...]}``: one request for each zone, in the order in which they are tried.
 
     For a TPU that exists there is nothing to ask for, and no request.
     """
@@ -82,18 +82,18 @@ def render(options: Options, accelerator_type: str, marker: str, public_key: str
 
 
 def read_requests(plan: Plan) -> dict[str, Any]:
-    """What `render` made for this plan."""
+    """Return the requests of `render` in this plan."""
     found: dict[str, Any] = json.loads(next(f.content for f in plan.files if f.host == API))
     return found
 
 
 def parent(project: str, zone: str) -> str:
-    """``projects/P/locations/ZONE``."""
+    """Return ``projects/P/locations/ZONE``."""
     return f"projects/{project}/locations/{zone}"
 
 
 def _queued(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """A CreateQueuedResourceRequest."""
+    """Return a CreateQueuedResourceRequest."""
     where = parent(options.project, zone)
     if options.reserved:  # the tier has no word for it in this version of the API, the node has
         node = {**node, "scheduling_config": {"reserved": True}}
@@ -115,14 +115,14 @@ def _queued(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> 
 
 
 def _node(options: Options, zone: str, name: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """A CreateNodeRequest."""
+    """Return a CreateNodeRequest."""
     scheduling = {key: True for key in ("spot", "reserved") if getattr(options, key)}
     body = {**node, "scheduling_config": scheduling} if scheduling else dict(node)
     return {"parent": parent(options.project, zone), "node_id": name, "node": body}
 
 
 def _node_spec(options: Options, accelerator_type: str, marker: str, public_key: str | None) -> dict[str, Any]:
-    """The Node that both kinds of request describe."""
+    """Return the Node that both kinds of request describe."""
     metadata = {**options.metadata}
     if options.os_login:
         metadata["enable-oslogin"] = "TRUE"
@@ -153,6 +153,6 @@ def _disks(options: Options) -> Sequence[Mapping[str, str]]:
 
 
 def attempt_labels(options: Options, marker: str) -> dict[str, str]:
-    """Labels by which passes and sweeps know a TPU, and what is to become of it."""
+    """Return the labels by which passes and cleanups recognise a TPU, and its fate."""
     idle = {IDLE_TIMEOUT: f"{options.idle_timeout:.0f}"} if options.on_finish == "idle" else {}
     return {MARKER: tpu_id(marker), ON_FINISH: options.on_finish, **idle}

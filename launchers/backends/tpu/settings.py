@@ -1,4 +1,4 @@
-"""What can be said about TPUs: ``options:`` of a cluster and ``resources.options.tpu`` of a job. Checked once."""
+"""Options of TPUs: ``options:`` of a cluster and ``resources.options.tpu`` of a job. Checked once."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Disk(FrozenModel):
 
 
 class ServiceAccount(FrozenModel):
-    """Who the worker machines are, towards Google Cloud."""
+    """Identity of the worker machines at Google Cloud."""
 
     short_form = "email"
 
@@ -231,7 +231,7 @@ JOB_KEYS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """A cluster of kind tpu."""
+    """Settings of a cluster of kind tpu."""
 
     options: Options
     root: str  # of orc's files on the workers; may begin with ~
@@ -240,7 +240,7 @@ class Settings:
 
     @property
     def access(self) -> Access:
-        """How workers are reached, but for their keys."""
+        """Access to the workers, but for their keys."""
         return Access("strict", self.options.ssh_config, self.options.connect_timeout)
 
 
@@ -283,7 +283,7 @@ def for_job(job: JobSpec, settings: Settings) -> Options:
 
 
 def _public_key(options: Options, document: Document) -> str | None:
-    """The key that goes into the workers' metadata. Raises `SpecError` when it cannot be read."""
+    """Return the key that goes into the workers' metadata. Raises `SpecError` when it cannot be read."""
     if options.ssh_key is None:
         return None
     file = Path(os.path.expanduser(options.ssh_key) + ".pub")  # noqa: PTH111 - a text

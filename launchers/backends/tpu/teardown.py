@@ -1,4 +1,4 @@
-"""After the end of an attempt: bring its logs home, then see to it that its TPU costs nothing any more.
+"""Teardown after the end of an attempt: fetch its logs, then delete or keep its TPU.
 
 The end is reported when that is done, for afterwards nobody looks at the attempt again. What does not work is told, and
 tried with every pass; at last the end is reported nevertheless, with what is left to do.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def settle(backend: TpuBackend, handle: Handle, statuses: list[ZoneStatus]) -> Observation:
-    """How the attempt ended, once nothing is left to do about it; until then `Phase.UNKNOWN`, and why."""
+    """Return the attempt's end once its teardown is done; until then `Phase.UNKNOWN` with the reason."""
     local, location = backend._local(handle), TpuLocation.parse(handle.native_id)
     recorded = local.end()
     assert recorded is not None
@@ -64,7 +64,7 @@ def _deleted(
 
 
 def _idle(backend: TpuBackend, end: Observation, at: float, up: ZoneStatus) -> Observation:
-    """Note on the TPU itself since when it is idle: whoever looks next knows."""
+    """Label the TPU with the start of its idle time."""
     if request.IDLE_SINCE in up.labels or up.node is None:
         return end
     try:

@@ -1,4 +1,4 @@
-"""The worker machines of one TPU, and the way to them: addresses from the node, host keys from guest attributes.
+"""Worker machines of one TPU: addresses from the node, host keys from guest attributes.
 
 Nobody has seen a new TPU's machines before, so their keys are in no file of the user's. The service passes on what each
 machine says about itself (guest attributes ``hostkeys/``); those keys are trusted, and no others.
@@ -29,13 +29,13 @@ _KEY_TYPE, _KEY = r"[a-z0-9][a-z0-9@.-]*", r"[A-Za-z0-9+/]+={0,2}"
 
 
 def worker_name(number: int) -> str:
-    """What the worker *number* of a TPU is called among those of its TPU."""
+    """Return the name of the worker *number* among those of its TPU."""
     return f"worker-{number}"
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One machine of a TPU."""
+    """Machine of a TPU."""
 
     name: str
     address: str  # by which it is reached from here
@@ -44,14 +44,14 @@ class Worker:
 
 @dataclass(frozen=True)
 class Workers:
-    """The machines of one TPU in order, and the files that say how to log in to them."""
+    """Machines of one TPU in order, and the files for logging in to them."""
 
     machines: tuple[Worker, ...]
     ssh_config: str
 
 
 def workers_of(node: Node, options: Options) -> tuple[Worker, ...]:
-    """The machines of *node*. By external addresses, where there are some and nothing else is wanted."""
+    """Return the machines of *node*, with external addresses unless there are none or internal ones are wanted."""
     return tuple(
         Worker(worker_name(number), external if external and not options.internal else internal, internal)
         for number, (internal, external) in enumerate(node.addresses)
@@ -59,7 +59,7 @@ def workers_of(node: Node, options: Options) -> tuple[Worker, ...]:
 
 
 def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -> Workers:
-    """The workers of *node*, which is up; what is needed to log in to them is kept in *directory*.
+    """Return the workers of *node*, which is up; the files for logging in to them are written to *directory*.
 
     The API is asked for host keys once for each node. Raises `BackendUnreachable` while some have not been published.
     """
@@ -86,7 +86,7 @@ def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -
 
 
 def saved_workers(directory: Path) -> Workers:
-    """The same as it was last time, without asking anybody. Raises `BackendError` when there was none."""
+    """Return the workers as they were last time, without any call. Raises `BackendError` when there were none."""
     known = read_json(directory / "workers.json")
     if known is None:
         raise BackendError("its TPU has not come up yet", hint="`orc status` shows what it waits for.")
@@ -94,7 +94,7 @@ def saved_workers(directory: Path) -> Workers:
 
 
 def known_hosts(node: Node, machines: Sequence[Worker], keys: Sequence[Mapping[str, str]]) -> str:
-    """The text of a known_hosts file."""
+    """Return the text of a known_hosts file."""
     lines = [
         f"{_alias(node, machine)} {kind} {key}"
         for machine, own in zip(machines, keys, strict=True)
@@ -104,7 +104,7 @@ def known_hosts(node: Node, machines: Sequence[Worker], keys: Sequence[Mapping[s
 
 
 def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: Path) -> str:
-    """An SSH configuration in which the workers have their names; the user's own counts for all the rest."""
+    """Return an SSH configuration with the workers' names; the user's own counts for all the rest."""
     common = [
         f"User {options.user}" if options.user else "",
         f"Port {options.port}",
@@ -127,7 +127,7 @@ def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: 
 
 
 def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], config: str | None = None) -> Cluster:
-    """The workers as a cluster of kind ssh: what is true of bare hosts is true of them."""
+    """Return the workers as a cluster of kind ssh."""
     from orc.launchers.spec.clusters import Cluster
 
     options = settings.options
@@ -149,14 +149,14 @@ def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], conf
 
 
 def has_started(sight: Sight) -> bool:
-    """Whether the attempt's agent has been on this worker."""
+    """Return True when the attempt's agent has been on this worker."""
     return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
 
 
 def worker_transports(
     cluster: Cluster, name: str | None = None, *, state_dir: Path | None = None, only: Sequence[int] | None = None
 ) -> dict[str, Transport]:
-    """The transports of the workers of the TPU called *name* (that of the cluster's options unless given), in order.
+    """Return the transports of a TPU's workers, in order; *name* is the one in the options unless given.
 
     *only* are the numbers of some of the workers. They connect when they are first used; close each when done. Raises
     `SpecError` for options that are wrong, `BackendError` for a TPU that is not there or not up.
@@ -182,7 +182,7 @@ def worker_transports(
 
 
 def find_node(api: TpuApi, settings: Settings, name: str | None = None) -> Node:
-    """The TPU of that name, which is up, in the first zone that has it. Raises `BackendError`."""
+    """Return the TPU of that name, which is up, in the first zone that has it. Raises `BackendError`."""
     wanted = name or settings.options.name
     if wanted is None:
         raise BackendError("which TPU?", hint="Name it, or set `name:` in the options of the cluster.")
@@ -198,14 +198,14 @@ def find_node(api: TpuApi, settings: Settings, name: str | None = None) -> Node:
 
 
 def directory_of(cluster: Cluster, name: str, state_dir: Path | None) -> Path:
-    """Where this machine keeps what it knows of one TPU, or of an attempt on one."""
+    """Return this machine's directory for one TPU, or for an attempt on one."""
     from orc.launchers.paths import state_dir as default
 
     return (state_dir or default()) / "tpu" / cluster.name / name
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file of ours; `None` when there is none."""
+    """Return the object in a file of ours; `None` when there is none."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -214,12 +214,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _alias(node: Node, machine: Worker) -> str:
-    """A name for its host key that no other machine has: addresses are given to others afterwards."""
+    """Return a name for its host key that no other machine has: addresses are reused."""
     return f"{node.id}-{machine.name}".lower()
 
 
 def _plain(keys: Mapping[str, str]) -> dict[str, str]:
-    """The keys that are keys: what a machine says about itself is written to a file here."""
+    """Return the well-formed keys: a machine's own words are written to a file here."""
     return {k: v.strip() for k, v in keys.items() if re.fullmatch(_KEY_TYPE, k) and re.fullmatch(_KEY, v.strip())}
 
 
