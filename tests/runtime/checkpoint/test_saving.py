@@ -37,6 +37,16 @@ def alone(monkeypatch):
     ownership.release_all()
 
 
+@pytest.fixture
+def bucket():
+    """An empty bucket of the memory file system."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield Remote("memory://bucket")
+    system.store.clear()
+
+
 def context(**changes):
     facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "xla": None}
     return SimpleNamespace(**facts | changes)
@@ -168,10 +178,7 @@ def test_a_place_that_cannot_be_prepared_is_given_up_on_all_ranks(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_objects_get_a_prefix_where_a_checkpoint_is(monkeypatch):
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    bucket = Remote("memory://bucket")
+def test_objects_get_a_prefix_where_a_checkpoint_is(bucket):
     first = open_destination(context(), Table(), survey(), request(bucket / "s"))
     assert first.destination.create("a") is not None
     table = Table()
@@ -185,7 +192,6 @@ def test_objects_get_a_prefix_where_a_checkpoint_is(monkeypatch):
     third = open_destination(context(), Table(), survey(), request(root=RemoteRoot(bucket), at_least=5))
     assert third.destination.target == bucket / "checkpoint_5"
     assert isinstance(third.destination, RemoteDestination)
-    system.store.clear()
 
 
 def test_who_looks_is_one_per_machine_or_one_for_an_object_store(tmp_path):
@@ -438,16 +444,13 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
     assert table.brought[1:] == [None]
 
 
-def test_objects_are_committed_with_the_manifest_of_what_was_written():
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    where = Remote("memory://bucket/s")
+def test_objects_are_committed_with_the_manifest_of_what_was_written(bucket):
+    where = bucket / "s"
     save_ = Opened(RemoteDestination(where, "", True), ALONE, "0af3", 5.5)
     write(context(), Table(), request(where), save_, {"a": partial(put, b"1")}, None)
     manifest = read_remote(where)
     assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
     assert list(manifest.files) == ["a"]
-    system.store.clear()
 
 
 def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypatch):
