@@ -123,9 +123,9 @@ class Client(FunctionCalls):
         ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and ``("submit", {})``.
         """
         from orc.orchestrator.engine.snapshots import take
-        from orc.orchestrator.engine.submission import start
+        from orc.orchestrator.engine.submission import silent, start
 
-        progress = on_progress or _silent
+        progress = on_progress or silent
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
         snapshot = take(self.workspace.store, loaded, progress, backend)
@@ -136,7 +136,8 @@ class Client(FunctionCalls):
     def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
         """A new job with the same specification and the same snapshots; its source is ``job:<old id>``."""
         from orc.orchestrator.engine.ingredients import stored_snapshot, stored_spec
-        from orc.orchestrator.engine.submission import start
+        from orc.orchestrator.engine.submission import silent, start
+        from orc.orchestrator.functions.keys import key_of
 
         ws = self.workspace
         old = self.job(job_id)
@@ -145,7 +146,8 @@ class Client(FunctionCalls):
             stored_spec(ws, old.id),
             stored_snapshot(ws, old.digests),
             source=f"job:{old.id}",
-            progress=on_progress or _silent,
+            progress=on_progress or silent,
+            given=key_of(ws.state_dir, old.digests["code"]),
         )
         return self._submitted(record)
 
@@ -451,21 +453,21 @@ class Client(FunctionCalls):
 
     def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
         """The logs of an attempt (the newest by default) that exist so far: ranks, then nodes."""
-        backend, handle = self._at_backend(job_id, attempt)
+        backend, handle = self.at_backend(job_id, attempt)
         return backend.log_selectors(handle) if handle else []
 
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
         """What one log holds from *offset* (bytes) on, right now."""
-        backend, handle = self._at_backend(job_id, attempt)
+        backend, handle = self.at_backend(job_id, attempt)
         return backend.logs(handle, selector, offset) if handle else iter(())
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
         """The ways to the nodes of an attempt (the newest by default). Raises `LaunchError` when it has none."""
         from orc.launchers.backends.base import SupportsExec
 
-        backend, handle = self._at_backend(job_id, attempt)
+        backend, handle = self.at_backend(job_id, attempt)
         if handle is None:
             raise LaunchError(f"{job_id} has no nodes yet", hint=f"`orc status {job_id}` says what it waits for")
         if not isinstance(backend, SupportsExec):
@@ -488,10 +490,11 @@ class Client(FunctionCalls):
         if not isinstance(backend, SupportsQueue):
             raise LaunchError(f"clusters of kind {backend.kind} have no queue of their own", where=cluster)
         ours = [job.id for job in self.workspace.ledger.active() if job.cluster == cluster]
-        handles = [self._at_backend(job_id, None)[1] for job_id in ours]
+        handles = [self.at_backend(job_id, None)[1] for job_id in ours]
         return backend.queue([handle for handle in handles if handle is not None])
 
-    def _at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
+    def at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
+        """Return the backend of a job, and the handle of one of its attempts there (the newest by default)."""
         from orc.launchers.backends.base import Handle
 
         ledger = self.workspace.ledger
@@ -503,7 +506,3 @@ class Client(FunctionCalls):
         chosen = attempts.get(number or job.number)
         handle = Handle.from_dict(chosen.handle) if chosen and chosen.handle else None
         return self.workspace.backend(job.cluster), handle
-
-
-def _silent(_stage: str, _data: Mapping[str, Any]) -> None:
-    """Nobody watches."""

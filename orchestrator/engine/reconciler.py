@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom, PartlyUnreachable
 from orc.launchers.ids import AttemptId
@@ -184,7 +184,7 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
         return
     fault_point("prepared")
-    submission.send(ws, search, prepared, secrets, progress=_silent, patient=True)
+    submission.send(ws, search, prepared, secrets, progress=submission.silent, patient=True)
 
 
 def _reap(backend: Backend, job: JobRecord) -> None:
@@ -244,10 +244,6 @@ def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
 
     if submission.apply(ws, job, lambda j: j.state is JobState.QUEUED, change).state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
-
-
-def _silent(_stage: str, _data: Mapping[str, Any]) -> None:
-    """Nobody watches a pass."""
 
 
 # -- while the backend has the attempt

@@ -41,12 +41,23 @@ def take(
             "finding", {"level": finding.level, "what": finding.what, "where": finding.where, "hint": finding.hint}
         )
     check_script(loaded.spec, code.bundle)
+    return with_code(store, loaded, code.bundle, cluster, progress)
+
+
+def with_code(
+    store: ContentStore,
+    loaded: LoadedJob,
+    code: Bundle,
+    cluster: Cluster | None,
+    progress: Callable[[str, Mapping[str, Any]], None],
+) -> Snapshot:
+    """Return the snapshot of a job whose *code* is in the store already. Raises as `take`."""
     runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
     environment = environment_tree(loaded, backend.cluster, store.scan_cache)
     if environment is not None:
         progress("environment", {"files": len(environment.bundle.entries), "bytes": environment.bundle.size})
         store.ingest(environment, on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}))
-    return Snapshot(code.bundle, runtime, environment.bundle if environment else None)
+    return Snapshot(code, runtime, environment.bundle if environment else None)
 
 
 def code_exclude(loaded: LoadedJob, backend: Backend) -> tuple[str, ...]:

@@ -12,10 +12,11 @@ The steps, each durable before the next begins (docs/explanation/exactly-once.md
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId, new_job_id
@@ -31,34 +32,36 @@ from orc.orchestrator.ledger.records import JobRecord, NewJob
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Handle, Placement, Snapshot
+    from orc.launchers.backends.base import Backend, Handle, Placement, Snapshot, SupportsArrays
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.transaction import Transaction
 
 
-def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progress: Progress) -> JobRecord:
-    """Submit a new job made from *job* and *snapshot*, which is in the local store.
+def silent(_stage: str, _data: Mapping[str, Any]) -> None:
+    """Show no progress."""
+
+
+def start(
+    ws: Workspace,
+    job: JobSpec,
+    snapshot: Snapshot,
+    *,
+    source: str,
+    progress: Progress = silent,
+    given: Mapping[str, str] | None = None,
+) -> JobRecord:
+    """Submit a new job made from *job* and *snapshot*, which is in the local store; *given* are values of its secrets.
 
     Raises `LaunchError` when the job certainly does not run. What no cluster has to be asked for leaves no record; from
     the preflight on, the job is in the ledger as FAILED then. A submission that was cut off raises nothing: the job
     will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
     """
-    backend = ws.backend(job.cluster)
-    secrets = resolve_secrets(job.secrets)
+    ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
+    secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
     attempt = AttemptId(new_job_id(job.name), 1)
     search = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
-    new = NewJob(
-        id=attempt.job,
-        name=job.name,
-        cluster=job.cluster,
-        backend=backend.kind,
-        source=source,
-        spec=job.model_dump(mode="json"),
-        digests=snapshot.digests,
-        tags=job.tags,
-        origin=ws.origin,
-    )
+    new = _new_job(ws, job, snapshot, attempt, source)
     try:
         prepared = _record(ws, new, search, secrets)
     except BaseException:
@@ -89,6 +92,93 @@ def start(ws: Workspace, job: JobSpec, snapshot: Snapshot, *, source: str, progr
         raise
     fault_point("claim-released")
     return record
+
+
+def start_array(
+    ws: Workspace,
+    jobs: Sequence[JobSpec],
+    snapshot: Snapshot,
+    *,
+    source: str,
+    at_once: int | None = None,
+    given: Mapping[str, str] | None = None,
+) -> list[JobRecord]:
+    """Submit new jobs that ask their cluster for the same, as one array of which *at_once* run at a time.
+
+    The cluster is one with `Capabilities.arrays`. Each job is as durable, and as sure to run once, as one that `start`
+    submits; attempts that follow a failure are submitted by themselves. Raises what `start` raises.
+    """
+    from orc.launchers.backends.base import SupportsArrays
+
+    backend = ws.backend(jobs[0].cluster)
+    if not isinstance(backend, SupportsArrays):
+        raise TypeError(f"{backend.kind} has no arrays")
+    secrets = resolve_secrets(jobs[0].secrets, {**os.environ, **(given or {})})
+    planners = [PlacementPlanner(ws, job, snapshot, AttemptId(new_job_id(job.name), 1)) for job in jobs]
+    plans = [planner.render(None) for planner in planners]
+    planners[0].is_fit(plans[0], None)
+    new = [_new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
+    for job in new:
+        job_secrets.keep(ws.state_dir, job.id, secrets)
+    expires = ws.clock() + claims.TTL_S
+    with ws.ledger.transaction() as tx:
+        records = [
+            tx.create(job, plan.marker, plan.digest, ws.owner, expires) for job, plan in zip(new, plans, strict=True)
+        ]
+    fault_point("prepared")
+    for job, record in zip(new, records, strict=True):
+        job_files.keep(ws.state_dir, job, record.created_at)
+    ws.on_live_job()
+    try:
+        return _deliver_array(ws, backend, records, plans, snapshot, secrets, at_once)
+    finally:
+        for job in new:
+            ws.ledger.release(job.id, ws.owner)
+
+
+def _deliver_array(
+    ws: Workspace,
+    backend: SupportsArrays,
+    jobs: list[JobRecord],
+    plans: Sequence[Plan],
+    snapshot: Snapshot,
+    secrets: Mapping[str, str],
+    at_once: int | None,
+) -> list[JobRecord]:
+    try:
+        ws.backend(jobs[0].cluster).stage(snapshot, plans[0])
+        fault_point("staged")
+        jobs = [_begin(ws, job, plan) for job, plan in zip(jobs, plans, strict=True)]
+        fault_point("submitting")
+        handles = backend.submit_array(plans, secrets, at_once=at_once)
+    except LedgerError:
+        raise  # says nothing about the backend; what was durable stays true
+    except AmbiguousSubmit as error:
+        return [_doubt(ws, job, redact(error.what, secrets.values())) for job in jobs]
+    except BackendUnreachable as error:
+        for job in jobs:
+            _put_back(ws, job, redact(error.what, secrets.values()))
+        raise
+    except LaunchError as error:
+        for job in jobs:
+            refuse(ws, job, redact(error.what, secrets.values()))
+        raise
+    fault_point("submitted")
+    return [_accept(ws, job, handle) for job, handle in zip(jobs, handles, strict=True)]
+
+
+def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, source: str) -> NewJob:
+    return NewJob(
+        id=attempt.job,
+        name=job.name,
+        cluster=job.cluster,
+        backend=ws.backend(job.cluster).kind,
+        source=source,
+        spec=job.model_dump(mode="json"),
+        digests=snapshot.digests,
+        tags=job.tags,
+        origin=ws.origin,
+    )
 
 
 def _examine_and_send(

@@ -1,4 +1,4 @@
-"""The same Python functions on this machine and on a real Slurm cluster."""
+"""Python functions as jobs: the same on this machine and on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from slurm_testbed import SlurmTestbed, eventually
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.spec.clusters import Cluster
 from orc.orchestrator.client import Client
-from orc.orchestrator.functions.jobs import FunctionFailed, FunctionState, FunctionTimeout
+from orc.orchestrator.functions import node
+from orc.orchestrator.functions.jobs import FunctionFailed, FunctionTimeout
 
 SLURM = pytest.param("testbed", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")])
 WHERE = ["local", SLURM]
@@ -27,7 +28,6 @@ WHERE = ["local", SLURM]
 def client(orc_home: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
     """Knows the testbed where the test asks for it."""
     entries: dict[str, Any] = {
-        "away": {"kind": "slurm", "root": "~/orc", "options": {"login": "me@nowhere.invalid"}},
         "bare": {"kind": "ssh", "root": "~/orc", "options": {"hosts": ["nowhere.invalid"]}},
     }
     if request.node.callspec.params.get("where") == "testbed" if hasattr(request.node, "callspec") else False:
@@ -80,24 +80,14 @@ def test_a_function_gets_its_arguments_and_returns_its_result(client: Client, wh
     result = job.result(timeout_s=90)
     assert result["value"] == 82
     assert result["pid"] != os.getpid()
-    assert job.state is FunctionState.SUCCEEDED
+    assert job.state == "SUCCEEDED"
     assert job.done()
     assert job.exception() is None
     assert "computing" in job.stdout()
     assert job.id.startswith("power-of-3-")
-    (again,) = client.function_jobs(job.id, cluster=where)
+    assert client.job(job.id).cluster == where  # a job like any other
+    (again,) = client.function_jobs(job.id)
     assert again.result(timeout_s=1) == result
-
-
-def test_a_result_that_comes_between_two_looks_is_not_taken_for_none(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = client.submit_function(power(), 3)
-    job.result(timeout_s=90)
-    eventually(lambda: job._look().state is FunctionState.FAILED)  # its process is gone, and says nothing of results
-    before, outcomes = [[None]], job._outcomes
-    monkeypatch.setattr(job, "_outcomes", lambda: before.pop() if before else outcomes())
-    assert job.state is FunctionState.SUCCEEDED
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -109,7 +99,7 @@ def test_an_exception_comes_back_with_its_traceback(client: Client, where: str) 
     assert "in inner" in caught.value.traceback
     assert "raise OutOfCheese(reason)" in str(caught.value) or "in inner" in str(caught.value)
     assert caught.value.where == job.id
-    assert job.state is FunctionState.FAILED
+    assert job.state == "FAILED"
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -132,10 +122,11 @@ def test_a_function_is_mapped_over_arguments_so_many_at_once(client: Client, whe
     results = [job.result(timeout_s=120) for job in jobs]
     assert [value for value, _ in results] == [0, 20, 60, 120]
     assert max(seen for _, seen in results) <= 2
-    group = jobs[0].id.partition(".")[0]
-    assert [job.id for job in jobs] == [f"{group}.{number}" for number in range(4)]
-    assert [job.id for job in client.function_jobs(group, cluster=where)] == [job.id for job in jobs]
-    (third,) = client.function_jobs(f"{group}.2", cluster=where)
+    group = jobs[0].view.tags["map"]
+    assert [job.id for job in client.function_jobs(group)] == [job.id for job in jobs]
+    if where != "local":
+        assert len({client.at_backend(job.id, None)[1].group for job in jobs}) == 1  # type: ignore[union-attr]
+    (third,) = client.function_jobs(f"{group}.2")
     assert third.result() == results[2]
 
 
@@ -157,9 +148,9 @@ def test_a_call_is_cancelled_and_says_so(client: Client, tmp_path: Path) -> None
     with pytest.raises(FunctionTimeout, match="has no result after 0 s"):
         job.result(timeout_s=0)
     eventually(path.exists, timeout_s=60)
-    assert job.state is FunctionState.RUNNING
+    assert job.state == "RUNNING"
     job.cancel()
-    with pytest.raises(FunctionFailed, match=r"ended without a result \(its process is gone\)"):
+    with pytest.raises(FunctionFailed, match=r"ended without a result \(CANCELLED: on request\)"):
         job.result(timeout_s=60)
     assert job.done()
     job.cancel()  # again does no harm
@@ -170,11 +161,11 @@ def test_a_call_that_waits_in_slurm_is_cancelled_and_says_so(client: Client, whe
     jobs = client.map_functions(
         power(), [1, 2], cluster=where, resources={"options": {"slurm": {"begin": "now+1hour"}}}
     )  # fmt: skip
-    assert [job.state for job in jobs] == [FunctionState.PENDING] * 2
+    assert [job.state for job in jobs] == ["PENDING"] * 2
     jobs[1].cancel()
-    with pytest.raises(FunctionFailed, match=r"ended without a result \(CANCELLED\)"):
+    with pytest.raises(FunctionFailed, match=r"ended without a result \(CANCELLED: "):
         jobs[1].result(timeout_s=60)
-    assert jobs[0].state is FunctionState.PENDING
+    assert jobs[0].state == "PENDING"
     jobs[0].cancel()
 
 
@@ -203,37 +194,69 @@ def counter() -> type:
     return Counter
 
 
-def test_before_its_time_limit_a_function_saves_and_goes_on_here(client: Client, tmp_path: Path) -> None:
-    resources = {"time": 30}  # it is told after half of that, which has to be enough for the start
-    job = client.submit_function(counter()(), 3, str(tmp_path / "up"), cluster="local", resources=resources)
+def test_before_its_time_limit_a_function_saves_and_goes_on_in_the_next_attempt(client: Client, tmp_path: Path) -> None:
+    job = client.submit_function(counter()(), 3, str(tmp_path / "up"), resources={"time": 10})
     assert job.result(timeout_s=120) == (3, 2)
-    assert "timed-out" in job.stderr()
+    assert (job.view.attempts[0].cause, job.view.attempts[0].state) == ("timeout", "FAILED")
+
+
+def test_a_function_that_needs_too_many_time_limits_is_given_up(client: Client, tmp_path: Path) -> None:
+    job = client.submit_function(
+        counter()(), 3, str(tmp_path / "up"), resources={"time": 10}, max_timeouts=0
+    )  # fmt: skip
+    with pytest.raises(FunctionFailed, match="its time limit was reached 1 times, and max_timeouts is 0"):
+        job.result(timeout_s=120)
+    assert len(job.view.attempts) == 2
 
 
 @pytest.mark.parametrize("where", [SLURM])
-def test_before_its_time_limit_a_function_saves_and_goes_on_in_the_same_slurm_job(
+def test_a_preempted_function_saves_and_goes_on_in_the_same_slurm_job(
     client: Client, slurm: SlurmTestbed, where: str, tmp_path: Path
 ) -> None:
-    # The signal that Slurm would send comes from here, as soon as the function waits for it. Slurm sends its own up to
-    # a minute early: in a job no longer than that at its very start, and a Python that is just starting dies of it.
-    resources = {"time": "5m", "options": {"slurm": {"signal_lead": 30}}}
     up = tmp_path / "up"
-    job = client.submit_function(counter()(), 3, str(up), cluster=where, resources=resources)
+    job = client.submit_function(counter()(), 3, str(up), cluster=where)
     eventually(up.exists, timeout_s=60)
-    slurm.run("scancel", "--signal=USR2", job.native_id)
-    eventually(lambda: "Requeued job" in job.stderr() + job.stdout(), timeout_s=60)
-    assert not job.done()
+    slurm.run("scontrol", "requeue", str(job.native_id))
     assert job.result(timeout_s=150) == (3, 2)
+    assert len(job.view.attempts) == 1
+
+
+def test_a_function_is_tried_again_as_its_job_says(client: Client, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def flaky() -> str:
+        if mark.exists():
+            return "well"
+        mark.touch()
+        raise OSError("not yet")
+
+    job = client.submit_function(flaky, job={"retry": {"on": "crash", "max_attempts": 2, "backoff": 0}})
+    assert job.result(timeout_s=90) == "well"
+    assert len(job.view.attempts) == 2
+    again = client.resubmit(job.id)
+    (new,) = client.function_jobs(again.id)
+    assert new.result(timeout_s=90) == "well"
+
+
+def test_a_result_that_the_job_has_not_signed_is_not_unpickled(client: Client) -> None:
+    job = client.submit_function(power(), 3)
+    job.result(timeout_s=90)
+    (result,) = (client.workspace.state_dir / "jobs" / job.id / "results").iterdir()
+    data = result.read_bytes()
+    key = next((client.workspace.state_dir / "functions").glob("*.key")).read_text()
+    for forged in (b"\0" * 32 + data[32:], node.signed(key, "results/a1-rank-1.pkl", data[32:])):
+        result.write_bytes(forged)
+        with pytest.raises(FunctionFailed, match="was not written by this job"):
+            job.result()
 
 
 @pytest.mark.parametrize("where", [SLURM])
-def test_what_slurm_refuses_is_refused_in_its_words_and_leaves_nothing(client: Client, where: str) -> None:
+def test_what_slurm_refuses_is_refused_in_its_words(client: Client, where: str) -> None:
     resources = {"options": {"slurm": {"partition": "nope"}}}
     with pytest.raises(BackendError, match="invalid partition specified: nope") as caught:
         client.submit_function(power(), 1, cluster=where, resources=resources)
     assert "`sinfo` lists the partitions" in caught.value.hint
-    root = Path(client._cluster(where).root or "")
-    assert list((root / "functions").iterdir()) == []
+    assert [row.state for row in client.jobs()] == ["FAILED"]
 
 
 @pytest.mark.parametrize("where", [SLURM])
@@ -253,20 +276,18 @@ def test_resources_and_options_are_those_of_any_job(client: Client, slurm: Slurm
         job = client.submit_function(devices, cluster=where, resources=resources)
     finally:
         del os.environ["LEAK"]
-    shown = slurm.run("scontrol", "show", "job", job.native_id)
+    shown = slurm.run("scontrol", "show", "job", str(job.native_id))
     assert job.result(timeout_s=90) == ("0,1", None)
-    for part in ("Partition=gpu", "NodeList=node4", "mem=1G", "CPUs/Task=2", f"JobName=orc-fn-{job.id}"):
+    for part in ("Partition=gpu", "NodeList=node4", "mem=1G", "CPUs/Task=2", f"JobName=orc-{job.id}-a1"):
         assert part in shown
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cluster": "away"}, "entered over SSH"),
-        ({"cluster": "bare"}, "functions run on clusters of kind local or slurm, not ssh"),
         ({"cluster": "nowhere"}, "unknown cluster 'nowhere'"),
-        ({"resources": {"nodes": 2}}, "this machine is one node"),
         ({"resources": {"tiem": 2}}, "did you mean 'time'"),
+        ({"job": {"retyr": {}}}, "did you mean 'retry'"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_error(client: Client, given: dict[str, Any], said: str) -> None:
@@ -274,12 +295,25 @@ def test_what_cannot_be_done_is_one_clear_error(client: Client, given: dict[str,
         client.submit_function(power(), 1, **given)
 
 
-def test_what_cannot_travel_is_refused_and_leaves_nothing(client: Client, orc_home: Path) -> None:
+def test_what_cannot_travel_is_refused_and_leaves_nothing(client: Client) -> None:
     with pytest.raises(LaunchError, match=r"the call cannot be sent: TypeError: .*pickle"):
         client.submit_function(power(), sys.stdout)
     with pytest.raises(LaunchError, match="expected a function"):
         client.submit_function(3)  # type: ignore[arg-type]
-    assert list((client.workspace.state_dir / "functions").iterdir()) == []
+    assert client.jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"at_once": 0}, "at least one call runs at a time"),
+        ({"at_once": 1, "resources": {"time": 60}}, "uses up its time limit"),
+        ({"at_once": 1, "cluster": "bare"}, "at_once needs a cluster with arrays"),
+    ],
+)
+def test_a_limit_that_cannot_be_kept_is_refused(client: Client, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        client.map_functions(power(), [1, 2], **given)
 
 
 @pytest.mark.parametrize(("columns", "said"), [(((),), "nothing to map"), (([1], [1, 2]), "different number: 1, 2")])
@@ -290,17 +324,8 @@ def test_a_map_needs_as_many_of_each_argument(client: Client, columns: Any, said
 
 @pytest.mark.parametrize("id", ["nothing-000000", "nothing-000000.3"])
 def test_unknown_functions_are_said_to_be_unknown(client: Client, id: str) -> None:
-    with pytest.raises(LaunchError, match="no such function job"):
+    with pytest.raises(LaunchError, match="no such job"):
         client.function_jobs(id)
-
-
-def test_a_function_outlives_ctrl_c(client: Client, tmp_path: Path) -> None:
-    path = tmp_path / "ran"
-    job = client.submit_function(sleeper(), str(path))
-    eventually(path.exists, timeout_s=60)
-    assert os.getsid(int(job.native_id)) == int(job.native_id)  # no terminal's signal reaches it
-    Path(f"{path}.go").touch()
-    assert job.result(timeout_s=60) == "woken"
 
 
 def test_a_function_that_dies_without_a_word_is_a_failure(client: Client) -> None:
