@@ -198,4 +198,5 @@ for room in (orc.launchers, orc.orchestrator):
             importlib.import_module(module.name)
 """
     # Subclasses of a library's classes, imported where they are used.
-    run(installed, "python", "-c", "NEED_AN_EXTRA = ['orc.orchestrator.functions.submitit_executor']\n" + code, cwd=tmp_path)
+    code = "NEED_AN_EXTRA = ['orc.orchestrator.submitit_executor']\n" + code
+    run(installed, "python", "-c", code, cwd=tmp_path)

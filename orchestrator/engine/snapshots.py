@@ -41,14 +41,14 @@ def take(
             "finding", {"level": finding.level, "what": finding.what, "where": finding.where, "hint": finding.hint}
         )
     check_script(loaded.spec, code.bundle)
-    return with_code(store, loaded, code.bundle, cluster, progress)
+    return with_code(store, loaded, code.bundle, backend, progress)
 
 
 def with_code(
     store: ContentStore,
     loaded: LoadedJob,
     code: Bundle,
-    cluster: Cluster | None,
+    backend: Backend,
     progress: Callable[[str, Mapping[str, Any]], None],
 ) -> Snapshot:
     """Return the snapshot of a job whose *code* is in the store already. Raises as `take`."""

@@ -105,7 +105,7 @@ def start_array(
 ) -> list[JobRecord]:
     """Submit new jobs that ask their cluster for the same, as one array of which *at_once* run at a time.
 
-    The cluster is one with `Capabilities.arrays`. Each job is as durable, and as sure to run once, as one that `start`
+    The cluster is one that `SupportsArrays`. Each job is as durable, and as sure to run once, as one that `start`
     submits; attempts that follow a failure are submitted by themselves. Raises what `start` raises.
     """
     from orc.launchers.backends.base import SupportsArrays

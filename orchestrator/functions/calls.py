@@ -111,8 +111,8 @@ class FunctionCalls:
         job: Mapping[str, Any] | None = None,
     ) -> list[FunctionJob[Any]]:
         """Submit a job for each of *calls*, ``(function, args, kwargs)``; *many* are a map. See `map_functions`."""
+        from orc.launchers.backends.base import SupportsArrays
         from orc.launchers.ids import new_job_id
-        from orc.launchers.spec.clusters import is_elsewhere
         from orc.launchers.spec.load import LoadedJob
         from orc.orchestrator.engine import snapshots, submission
         from orc.orchestrator.functions import jobs as functions
@@ -120,19 +120,18 @@ class FunctionCalls:
 
         client = self._client
         ws = client.workspace
-        place = client._cluster(cluster)
         backend = ws.backend(cluster)
         name = name or functions.name_of(calls[0][0])
         saves = any(functions.saves(fn) for fn, _, _ in calls)
-        spec = functions.specification(place, name, resources, job, saves=saves)
-        arrays = backend.capabilities.arrays
+        spec = functions.specification(cluster, name, resources, job, saves=saves)
+        arrays = isinstance(backend, SupportsArrays)
         if at_once is not None:
-            _check_limit(at_once, spec.resources.time_s, arrays=arrays, here=not is_elsewhere(place), where=name)
+            _check_limit(at_once, spec.resources.time_s, arrays=arrays, here=not backend.is_remote, where=name)
         group = new_job_id(name)
-        settings = functions.Settings(group, max_timeouts, None if arrays else at_once, is_elsewhere(place))
+        settings = functions.Settings(group, max_timeouts, None if arrays else at_once, backend.is_remote)
         with functions.packed(calls, spec, settings) as tree:
             code = ws.store.ingest(tree)
-        snapshot = snapshots.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, place, submission.silent)
+        snapshot = snapshots.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, backend, submission.silent)
         specs = [
             spec.model_copy(
                 update={

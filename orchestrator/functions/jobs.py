@@ -27,7 +27,6 @@ from orc.orchestrator.functions.keys import key_of
 if TYPE_CHECKING:
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec
-    from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.client import Client
     from orc.orchestrator.views import AttemptView, JobView
 
@@ -222,14 +221,14 @@ class Settings:
 
 
 def specification(
-    cluster: Cluster, name: str, resources: Mapping[str, Any] | None, keys: Mapping[str, Any] | None, *, saves: bool
+    cluster: str, name: str, resources: Mapping[str, Any] | None, keys: Mapping[str, Any] | None, *, saves: bool
 ) -> JobSpec:
     """Return the job of one call. Raises `SpecError` with everything that is wrong with *resources* and *keys*."""
     from orc.launchers.spec.load import validate
     from orc.launchers.spec.source import Document
 
     retry = {"on": ["node_failure", "preempted", "timeout"], "backoff": 1} if saves else {}
-    given = {"retry": retry, **(keys or {}), "resources": dict(resources or {}), "cluster": cluster.name, "name": name}
+    given = {"retry": retry, **(keys or {}), "resources": dict(resources or {}), "cluster": cluster, "name": name}
     fixed = {"script": "orc_function.py", "args": ["0"], "launcher": "python"}
     fixed["secrets"] = [*given.get("secrets", ()), node.KEY_VARIABLE]
     return validate(Document({**given, **fixed}, "", {}, {}))

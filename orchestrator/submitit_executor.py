@@ -8,6 +8,7 @@ from typing import Any
 from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission
 
+from orc.launchers.backends.base import SupportsArrays
 from orc.launchers.backends.slurm.submitit_parameters import read_parameters
 from orc.orchestrator.client import Client
 
@@ -51,7 +52,9 @@ class OrcExecutor(Executor):
             cluster=self.cluster,
             resources=asked.resources,
             name=asked.name,
-            at_once=asked.at_once if many and self.client.workspace.backend(self.cluster).capabilities.arrays else None,
+            at_once=asked.at_once
+            if many and isinstance(self.client.workspace.backend(self.cluster), SupportsArrays)
+            else None,
             max_timeouts=self.max_num_timeout,
             job={"setup": list(asked.setup)} if asked.setup else None,
         )

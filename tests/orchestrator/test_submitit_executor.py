@@ -12,7 +12,7 @@ import submitit
 from orc.launchers.backends.slurm.submitit_parameters import read_parameters
 from orc.launchers.errors import SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.functions.submitit_executor import OrcExecutor
+from orc.orchestrator.submitit_executor import OrcExecutor
 
 
 @pytest.fixture
