@@ -1,1 +1,1 @@
-"""What is decided and remembered: the ledger, the reconciler, the command line and the Python client."""
+"""The orchestrator: ledger, reconciler, command line and Python client."""

@@ -254,7 +254,7 @@ class Client(FunctionCalls):
     # -- looking at jobs
 
     def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
-        """One reconciler pass over *job_ids*, or all jobs that have not ended. Says which clusters did not answer.
+        """Run one reconciler pass over *job_ids*, or all live jobs; report the clusters that did not answer.
 
         While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
         """
@@ -271,7 +271,7 @@ class Client(FunctionCalls):
             return reconcile(self.workspace, job_ids)
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
-        """One pass over *job_ids* that is not waited for any longer than *seconds*."""
+        """Run one pass over *job_ids*; wait *seconds* for it at most."""
         from orc.orchestrator.engine.background import BackgroundPasses
 
         self._settle()
@@ -304,7 +304,7 @@ class Client(FunctionCalls):
         return [JobRow(*row) for row in rows]
 
     def reservations(self, cluster: str | None = None) -> list[Reservation]:
-        """Which attempts hold which hosts (of *cluster*, if given), by cluster and host."""
+        """Return the hosts that attempts hold (of *cluster*, if given), by cluster and host."""
         return self.workspace.ledger.reservations(cluster)
 
     def events(self, job_id: str) -> list[EventView]:
@@ -425,7 +425,7 @@ class Client(FunctionCalls):
         return False
 
     def tick(self, job_id: str) -> JobView:
-        """What an agent asks for when its attempt has ended: one pass, and the wait for a retry that is due.
+        """Run one pass for an attempt that has ended, and wait for a retry that is due.
 
         Returns when the job has ended, or when an attempt is safely at the backend.
         """
@@ -459,9 +459,14 @@ class Client(FunctionCalls):
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
-        """What one log holds from *offset* (bytes) on, right now."""
+        """Return the content of one log from *offset* (bytes) on."""
         backend, handle = self.at_backend(job_id, attempt)
         return backend.logs(handle, selector, offset) if handle else iter(())
+
+    def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
+        """Return the path of one log on this machine; `None` where it has to be read with `read_log`."""
+        backend, handle = self.at_backend(job_id, attempt)
+        return backend.log_file(handle, selector) if handle else None
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
         """The ways to the nodes of an attempt (the newest by default). Raises `LaunchError` when it has none."""

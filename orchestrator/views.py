@@ -1,4 +1,4 @@
-"""What callers see of jobs: frozen values, JSON-able. Times are seconds since the epoch."""
+"""Views of jobs for callers: frozen values, JSON-able. Times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 @dataclass(frozen=True)
 class AttemptView:
-    """One try at running a job."""
+    """Attempt at running a job."""
 
     number: int
     marker: str

@@ -1,4 +1,4 @@
-"""What all orchestrator code works with: the ledger, the clusters, the local store, the clock. Passed explicitly."""
+"""Workspace of the orchestrator: ledger, clusters, local store, clock. Passed explicitly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workspace:
-    """One user's orchestrator, for one thread. `backend_of` opens the backend of a named cluster."""
+    """Orchestrator of one user, for one thread. `backend_of` opens the backend of a named cluster."""
 
     state_dir: Path
     ledger: Ledger

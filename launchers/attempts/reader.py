@@ -162,10 +162,15 @@ def log_selectors(transport: Transport, directory: str) -> list[LogSelector]:
     return [*own, LogSelector(launcher=True)] if LAUNCHER_LOG in names else own
 
 
+def log_path(directory: str, selector: LogSelector) -> str:
+    """Return the path of one log of the attempt at *directory*."""
+    name = f"rank-{selector.rank}.log" if selector.rank is not None else f"node-{selector.node}.log"
+    return posixpath.join(directory, "logs", LAUNCHER_LOG if selector.launcher else name)
+
+
 def read_log(transport: Transport, directory: str, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
     """What one log holds from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not there."""
-    name = f"rank-{selector.rank}.log" if selector.rank is not None else f"node-{selector.node}.log"
-    path = posixpath.join(directory, "logs", LAUNCHER_LOG if selector.launcher else name)
+    path = log_path(directory, selector)
     while True:
         try:
             data = transport.read(path, offset=offset, limit=CHUNK_BYTES)

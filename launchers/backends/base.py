@@ -257,6 +257,12 @@ class Backend(abc.ABC):
 
         return read_log(*self.files(handle), selector, offset)
 
+    def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
+        """Return the path of one log on this machine; `None` where its content has to be fetched."""
+        from orc.launchers.attempts.reader import log_path
+
+        return None if self.is_remote else log_path(self.files(handle)[1], selector)
+
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """Return what the file *name* in the job's directory holds from *offset* (bytes) on; empty without a file.
 

@@ -1,4 +1,4 @@
-"""What the exit status of `orc` means (docs/reference/exit-codes.md)."""
+"""Exit statuses of `orc` (docs/reference/exit-codes.md)."""
 
 from __future__ import annotations
 

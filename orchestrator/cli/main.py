@@ -182,7 +182,7 @@ def _take_interrupts() -> None:
 
 
 def _is_of_output(error: BaseException) -> bool:
-    """Whether *error* came up while something was printed."""
+    """Return True for an *error* that came up while something was printed."""
     from orc.orchestrator.cli.ui import output, tail
 
     trace = error.__traceback__

@@ -29,7 +29,7 @@ _BEFORE = "its end was in the ledger that was lost"
 
 @dataclass(frozen=True)
 class Found:
-    """What came of the search for one job."""
+    """Result of the search for one job."""
 
     job: str
     cluster: str
@@ -94,7 +94,7 @@ def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Pla
 
 
 def _write(tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, *, last: bool) -> JobRecord:
-    """One attempt: it is at its backend, or was followed by the next one."""
+    """Write one attempt: it is at its backend, or was followed by the next one."""
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})

@@ -31,7 +31,7 @@ class BackgroundPasses:
         self._wanted.put(None)
 
     def run(self, job_ids: Sequence[str], timeout_s: float) -> bool:
-        """One pass over *job_ids*; False when it takes longer than *timeout_s*. Raises what the pass raises."""
+        """Run one pass over *job_ids*; False when it takes longer than *timeout_s*. Raises what the pass raises."""
         self._wanted.put(job_ids)
         try:
             error = self._done.get(timeout=max(timeout_s, 0.0))

@@ -1,4 +1,4 @@
-"""Who is working on a job right now: claims with an owner and an expiry, so that two passes at once are safe.
+"""Claims on jobs, with an owner and an expiry: they make two passes at once safe.
 
 A claim is free when nobody holds it, when it has expired, or when its owner was a process of this very machine that is
 gone. The last case makes that a killed ``orc submit`` need not be waited for.
@@ -44,7 +44,7 @@ class Owner:
 
 
 def is_free(owner: str | None, expires_at: float | None, now: float, is_gone: Callable[[str], bool]) -> bool:
-    """Whether a job with this claim may be taken. Pure but for *is_gone*."""
+    """Return True for a claim that another owner may take. Pure but for *is_gone*."""
     return owner is None or expires_at is None or expires_at <= now or is_gone(owner)
 
 

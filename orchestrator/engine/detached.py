@@ -84,7 +84,7 @@ class Lease:
             os.close(descriptor)
 
     def holder(self) -> Process | None:
-        """Who has it."""
+        """Return the process that holds it."""
         try:
             with self.take() as mine:
                 if mine is not None:

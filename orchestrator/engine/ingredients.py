@@ -1,4 +1,4 @@
-"""What an attempt of a job in the ledger is made from: its specification, its snapshots, its secrets."""
+"""Inputs of an attempt of a job in the ledger: its specification, its snapshots, its secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
 
 
 def ingredients(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mapping[str, str]]:
-    """What another attempt of *job* is made from.
+    """Return the specification, snapshots and secrets of another attempt of *job*.
 
     Raises `Elsewhere` when it lies on another machine that shares the ledger, `LaunchError` when it is nowhere.
     """

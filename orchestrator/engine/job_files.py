@@ -1,4 +1,4 @@
-"""What the ledger knows of a new job, in `jobs/<job>/job.json` of the state directory: for when the ledger is lost."""
+"""Copies of new jobs, `jobs/<job>/job.json` in the state directory: for when the ledger is lost."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
 
 
 def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
-    """What `keep` stored; what is not there is looked up again. Raises `SpecError` for a value that is nowhere."""
+    """Return the values that `keep` stored, others as at submission. Raises `SpecError` for a value that is nowhere."""
     if not names:
         return {}
     return resolve_secrets(names, {**os.environ, **_stored(state_dir, job_id)})

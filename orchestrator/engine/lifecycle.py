@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 
 class JobState(enum.StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     QUEUED = "QUEUED"  # known, no attempt in flight: new, or waiting for its next attempt
     PREPARED = "PREPARED"  # an attempt is durable; nothing was sent yet
@@ -30,7 +30,7 @@ class JobState(enum.StrEnum):
 
 
 class AttemptState(enum.StrEnum):
-    """Where one attempt stands."""
+    """State of one attempt."""
 
     PREPARED = "PREPARED"
     SUBMITTING = "SUBMITTING"
@@ -64,7 +64,7 @@ _UNSUCCESSFUL = TERMINAL_ATTEMPT - {AttemptState.SUCCEEDED}
 
 
 class Kind(enum.StrEnum):
-    """What can happen. The first group concerns an attempt, the second the job as a whole."""
+    """Kinds of events. The first group concerns an attempt, the second the job as a whole."""
 
     PREPARED = "prepared"
     PLACED = "placed"  # given other hosts than before, or hosts again
@@ -109,7 +109,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a job's history."""
+    """Event in a job's history."""
 
     kind: Kind
     attempt: int | None = None  # the attempt's number, for events of the first group
@@ -118,7 +118,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Rule:
-    """Where an event is allowed and what it leads to. A target of `None` leaves the state as it is."""
+    """States in which an event is allowed, and those it leads to. A target of `None` leaves the state as it is."""
 
     job_from: frozenset[JobState | None]
     job_to: JobState | None = None
@@ -192,7 +192,7 @@ def advance(position: Position, event: Event) -> Position:
 
 @dataclass(frozen=True)
 class History:
-    """What a sequence of events amounts to."""
+    """States that follow from a sequence of events."""
 
     job: JobState | None
     attempts: Mapping[int, AttemptState]  # by number

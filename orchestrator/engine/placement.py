@@ -139,7 +139,7 @@ class PlacementPlanner:
             return write(tx)
 
     def waiting_reason(self, error: NoRoom) -> str:
-        """One line for people: what the job waits for, who holds it, and which hosts were left out."""
+        """Return the reason of a job that waits: for which hosts, held by whom, and those that were left out."""
         held = self.ws.ledger.reservations(self.spec.cluster)
         text = why(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
         return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unfit.items()))])

@@ -1,4 +1,4 @@
-"""Who may take which hosts: on each cluster the oldest job first, younger ones where no older one waits. Pure."""
+"""Queueing: on each cluster the oldest job gets hosts first, younger ones where no older one waits. Pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _with(taken: Mapping[str, int], closed: Collection[str]) -> dict[str, int]:
 
 
 def why(error: NoRoom, candidates: Collection[str], reservations: Iterable[Reservation], *, besides: str = "") -> str:
-    """One line for people: what the job waits for, and who holds it."""
+    """Return the reason of a job that waits for hosts, with the jobs that hold them."""
     what = error.what if error.what.startswith("waiting") else f"waiting for room: {error.what}"
     holders = list(error.holders) or [r.job for r in reservations if r.host in candidates and r.job != besides]
     names = list(dict.fromkeys(holders))

@@ -1,4 +1,4 @@
-"""One stateless pass: bring every job that has not ended a step further. Whoever runs `orc` runs it.
+"""Reconciler: a stateless pass that brings every live job a step further. Any `orc` command may run it.
 
 Two passes at once are safe: side effects need the job's claim, and every write names the revision of the job that it
 was decided on. No transaction holds I/O. A backend that cannot be asked never makes a job fail.
@@ -37,13 +37,13 @@ _STEPS = 5  # of one attempt in one pass, while its machines are being made
 
 @dataclass
 class PassReport:
-    """What one pass could not do."""
+    """Report of one pass: the clusters that it could not reach."""
 
     unreachable: dict[str, str] = field(default_factory=dict)  # cluster -> why nothing can be said about its jobs
 
 
 def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
-    """One pass over the jobs (of *job_ids*, if given) that have not ended: every step that is due is taken.
+    """Run one pass over the live jobs (of *job_ids*, if given): every step that is due is taken.
 
     For *patience_s* a step is left to the job's own agents, where its cluster drives itself. While the ledger cannot be
     written, the pass only looks and cancels: nothing is started that would be forgotten. Raises `LedgerError` only.

@@ -1,4 +1,4 @@
-"""What the ledger's jobs still need of the stores."""
+"""Retention: the snapshots that the ledger's jobs still need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Needs:
 
 
 def needs(ledger: Ledger) -> Needs:
-    """What all jobs need, on whatever cluster. Raises `LedgerError`."""
+    """Return the needs of all jobs, on whatever cluster. Raises `LedgerError`."""
     with ledger.database.read() as connection:
         rows = connection.tuples("SELECT id, state, digests FROM jobs")
     ended = frozenset(job for job, state, _ in rows if state in TERMINAL_JOB)

@@ -1,4 +1,4 @@
-"""Whether and when an attempt that ended without success is followed by another one. Pure."""
+"""Retry policy: the decision about another attempt after one that failed. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GiveUp:
 
 
 def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
-    """What follows the last of the attempts that ended for *causes* (oldest first, the last one included).
+    """Decide about another attempt after those that ended for *causes* (oldest first, the last one included).
 
     Preemptions, and time limits that all ranks had saved for, are retried after the plain backoff; other causes after
     a backoff that doubles with each counted attempt up to `MAX_BACKOFF_S`.
@@ -68,7 +68,7 @@ def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
 
 
 def retry_cause(cause: str, ranks: Mapping[Any, Mapping[str, Any]]) -> str:
-    """What `decide` is to take for the *cause* of an attempt whose *ranks* have these exit records."""
+    """Return the cause that `decide` counts for an attempt whose *ranks* have these exit records."""
     codes = [record.get("exit_code") for record in ranks.values()]
     if cause == "crash" and REFUSED_EXIT in codes:
         return REFUSED

@@ -61,7 +61,7 @@ def with_code(
 
 
 def code_exclude(loaded: LoadedJob, backend: Backend) -> tuple[str, ...]:
-    """What is not part of the code: what the job says, an environment that is brought along by itself, and the root of
+    """Return the patterns of what is not code: those of the job, an environment that travels by itself, and the root of
     the cluster, which holds the snapshots of all jobs.
     """
     exclude = list(loaded.spec.workdir.exclude)

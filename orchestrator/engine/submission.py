@@ -296,7 +296,7 @@ def _wait_for_host(ws: Workspace, job: JobRecord, error: BackendUnreachable, pat
 
 
 def waiting_for_host(error: BackendUnreachable, cluster: str) -> str:
-    """One line for people."""
+    """Return the reason of a job that waits for a host."""
     return f"waiting for {error.host or error.where or cluster}: {error.what}"
 
 
@@ -462,7 +462,7 @@ def _doubt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
 
 
 def doubtful(job: JobRecord, reason: str) -> Change:
-    """Nobody knows whether the backend has the attempt."""
+    """Return the change that makes a submission ambiguous: the backend may have the attempt or not."""
     ambiguous = Event(Kind.AMBIGUOUS, job.number, {"reason": reason})
     return Change((ambiguous,), {"reason": reason}, {"reason": reason, "first_negative_at": None})
 

@@ -1,4 +1,4 @@
-"""What attempts have left in the cloud: found with what the ledger knows, and removed."""
+"""Cleanup of what attempts have left in the cloud."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]
 
 
 def leftovers(ws: Workspace, cluster: str) -> list[Leftover]:
-    """What is there and needed by no live job. Raises `LaunchError` when the cluster leaves nothing, or is silent."""
+    """Return what no live job needs. Raises `LaunchError` for a cluster that leaves nothing, or is silent."""
     live, over = attempts_on(ws.ledger, cluster)
     return _sweeping(ws, cluster).leftovers(live, over)
 

@@ -1,4 +1,4 @@
-"""What an observation of a backend, or the end of an attempt, means for a job. Pure."""
+"""Transitions: the change of a job that follows from an observation, or from the end of an attempt. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orc.orchestrator.ledger.records import JobRecord
 
 @dataclass(frozen=True)
 class Change:
-    """What to write about one job: events, and columns of the job and of its newest attempt."""
+    """Update of one job: events, and columns of the job and of its newest attempt."""
 
     events: tuple[Event, ...] = ()
     job_set: Mapping[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ def retry_policy(spec: Mapping[str, Any]) -> RetryPolicy:
 def of_observation(
     job: JobRecord, seen: Observation, now: float, *, policy: RetryPolicy | None = None, earlier: Sequence[str] = ()
 ) -> Change:
-    """What *seen* changes about *job*, whose newest attempt is at the backend.
+    """Return the update of *job*, whose newest attempt was *seen* at the backend.
 
     *policy* and *earlier* (causes of the attempts before this one, oldest first) are needed when the attempt has ended.
     """
@@ -128,7 +128,7 @@ def after_end(
     *,
     counts_as: str = "",
 ) -> Change:
-    """What becomes of the job once its newest attempt has ended for *cause*: cancelled, another attempt, or failed.
+    """Return the update of a job whose newest attempt has ended for *cause*: cancelled, another attempt, or failed.
 
     *counts_as* is what the retry policy takes for the cause, where that is something else (`retry_cause`).
     """

@@ -58,7 +58,7 @@ class FunctionTimeout(LaunchError):
 
 
 class FunctionJob(Generic[R]):
-    """One call of a function: a job with a result. Made by `Client.submit_function` and `Client.map_functions`."""
+    """Job that makes one call of a function. Made by `Client.submit_function` and `Client.map_functions`."""
 
     def __init__(self, client: Client, id: str) -> None:
         self.id = self.job_id = id
@@ -212,7 +212,7 @@ def _cause(attempt: AttemptView | None) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """How calls are made on the nodes: ``function.json``."""
+    """Settings of calls on the nodes: ``function.json``."""
 
     id: str  # of the map
     max_timeouts: int

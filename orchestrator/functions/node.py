@@ -1,4 +1,4 @@
-"""One rank of a function job: unpickle the call, make it, and leave its result in the job's directory.
+"""Program of a rank of a function job: unpickle the call, make it, and leave its result in the job's directory.
 
 Runs on the nodes, from the job's snapshot; standard library, Python 3.9 or newer. ``function.json`` beside it holds the
 settings, ``call-<n>.pkl`` the calls of a map.

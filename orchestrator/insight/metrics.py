@@ -1,4 +1,4 @@
-"""What a job's training measured: its `metrics.jsonl`, read where the first nodes of its attempts are."""
+"""Metrics of a job: its `metrics.jsonl`, read where the first nodes of its attempts are."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def course(lines: Iterable[Line]) -> list[Line]:
 
 
 def names(lines: Iterable[Line]) -> list[str]:
-    """What was measured, in order of appearance."""
+    """Return the names of the measurements, in order of appearance."""
     found = dict.fromkeys(name for line in lines for name, value in line.items() if _number(value) is not None)
     return [name for name in found if name not in ("at", "attempt", "restart", "step")]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of one node of a job, or why there is none."""
+    """Measurement of one node of a job, or the reason why there is none."""
 
     job: str
     node: int
@@ -90,7 +90,7 @@ class Sampling:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """True when all nodes have ended."""
         return self._open == 0
 
 

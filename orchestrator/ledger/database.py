@@ -1,4 +1,4 @@
-"""How the ledger talks to its database: a few portable SQL statements with ``:named`` parameters.
+"""Database of the ledger: a few portable SQL statements with ``:named`` parameters.
 
 The ledger in a file is served by the standard library's driver, because importing SQLAlchemy costs more time
 (0.15-0.2 s measured) than a whole ``orc submit`` or ``orc list`` may take. Every other database goes through
@@ -168,13 +168,13 @@ class SqliteDatabase:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent look."""
+        """Open a consistent read."""
         with self._transaction("BEGIN") as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction. The lock is taken at once, so that what was read in it still holds when it writes."""
+        """Open a transaction. The lock is taken at once, so that what was read in it still holds when it writes."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 

@@ -56,13 +56,13 @@ class CoreDatabase:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent look: all its queries see the same moment."""
+        """Open a consistent read: all its queries see the same moment."""
         with self._transaction("REPEATABLE READ" if self.engine.dialect.name == "postgresql" else None) as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction."""
+        """Open a transaction."""
         with self._transaction() as connection:
             yield connection
 

@@ -1,4 +1,4 @@
-"""What goes wrong with the ledger."""
+"""Errors of the ledger."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class LedgerError(LaunchError):
 
 
 class Conflict(Exception):
-    """Somebody else changed the job since it was read. Read it again; never shown to users."""
+    """The job was changed since it was read. Read it again; never shown to users."""

@@ -1,4 +1,4 @@
-"""Which processes of this machine hold locks on the ledger's file."""
+"""Processes of this machine that hold locks on the ledger's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file system a path lies on, as far as it matters to a database."""
+"""File systems of paths, as far as they matter to a database."""
 
 from __future__ import annotations
 

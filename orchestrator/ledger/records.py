@@ -18,7 +18,7 @@ def dump(value: Any) -> str:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt. Times are seconds since the epoch."""
+    """Row of an attempt. Times are seconds since the epoch."""
 
     job_id: str
     number: int
@@ -58,7 +58,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job without its specification, and its newest attempt. Times are seconds since the epoch."""
+    """Row of a job without its specification, and its newest attempt. Times are seconds since the epoch."""
 
     id: str
     name: str
@@ -97,7 +97,7 @@ class JobRecord:
 
     @property
     def position(self) -> Position:
-        """Where the job stands, for `orc.orchestrator.engine.lifecycle.advance`."""
+        """The job's states, for `orc.orchestrator.engine.lifecycle.advance`."""
         return Position(self.state, self.number, self.attempt.state if self.attempt else None)
 
 
@@ -120,7 +120,7 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True)
 class NewJob:
-    """What a job is made from."""
+    """New job, as it is written into the ledger."""
 
     id: str
     name: str
@@ -135,7 +135,7 @@ class NewJob:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One line of a job's history."""
+    """Event in a job's history."""
 
     id: int
     job: str

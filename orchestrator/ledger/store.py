@@ -144,7 +144,7 @@ class Ledger:
         return next((str(e.data.get("origin", "")) for e in self.events(job_id) if e.kind == Kind.QUEUED), "")
 
     def reservations(self, cluster: str | None = None, job_id: str | None = None) -> list[Reservation]:
-        """Which attempts hold which hosts, by cluster and host; the hosts of one attempt in node order."""
+        """Return the hosts that attempts hold, by cluster and host; the hosts of one attempt in node order."""
         with self.database.read() as connection:
             return read_reservations(connection, cluster, job_id)
 
@@ -166,7 +166,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[Transaction]:
-        """One change, durable when it is left. No I/O belongs inside.
+        """Open a transaction, durable when it is left. No I/O belongs inside.
 
         Raises `LedgerError` where it could not be; what need not be *durable* changes a copy in memory then.
         """

@@ -118,7 +118,7 @@ class Transaction:
         self._connection.lock(f"place:{cluster}")
 
     def reservations(self, cluster: str) -> list[Reservation]:
-        """Which attempts hold which hosts of *cluster*."""
+        """Return the hosts of *cluster* that attempts hold."""
         return read_reservations(self._connection, cluster, None)
 
     def culprits(self, job_id: str) -> dict[int, tuple[str, ...]]:

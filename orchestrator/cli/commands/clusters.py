@@ -104,7 +104,7 @@ def check_command(name: str, as_json: bool) -> int:
 
 
 def _holders(cluster: str) -> dict[str, list[str]]:
-    """Which jobs hold slots of which host, as the ledger has it."""
+    """Return the jobs that hold slots of each host, as the ledger has it."""
     from orc.orchestrator.client import Client
 
     held: dict[str, list[str]] = {}

@@ -23,7 +23,7 @@ FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's report."""
+    """Line of the doctor's report."""
 
     name: str
     level: str  # ok, info, warning, error
@@ -205,7 +205,7 @@ def _store(deep: bool) -> Iterator[Check]:
 
 
 def _of_no_job(digests: list[str]) -> int:
-    """How many snapshots no job of the ledger was made from: those of refused submissions, for example."""
+    """Return the number of snapshots that no job of the ledger was made from: of rejected submissions, for example."""
     import json
 
     from orc.orchestrator.client import Client

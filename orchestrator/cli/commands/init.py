@@ -25,7 +25,7 @@ def starters() -> dict[str, Path]:
 
 
 def description(folder: Path) -> str:
-    """What a starter is: the comment that opens its job file."""
+    """Return the description of a starter: the comment that opens its job file."""
     with (folder / "job.yaml").open(encoding="utf-8") as file:
         return file.readline().lstrip("# ").strip()
 

@@ -80,7 +80,7 @@ def command(
 
 
 def _no_logs(view: JobView, number: int, chosen: bool) -> LaunchError:
-    """What is said when there is nothing to print."""
+    """Return the error for logs that do not exist."""
     from orc.launchers.errors import LaunchError
 
     if not number and view.ended:

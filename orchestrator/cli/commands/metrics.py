@@ -98,7 +98,7 @@ def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -
 
 
 def _growth(client: Client, job_id: str, reader: Reader) -> Iterator[list[Line]]:
-    """What is written from now on, until the job has ended."""
+    """Print the measurements from now on, until the job has ended."""
     import time
 
     from orc.launchers.errors import BackendUnreachable

@@ -48,7 +48,7 @@ def command(job: str, timeout: float, as_json: bool) -> int:
 
 
 def text(group: Group) -> str:
-    """One group for people: its ranks, then the frames, outermost first as in a traceback."""
+    """Return a group as text: its ranks, then the frames, outermost first as in a traceback."""
     from orc.orchestrator.cli.ui.output import style
     from orc.orchestrator.insight.sessions import ranges
 

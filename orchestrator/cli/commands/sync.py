@@ -25,7 +25,7 @@ _SHOWN = 20  # files of each kind
 
 @dataclass(frozen=True)
 class Tree:
-    """One snapshot of those that belong to the job."""
+    """A snapshot of those that belong to the job."""
 
     name: str  # code, runtime, environment
     bundle: Bundle
@@ -81,7 +81,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 
 
 def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
-    """What has to be there, by name; stored here unless it is only to be looked at."""
+    """Return the trees that have to be there, by name; stored here unless they are only compared."""
     from orc.launchers.snapshot.runtime_tree import runtime_bundle
     from orc.launchers.snapshot.scan import scan
     from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree, take

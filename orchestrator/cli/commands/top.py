@@ -122,7 +122,7 @@ def ordered(newest: Mapping[tuple[str, int], Sample]) -> Sequence[Sample]:
 
 
 def row(sample: Sample) -> tuple[str, ...]:
-    """One node as texts, in the order of `HEADER`. Pure."""
+    """Return a node as texts, in the order of `HEADER`. Pure."""
     from orc.orchestrator.cli.ui.output import size
 
     data = sample.data

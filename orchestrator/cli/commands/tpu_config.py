@@ -167,7 +167,7 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
 
 
 def _config(file: str) -> dict[str, Any]:
-    """What a configuration file of Accelerate says about setting up a TPU."""
+    """Return the TPU settings of a configuration file of Accelerate."""
     import yaml
 
     from orc.launchers.errors import SpecError

@@ -1,4 +1,4 @@
-"""What goes on while the user waits: a live line on a terminal, one plain line per step elsewhere. On stderr."""
+"""Progress while the user waits, on stderr: a live line on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Display:
 
 
 class TerminalDisplay(Display):
-    """One line with a spinner, rewritten in place and gone at the end."""
+    """Line with a spinner, rewritten in place and gone at the end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def _show(view: JobView, shown: Display) -> None:
 
 
 def conclusion(view: JobView) -> str:
-    """How it ended, with the first failure when there is one."""
+    """Print the end of a job, with the first failure when there is one."""
     lines = [jobtext.headline(view)]
     if view.state == "FAILED" and view.attempts and (verdict := view.attempts[-1].exit) and verdict.first_failure:
         lines += jobtext.failure(verdict.first_failure)

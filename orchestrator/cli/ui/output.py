@@ -35,7 +35,7 @@ _STATE_COLOURS = {
 
 
 def coloured(err: bool = False) -> bool:
-    """Whether a stream wants colours: a terminal that is not dumb, and no NO_COLOR."""
+    """Return True for a stream that wants colours: a terminal that is not dumb, and no NO_COLOR."""
     stream = sys.stderr if err else sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -64,12 +64,12 @@ def state(name: str, *, width: int = 0) -> str:
 
 
 def echo_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     click.echo(escape_controls_in_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
 def echo_json_line(value: Any) -> None:
-    """One JSON document on one line, for streams of them."""
+    """Print one JSON document on one line, for streams of them."""
     click.echo(escape_controls_in_json(json.dumps(value, ensure_ascii=False, default=str)))
 
 

@@ -56,7 +56,7 @@ def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
 
 
 def warn(finding: Finding) -> None:
-    """One preflight or snapshot finding on stderr, as a block like an error's."""
+    """Print a preflight or snapshot finding on stderr, as a block like an error's."""
     echo(block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level), err=True)
 
 
@@ -65,7 +65,7 @@ def _indent(text: str, width: int) -> str:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether ``--json`` is among orc's own arguments; what follows ``--`` or launch's script is the script's."""
+    """Return True for ``--json`` among orc's own arguments; what follows ``--`` or launch's script is the script's."""
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     if own[:1] == ["launch"]:
         own = own[: _script_position(own)]
@@ -75,7 +75,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def _script_position(words: Sequence[str]) -> int:
-    """Where launch's script stands among *words*; parsing may have failed before it got there."""
+    """Return the index of launch's script among *words*; parsing may have failed before it got there."""
     from orc.orchestrator.cli.commands.launch import command
 
     options = [p for p in command.params if isinstance(p, click.Option) and not p.is_flag]

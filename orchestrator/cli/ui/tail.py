@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import fcntl
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,12 +23,14 @@ from orc.orchestrator.cli.ui.output import echo_json_line
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
 
+_SENDFILE_BYTES = 1 << 30
+
 
 class Sink(Protocol):
-    """Where pieces of logs go."""
+    """Destination of pieces of logs."""
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
-        """One piece; pieces of one log come in order."""
+        """Write one piece; pieces of one log come in order."""
         ...
 
     def flush(self) -> None:
@@ -39,7 +43,7 @@ class Sink(Protocol):
 
 
 class Writer(Protocol):
-    """What sinks need of a stream."""
+    """Stream that a sink writes to."""
 
     def write(self, data: bytes, /) -> object:
         """Take *data*."""
@@ -72,18 +76,33 @@ def writer(stream: BinaryIO, *, raw: bool = False) -> Writer:
 
 
 class PlainSink:
-    """One log without anything added."""
+    """A single log without anything added."""
 
     def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
-        stream = stream or sys.stdout.buffer
-        self._stream = writer(stream, raw=raw)
+        self._file = stream or sys.stdout.buffer
+        self._stream = writer(self._file, raw=raw)
         # A pipe that takes a whole chunk spares a change of process per 64 KiB; anything else refuses, which is fine.
         with contextlib.suppress(OSError):
-            fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
+            fcntl.fcntl(self._file.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
         """Copy the bytes."""
         self._stream.write(chunk.data)
+
+    def copy_file(self, path: str, offset: int) -> int:
+        """Copy a file from *offset* on inside the kernel; return the bytes copied, 0 where that cannot be done."""
+        if self._file.isatty():
+            return 0
+        self._file.flush()
+        position = offset
+        try:
+            with open(path, "rb", buffering=0) as log:  # noqa: PTH123
+                while count := os.sendfile(self._file.fileno(), log.fileno(), position, _SENDFILE_BYTES):
+                    position += count
+        except OSError as error:  # no such log yet; a file that is appended to (`>>`) takes nothing from sendfile
+            if error.errno not in (errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.EAGAIN):
+                raise
+        return position - offset
 
     def flush(self) -> None:
         """Show what was written."""
@@ -125,7 +144,7 @@ class PrefixSink:
 
 
 class JsonSink:
-    """One JSON object per piece and line of output."""
+    """A JSON object per piece and line of output."""
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
         """``{"attempt", "rank", "node", "offset", "end", "text"}``; bytes that are not UTF-8 become U+FFFD."""
@@ -155,7 +174,7 @@ def label(selector: LogSelector) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which logs to show: those asked for, else all ranks. Pure."""
+    """Selection of logs: those asked for, else all ranks. Pure."""
 
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
@@ -175,7 +194,7 @@ class Selection:
         return ranks + others or ([s for s in existing if s.rank is None] if instead else [])
 
     def single(self, spec: Mapping[str, Any]) -> bool:
-        """Whether it comes down to one log for a job of this specification."""
+        """Return True where it comes down to one log for a job of this specification."""
         if self.ranks or self.nodes or self.launcher:
             return len(set(self.ranks)) + len(set(self.nodes)) + self.launcher == 1
         resources = spec.get("resources", {})
@@ -184,7 +203,7 @@ class Selection:
 
 
 class Cursor:
-    """How far each log of a job has been copied."""
+    """Positions up to which the logs of a job have been copied."""
 
     def __init__(
         self,
@@ -203,6 +222,9 @@ class Cursor:
         copied = 0
         for selector in selectors:
             offset = self._offsets.get((attempt, selector), self._start)
+            if count := self._copy_in_kernel(attempt, selector, offset):
+                copied, offset = copied + count, offset + count
+                self._offsets[attempt, selector] = offset
             for chunk in self._client.read_log(self._job_id, selector, attempt=attempt, offset=offset):
                 with self._around():
                     self._sink.write(attempt, chunk)
@@ -210,6 +232,13 @@ class Cursor:
                 copied += len(chunk.data)
                 self._offsets[attempt, selector] = chunk.end
         return copied
+
+    def _copy_in_kernel(self, attempt: int, selector: LogSelector, offset: int) -> int:
+        if not isinstance(self._sink, PlainSink):
+            return 0
+        path = self._client.log_file(self._job_id, selector, attempt)
+        with self._around():
+            return self._sink.copy_file(path, offset) if path else 0
 
     def copy_tail(self, attempt: int, selectors: Sequence[LogSelector], lines: int) -> None:
         """Copy the last *lines* lines of each log, and go on from its end."""

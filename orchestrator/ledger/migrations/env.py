@@ -1,4 +1,4 @@
-"""What alembic runs around the migrations: always on the connection that `upgrade` hands over, in its transaction."""
+"""Environment of alembic's migrations: always the connection that `upgrade` hands over, in its transaction."""
 
 from __future__ import annotations
 

@@ -214,9 +214,10 @@ def test_a_preempted_function_saves_and_goes_on_in_the_same_slurm_job(
     client: Client, slurm: SlurmTestbed, where: str, tmp_path: Path
 ) -> None:
     up = tmp_path / "up"
-    job = client.submit_function(counter()(), 3, str(up), cluster=where)
+    spot = {"options": {"slurm": {"partition": "spotgrace"}}}
+    job = client.submit_function(counter()(), 3, str(up), cluster=where, resources=spot)
     eventually(up.exists, timeout_s=60)
-    slurm.run("scontrol", "requeue", str(job.native_id))
+    slurm.preempt()
     assert job.result(timeout_s=150) == (3, 2)
     assert len(job.view.attempts) == 1
 
@@ -253,9 +254,8 @@ def test_a_result_that_the_job_has_not_signed_is_not_unpickled(client: Client) -
 @pytest.mark.parametrize("where", [SLURM])
 def test_what_slurm_refuses_is_refused_in_its_words(client: Client, where: str) -> None:
     resources = {"options": {"slurm": {"partition": "nope"}}}
-    with pytest.raises(BackendError, match="invalid partition specified: nope") as caught:
+    with pytest.raises(BackendError, match="no partition 'nope'"):
         client.submit_function(power(), 1, cluster=where, resources=resources)
-    assert "`sinfo` lists the partitions" in caught.value.hint
     assert [row.state for row in client.jobs()] == ["FAILED"]
 
 

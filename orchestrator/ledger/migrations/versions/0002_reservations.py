@@ -1,4 +1,4 @@
-"""Which attempt holds which host, and which hosts have failed a job."""
+"""Hosts that attempts hold, and hosts that have failed a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the cluster of a job last said something about it."""
+"""Time at which the cluster of a job last reported it."""
 
 from __future__ import annotations
 

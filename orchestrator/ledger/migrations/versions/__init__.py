@@ -1,1 +1,1 @@
-"""One module per revision, named after it; the newest one is `orc.orchestrator.ledger.version.HEAD`."""
+"""Revisions, a module each, named after it; the newest one is `orc.orchestrator.ledger.version.HEAD`."""

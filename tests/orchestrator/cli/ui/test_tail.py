@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,10 @@ class Logs:
     def __init__(self, piece: int = 3) -> None:
         self.data: dict[LogSelector, bytes] = {}
         self.piece = piece
+        self.file: str | None = None
+
+    def log_file(self, _job: str, _selector: LogSelector, _attempt: int) -> str | None:
+        return self.file
 
     def read_log(self, _job: str, selector: LogSelector, attempt: int, offset: int) -> Iterator[LogChunk]:
         data = self.data.get(selector, b"")
@@ -112,3 +118,37 @@ def test_the_tail_is_that_of_the_program_tail_and_goes_on_at_the_end(piece: int,
 
 def test_last_lines_of_nothing_is_nothing() -> None:
     assert last_lines(b"", 3) == b""
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_a_log_on_this_machine_is_copied_into_a_file_from_the_right_byte_on(tmp_path: Path, mode: str) -> None:
+    log, out = tmp_path / "rank-0.log", tmp_path / "out"
+    logs = Logs()
+    logs.file, logs.data[R0] = str(log), b"one\ntwo\n"
+    log.write_bytes(b"one\ntwo\n")
+    with out.open(mode) as file:
+        cursor = Cursor(logs, "job", PlainSink(file), start=4)  # type: ignore[arg-type]
+        assert cursor.copy(1, [R0]) == 4
+        logs.data[R0] += b"three\n"
+        log.write_bytes(logs.data[R0])
+        assert cursor.copy(1, [R0]) == 6
+    assert out.read_bytes() == b"two\nthree\n"
+
+
+def test_a_log_on_this_machine_is_copied_into_a_pipe_without_being_read(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"\x1b[31mred\n")
+    logs = Logs()
+    logs.file = str(log)  # and no data: whoever reads it gets nothing
+    reader, end = os.pipe()
+    with os.fdopen(end, "wb") as file:
+        assert Cursor(logs, "job", PlainSink(file)).copy(1, [R0]) == 9  # type: ignore[arg-type]
+    assert os.read(reader, 100) == b"\x1b[31mred\n"
+    os.close(reader)
+
+
+def test_a_log_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    logs = Logs()
+    logs.file = str(tmp_path / "rank-0.log")
+    with (tmp_path / "out").open("wb") as file:
+        assert Cursor(logs, "job", PlainSink(file)).copy(1, [R0]) == 0  # type: ignore[arg-type]
