@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from orc.launchers.backends.slurm.options import SlurmOptions
@@ -53,7 +53,7 @@ def read_parameters(parameters: Mapping[str, Any]) -> FunctionParameters:
     if (gigabytes := given.pop("mem_gb", None)) is not None:
         resources["memory"] = f"{round(gigabytes * 1024)}M"
     extra = dict(given.pop("additional_parameters", {}))
-    known = {field.name for field in fields(SlurmOptions)}
+    known = set(SlurmOptions.model_fields)
     for key, value in {**given, **{name.replace("-", "_"): value for name, value in extra.items()}}.items():
         if key in _RESOURCES:
             resources[_RESOURCES[key]] = value

@@ -153,6 +153,7 @@ _WRITERS = {
     "cli/ui/tail.py": {"sys.stdout.buffer"},
     "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
     "cli/commands/top.py": {"Live("},  # is given cells that are escaped
+    "functions/node.py": {".print_exc("},  # into the log of the rank
     "ledger/schema.py": {"sys.stdout.write"},  # the schema
 }
 
