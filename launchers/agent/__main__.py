@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from orc.launchers.agent.config import load_config
@@ -13,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [--node-rank N|auto] [--restart N|auto]
+USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [--node-rank N] [--restart N]
                                                      [--master-host HOST]
        python -I -S <runtime tree> gang <agent.json> --owner OWNER
        python -I -S <runtime tree> start <agent.json> --owner OWNER --node-rank N
@@ -23,10 +22,8 @@ USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [-
        python -I -S <runtime tree> rsh [options] host command [arg ...]"""
 
 
-def _number(options: Mapping[str, str], name: str, variable: str) -> int:
-    text = options.get(name, "auto")
-    if text == "auto":
-        text = os.environ.get(variable) or "0"
+def _number(options: Mapping[str, str], name: str) -> int:
+    text = options.get(name, "0")
     if not text.isdigit():
         raise LaunchFailure(f"{name} {text!r} is not a number")
     return int(text)
@@ -67,12 +64,12 @@ def main(arguments: Sequence[str]) -> int:
         from orc.launchers.agent.gang import Gang
 
         return Gang(config, options["--owner"]).run()
-    node = _number(options, "--node-rank", "SLURM_NODEID")
+    node = _number(options, "--node-rank")
     if mode == "start":
         from orc.launchers.agent.start import start
 
         return start(config, node, options["--owner"])
-    restart = _number(options, "--restart", "SLURM_RESTART_COUNT")
+    restart = _number(options, "--restart")
     from orc.launchers.agent.node import Node
 
     return Node(config, node, options["--owner"], restart, master_host=options.get("--master-host")).run()
