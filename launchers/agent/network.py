@@ -21,13 +21,11 @@ class Port:
     """
 
     def __init__(self, first: int = 20000, last: int = 32767) -> None:
-        import random
-
         low = _ephemeral_start()
         if low is not None and low > first + 100:
             last = min(last, low - 1)
         count = last - first + 1
-        begin = random.randrange(count)  # noqa: S311 - only to make collisions rare
+        begin = int.from_bytes(os.urandom(4), "big") % count  # only to make collisions rare
         for step in range(count):
             port = first + (begin + step) % count
             held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

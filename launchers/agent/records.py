@@ -41,19 +41,23 @@ def write_json(path: str, data: Mapping[str, Any], *, durable: bool = True, mode
     """Write *data* so that readers see all of it or none; *durable* also survives a power cut."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(data, file, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        _write(temporary, data, durable=durable, mode=mode)
         os.rename(temporary, path)
     except BaseException:
         remove(temporary)
         raise
     if durable:
         _sync_directory(os.path.dirname(path))
+
+
+def _write(path: str, data: Mapping[str, Any], *, durable: bool, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(data, file, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def refresh_json(path: str, data: Mapping[str, Any], *, durable: bool = False) -> None:
@@ -71,8 +75,8 @@ def refresh_json(path: str, data: Mapping[str, Any], *, durable: bool = False) -
 def create_json(path: str, data: Mapping[str, Any]) -> bool:
     """Like `write_json`, but exactly one of all creators gets True; link(2) is atomic on network file systems too."""
     temporary = f"{path}.{os.uname().nodename}.{os.getpid()}.new"
-    write_json(temporary, data)
     try:
+        _write(temporary, data, durable=True, mode=0o600)
         os.link(temporary, path)
     except FileExistsError:
         return False
