@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Set up": {
         "init": ("init", "Copy a starter job."),
         "clusters": ("clusters", "Show and check the clusters."),
+        "hosts": ("hosts", "Run a command on all hosts of a cluster."),
         "tpu-config": ("tpu_config", "Run commands on all workers of a TPU, to set it up."),
         "sync": ("sync", "Bring a job's snapshot to a cluster, or say what would be sent."),
         "gc": ("gc", "Remove snapshots and environments that no job needs."),

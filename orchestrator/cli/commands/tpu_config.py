@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.orchestrator.cli.commands.hosts import run_and_report
 from orc.orchestrator.cli.options import SECONDS, complete_clusters, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.everywhere import Ending, Script
+    from orc.launchers.hosts.commands import Script
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec.clusters import Cluster
 
@@ -73,8 +74,7 @@ def command(
     Commands of a file come first, then those of --command; each worker stops at the first that fails. Lines come with
     the worker's name in front. The exit status is the highest of all workers; 5 stands for one that did not answer.
     """
-    from orc.launchers.remote.everywhere import Script, run_everywhere, worst
-    from orc.orchestrator.cli.ui import output
+    from orc.launchers.hosts.commands import Script
 
     config = _config(config_file) if config_file else {}
     zone, name = tpu_zone or config.get("tpu_zone"), tpu_name or config.get("tpu_name")
@@ -99,29 +99,13 @@ def command(
         _print_plan(chosen, zone, str(name), workers, script, as_json)
         return 0
     assert chosen is not None
-    said: dict[str, list[str]] = {}
-
-    def show(worker: str, line: str) -> None:
-        if as_json:
-            said.setdefault(worker, []).append(line)
-        else:
-            echo(f"{worker}: {line}")
-
     transports = _transports(chosen, str(name), workers)
+    document = {"cluster": chosen.name, "tpu": name} if as_json else None
     try:
-        endings = run_everywhere(transports, script, show, silence_s=timeout)
+        return run_and_report(transports, script, timeout, document=document, noun="worker")
     finally:
         for transport in transports.values():
             transport.close()
-    if as_json:
-        found = [
-            {"worker": worker, "status": end.status, "problem": end.problem, "output": said.get(worker, [])}
-            for worker, end in endings.items()
-        ]
-        output.echo_json({"cluster": chosen.name, "tpu": name, "workers": found})
-    else:
-        _report(endings)
-    return worst(endings)
 
 
 def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> Mapping[str, Transport]:
@@ -260,11 +244,3 @@ def _print_plan(
     whose = f" (cluster {cluster.name})" if cluster else ""
     echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
     echo(shlex.join(argv))
-
-
-def _report(endings: Mapping[str, Ending]) -> None:
-    bad = {name: end for name, end in endings.items() if end.status}
-    for name, end in bad.items():
-        echo(f"{name}: {end.problem or f'ended with status {end.status}'}", err=True)
-    if bad:
-        echo(f"failed on {len(bad)} of {len(endings)} workers", err=True)

@@ -23,7 +23,8 @@ def _section(name: str) -> str:
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN])
 def test_the_reference_names_every_option(name: str) -> None:
     command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[name][0]}").command
-    options = [p for p in command.params if isinstance(p, click.Option)]
+    below = list(command.commands.values()) if isinstance(command, click.Group) else []
+    options = [p for each in (command, *below) for p in each.params if isinstance(p, click.Option)]
     taken = {text for option in options for text in (*option.opts, *option.secondary_opts)} - {"--json"}
     section = _section(name)
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))

@@ -1,4 +1,4 @@
-"""One script on many machines."""
+"""One command on many hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.errors import BackendUnreachable
-from orc.launchers.remote.everywhere import UNREACHED, Ending, Script, run_everywhere, worst
+from orc.launchers.hosts.commands import UNREACHABLE, CommandResult, Script, run_on_hosts, worst_status
 from orc.launchers.remote.transport import LocalTransport, Process
 
 
@@ -30,29 +30,29 @@ class Away(LocalTransport):
 def run(*lines: str, names: Sequence[str] = ("a",), silence_s: float = 60.0, **options: Any) -> Any:
     said: list[tuple[str, str]] = []
     script = Script(lines, **options)
-    endings = run_everywhere(
+    results = run_on_hosts(
         {name: Named(name) for name in names}, script, lambda *line: said.append(line), silence_s=silence_s
     )
-    return endings, said
+    return results, said
 
 
 def test_every_machine_runs_it_and_its_lines_are_told_by_name() -> None:
-    endings, said = run("echo I am $WORKER", "echo aside >&2", "printf end", names=("a", "b", "c"))
-    assert endings == {name: Ending(0) for name in "abc"}
+    results, said = run("echo I am $WORKER", "echo aside >&2", "printf end", names=("a", "b", "c"))
+    assert results == {name: CommandResult(0) for name in "abc"}
     for name in "abc":
         assert [line for who, line in said if who == name] == [f"I am {name}", "aside", "end"]
 
 
 def test_a_machine_stops_at_the_first_line_that_fails_and_the_others_go_on() -> None:
-    endings, said = run("test $WORKER != b || exit 7", "echo after", names=("a", "b", "c"))
-    assert [ending.status for ending in endings.values()] == [0, 7, 0]
+    results, said = run("test $WORKER != b || exit 7", "echo after", names=("a", "b", "c"))
+    assert [result.status for result in results.values()] == [0, 7, 0]
     assert [who for who, line in said if line == "after"] in (["a", "c"], ["c", "a"])
-    assert worst(endings) == 7
+    assert worst_status(results) == 7
 
 
 def test_a_signal_is_told_as_shells_do() -> None:
-    endings, _ = run("kill -9 $$")
-    assert endings["a"] == Ending(137)
+    results, _ = run("kill -9 $$")
+    assert results["a"] == CommandResult(137)
 
 
 def test_variables_are_set_before_the_first_line_whatever_they_hold() -> None:
@@ -61,22 +61,22 @@ def test_variables_are_set_before_the_first_line_whatever_they_hold() -> None:
 
 
 def test_nobody_can_type_an_answer() -> None:
-    endings, said = run("read answer || echo nobody")
-    assert (endings["a"].status, said) == (0, [("a", "nobody")])
+    results, said = run("read answer || echo nobody")
+    assert (results["a"].status, said) == (0, [("a", "nobody")])
 
 
 def test_a_machine_that_does_not_answer_is_told_of_and_the_others_go_on() -> None:
     said: list[tuple[str, str]] = []
     machines = {"a": Away(), "b": Named("b")}
-    endings = run_everywhere(machines, Script(("echo here",)), lambda *line: said.append(line), silence_s=60)
-    assert endings == {"a": Ending(UNREACHED, "no route to host Is it up?"), "b": Ending(0)}
+    results = run_on_hosts(machines, Script(("echo here",)), lambda *line: said.append(line), silence_s=60)
+    assert results == {"a": CommandResult(UNREACHABLE, "no route to host Is it up?"), "b": CommandResult(0)}
     assert said == [("b", "here")]
 
 
 def test_a_machine_that_is_silent_for_too_long_is_given_up() -> None:
-    endings, _ = run("while :; do sleep 0.1; done", silence_s=0.5)
-    assert endings["a"].status == UNREACHED
-    assert "said nothing for 0.5 s" in endings["a"].problem
+    results, _ = run("while :; do sleep 0.1; done", silence_s=0.5)
+    assert results["a"].status == UNREACHABLE
+    assert "said nothing for 0.5 s" in results["a"].problem
 
 
 @pytest.mark.parametrize(("sudo", "before"), [(False, ()), (True, ("sudo", "-n"))])
@@ -86,4 +86,4 @@ def test_as_root_it_runs_below_a_sudo_that_does_not_ask(sudo: bool, before: tupl
 
 
 def test_no_machines_are_no_failure() -> None:
-    assert worst(run_everywhere({}, Script(("id",)), lambda *_: None, silence_s=1)) == 0
+    assert worst_status(run_on_hosts({}, Script(("id",)), lambda *_: None, silence_s=1)) == 0
