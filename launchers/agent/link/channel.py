@@ -1,17 +1,17 @@
 """One connection of the link: both sides prove that they know the attempt's token, then every message is signed.
 
-What a message says is
-decided by the endpoints.
+Frames over an asyncio stream: length, JSON, and HMAC-SHA-256 over the JSON and its place in the order of frames. Not
+`multiprocessing.connection`: its handshake is HMAC-MD5 on Python < 3.12 and leaves no key to sign messages with, and
+it blocks on a peer that sends half a message.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import hmac
 import json
-import socket
-import struct
 import time
 
 TYPE_CHECKING = False
@@ -37,53 +37,36 @@ class PeerDisconnected(Exception):
         self.closed = closed
 
 
-def _broken(error: OSError) -> PeerDisconnected:
-    return PeerDisconnected(error.strerror or str(error), closed=error.errno in (errno.ECONNRESET, errno.EPIPE))
-
-
 class Channel:
-    """Frames over one socket: length, JSON, and a tag over the JSON and its place in the order of frames."""
+    """Frames over one stream."""
 
-    def __init__(self, sock: socket.socket, token: bytes) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = sock
-        self.token = token
-        self.opened = self.heard = self.spoke = time.monotonic()
-        self.node: int | None = None  # who is on the other side, once that is certain
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> None:
+        self.reader, self.writer, self.token = reader, writer, token
+        self.heard = self.spoke = time.monotonic()
+        self.node: int | None = None  # of the other side, once that is certain
         self.nonces = b""
         self.keys: tuple[bytes, bytes] | None = None  # what we sign with, what they sign with
         self.pending: dict[str, None] = {}  # names that have to be sent, in order
+        self.due = asyncio.Event()  # something is to be sent
         self.sent = self.acknowledged = 0  # records that we sent, and how many of them have been stored over there
         self.received = self.confirmed = 0  # records that came, and how many of them we have confirmed
-        self._in = bytearray()
-        self._out = bytearray()
+        self.closed_because = ""  # by this side
         self._numbers = [0, 0]
 
-    def _tag(self, key: bytes, number: int, payload: bytes) -> bytes:
-        return hmac.new(key, struct.pack(">Q", number) + payload, hashlib.sha256).digest()
-
     def greet(self, label: bytes, message: Mapping[str, Any]) -> None:
-        """A frame of the handshake: signed with the token, over both sides' random numbers so far."""
-        payload = json.dumps(message).encode()
-        tag = hmac.new(self.token, label + self.nonces + payload, hashlib.sha256).digest()
-        self._out += struct.pack(">I", len(payload)) + payload + tag
+        """Send a frame of the handshake: signed with the token, over both sides' random numbers so far."""
+        self._write(json.dumps(message).encode(), self.token, label + self.nonces)
 
-    def greeting(self, label: bytes) -> dict[str, Any] | None:
-        """The next frame of the handshake, if it is here. Raises `PeerDisconnected` when the token is not the same."""
-        found = self._frame()
-        if found is None:
-            return None
-        payload, tag = found
-        if label and not hmac.compare_digest(
-            tag, hmac.new(self.token, label + self.nonces + payload, hashlib.sha256).digest()
-        ):
+    async def greeting(self, label: bytes) -> dict[str, Any]:
+        """Return the next frame of the handshake. Raises `PeerDisconnected` when the token is not the same."""
+        payload, tag = await self._frame(_GREETING_BYTES)
+        if label and not hmac.compare_digest(tag, _sign(self.token, label + self.nonces + payload)):
             raise PeerDisconnected("it does not know the attempt's token")
-        return self._object(payload)
+        return _object(payload)
 
     def agree(self, hub: bool) -> None:
-        """The handshake is over: keys of this connection alone, one for each direction."""
-        keys = [hmac.new(self.token, label + self.nonces, hashlib.sha256).digest() for label in (b"down", b"up")]
+        """End the handshake: keys of this connection alone, one for each direction."""
+        keys = [_sign(self.token, label + self.nonces) for label in (b"down", b"up")]
         self.keys = (keys[0], keys[1]) if hub else (keys[1], keys[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -91,71 +74,48 @@ class Channel:
         if self.keys is None:
             raise AssertionError("before the handshake")
         payload = json.dumps(message, ensure_ascii=False).encode()
-        self._out += struct.pack(">I", len(payload)) + payload + self._tag(self.keys[0], self._numbers[0], payload)
+        self._write(payload, self.keys[0], self._numbers[0].to_bytes(8, "big"))
         self._numbers[0] += 1
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message, if it is here. Raises `PeerDisconnected` for one that was changed on the way."""
-        found = self._frame() if self.keys else None
-        if found is None or self.keys is None:
-            return None
-        payload, tag = found
-        if not hmac.compare_digest(tag, self._tag(self.keys[1], self._numbers[1], payload)):
+    async def receive(self) -> dict[str, Any]:
+        """Return the next message. Raises `PeerDisconnected`, also for one that was changed, repeated or left out."""
+        if self.keys is None:
+            raise AssertionError("before the handshake")
+        payload, tag = await self._frame(FRAME_BYTES)
+        if not hmac.compare_digest(tag, _sign(self.keys[1], self._numbers[1].to_bytes(8, "big") + payload)):
             raise PeerDisconnected("a message was changed on the way")
         self._numbers[1] += 1
-        return self._object(payload)
+        return _object(payload)
 
-    def _frame(self) -> tuple[bytes, bytes] | None:
-        if len(self._in) < 4:
-            return None
-        (length,) = struct.unpack_from(">I", self._in)
-        if length > (FRAME_BYTES if self.keys else _GREETING_BYTES):
-            raise PeerDisconnected("it does not speak this protocol")
-        if len(self._in) < 4 + length + _TAG:
-            return None
-        payload, tag = bytes(self._in[4 : 4 + length]), bytes(self._in[4 + length : 4 + length + _TAG])
-        del self._in[: 4 + length + _TAG]
-        return payload, tag
-
-    def _object(self, payload: bytes) -> dict[str, Any]:
+    async def drain(self) -> None:
+        """Wait until the kernel has taken most of what was sent. Raises `PeerDisconnected`."""
         try:
-            message = json.loads(payload)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            raise PeerDisconnected("it does not speak this protocol")
-        return message
-
-    def read(self) -> None:
-        """Take in what has arrived. Raises `PeerDisconnected`."""
-        try:
-            data = self.sock.recv(1 << 16)
-        except (BlockingIOError, InterruptedError):
-            return
+            await self.writer.drain()
         except OSError as error:
-            raise _broken(error) from None
-        if not data:
-            raise PeerDisconnected("it has closed the connection", closed=True)
-        self._in += data
-        self.heard = time.monotonic()
+            raise _disconnected(error) from None
 
-    def flush(self) -> None:
-        """Give to the kernel what it takes. Raises `PeerDisconnected`."""
-        if not self._out:
-            return
-        try:
-            count = self.sock.send(self._out)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            raise _broken(error) from None
-        del self._out[:count]
+    def close(self, why: str) -> None:
+        """End the connection at once; whoever waits for a frame gets `PeerDisconnected`."""
+        self.closed_because = self.closed_because or why
+        self.writer.transport.abort()
+
+    def _write(self, payload: bytes, key: bytes, context: bytes) -> None:
+        self.writer.write(len(payload).to_bytes(4, "big") + payload + _sign(key, context + payload))
         self.spoke = time.monotonic()
 
-    @property
-    def waiting(self) -> int:
-        """Bytes that the kernel has not taken yet."""
-        return len(self._out)
+    async def _frame(self, limit: int) -> tuple[bytes, bytes]:
+        try:
+            length = int.from_bytes(await self.reader.readexactly(4), "big")
+            if length > limit:
+                raise PeerDisconnected("it does not speak this protocol")
+            data = await self.reader.readexactly(length + _TAG)
+        except asyncio.IncompleteReadError:
+            why = self.closed_because
+            raise PeerDisconnected(why or "it has closed the connection", closed=not why) from None
+        except OSError as error:
+            raise _disconnected(error) from None
+        self.heard = time.monotonic()
+        return data[:length], data[length:]
 
     @property
     def delivered(self) -> bool:
@@ -163,8 +123,26 @@ class Channel:
         return not self.pending and self.sent == self.acknowledged
 
 
+def _sign(key: bytes, data: bytes) -> bytes:
+    return hmac.new(key, data, hashlib.sha256).digest()
+
+
+def _disconnected(error: OSError) -> PeerDisconnected:
+    return PeerDisconnected(error.strerror or str(error), closed=error.errno in (errno.ECONNRESET, errno.EPIPE))
+
+
+def _object(payload: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise PeerDisconnected("it does not speak this protocol")
+    return message
+
+
 def nonce_in(message: Mapping[str, Any]) -> bytes:
-    """The random number of the other side. Raises `PeerDisconnected` when there is none."""
+    """Return the random number of the other side. Raises `PeerDisconnected` when there is none."""
     try:
         nonce = bytes.fromhex(str(message.get("nonce")))
     except ValueError:

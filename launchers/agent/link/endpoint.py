@@ -1,17 +1,16 @@
-"""What both sides of the link do: keep the records of an attempt in step between hosts without a shared file system.
+"""Endpoint of the link: keeps the records of an attempt in step between hosts without a shared file system.
 
-A process of its own that
-knows no more of the agent than the files of the attempt directory. Node 0's is the *hub*, the others *join* it. Each
-side sends the newest content of the files that the other one needs, and after a cut all of them again: a record that
-arrives twice changes nothing, and what waits to be sent is a set of names, however long the cut.
+A process of its own that knows no more of the agent than the files of the attempt directory. Node 0's is the *hub*,
+the others *join* it. Each side sends the newest content of the files that the other one needs, and after a cut all of
+them again: a record that arrives twice changes nothing, and what waits to be sent is a set of names, however long the
+cut.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import selectors
-import socket
 import time
 
 from orc.launchers.agent.errors import log_stderr
@@ -26,16 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-
 SCAN_S = 0.1  # how often the own files are looked at; the agent says when it has written one
-HURRY_FOR_S = 20.0  # at first more often, where others than the agent write them
-OUT_BYTES = 1 << 18  # of one connection; more is taken from the files when this is sent
+FAST_FOR_S = 20.0  # at first more often, where others than the agent write them
 HANDSHAKE_S = 10.0
 GONE_S = 6.0  # a closed or refused connection that stays so is an agent that has ended
 
 
 class LinkEndpoint:
-    """What the hub and a joiner have in common: one thread, one selector, one look at the files every `SCAN_S`."""
+    """The part that the hub and a joiner have in common: one event loop, one look at the files every `SCAN_S`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.node = int(settings["node"])
@@ -50,94 +47,102 @@ class LinkEndpoint:
         self.directory = str(settings["attempt_dir"])
         self.files = Files(self.directory, self.node, self.restart)
         self.table: dict[str, dict[str, Any]] = {}
-        self.hurry = bool(settings.get("hurry"))
+        self.fast_for_s = FAST_FOR_S if settings.get("hurry") else 0.0
         self.agent = os.getppid()
         self.begun = time.monotonic()
-        self.selector = selectors.DefaultSelector()
-        self.channels: list[Channel] = []
+        self.channels: list[Channel] = []  # after the handshake
         self.gone: dict[int, str] = {}  # peers whose agents have ended without a word, and how that is known
         self.handed_over = False  # a connection has ended after it had carried this node's exit record
         self.hub_is_over = False  # node 0's exit record has come
-        self.told_state: dict[str, Any] | None = None
-        self.tell_at = 0.0
+        self.written_state: dict[str, Any] | None = None
+        self.write_at = 0.0
 
     def run(self, woken: int) -> None:
-        """Until this process is killed: it dies with its agent, which writes to *woken* when there is something new."""
-        self.selector.register(woken, selectors.EVENT_READ)
-        last_scan = next_scan = 0.0
+        """Run until this process is killed: it dies with its agent, which writes to *woken* when something is new."""
+        asyncio.run(self._run(woken))
+
+    async def _run(self, woken: int) -> None:
+        self.wake = asyncio.Event()
+
+        def on_woken() -> None:
+            if not os.read(woken, 4096):  # the agent has just died
+                asyncio.get_running_loop().remove_reader(woken)
+            self.wake.set()
+
+        asyncio.get_running_loop().add_reader(woken, on_woken)
+        await asyncio.gather(self.connect(), self.scan())
+
+    async def scan(self) -> None:
+        """Publish what is new in the own files, and check the connections."""
         while True:
             now = time.monotonic()
-            for key, events in self.selector.select(max(0.0, next_scan - now)):
-                if key.fd == woken:
-                    if not os.read(woken, 4096):  # the agent has just died
-                        self.selector.unregister(woken)
-                    next_scan = 0.0
-                else:
-                    self.on_event(key, events)
-                    next_scan = min(next_scan, last_scan + FAST_POLL_S)
-            now = time.monotonic()
-            if now >= next_scan:
-                hurry = (self.hurry and now - self.begun < HURRY_FOR_S) or not self.is_settled()
-                last_scan, next_scan = now, now + (FAST_POLL_S if hurry else SCAN_S)
-                for name, record in self.files.changed().items():
-                    self.publish(name, record)
-                self.keep_up(now)
-                self.tell_state()
-            for channel in list(self.channels):
-                self.pump(channel, now)
+            for name, record in self.files.changed().items():
+                self.publish(name, record)
+            self.check(now)
+            self.write_state()
+            fast = now - self.begun < self.fast_for_s or not self.is_settled()
+            try:
+                await asyncio.wait_for(self.wake.wait(), FAST_POLL_S if fast else SCAN_S)
+            except asyncio.TimeoutError:
+                continue
+            self.wake.clear()
+            await asyncio.sleep(0)  # what is woken all the time lets others go on
 
-    def on_event(self, key: selectors.SelectorKey, events: int) -> None:
-        """Something can be read from or written to a connection."""
-        channel: Channel = key.data
-        if channel not in self.channels:
-            return
+    async def serve(self, channel: Channel) -> None:
+        """Exchange records over a connection whose handshake is over, until it ends."""
+        self.channels.append(channel)
+        self.write_state()  # the ranks need it, and a record that comes now may let them start
+        sender = asyncio.ensure_future(self.send_records(channel))
+        why, by_peer = "", False
         try:
-            if events & selectors.EVENT_WRITE:
-                channel.flush()
-            if events & selectors.EVENT_READ:
-                channel.read()
-                self.advance(channel)
+            while True:
+                message = await channel.receive()
+                if "name" in message:
+                    channel.received += 1
+                    self.on_record(channel, str(message["name"]), message.get("record"))
+                    channel.due.set()
+                elif "stored" in message:
+                    channel.acknowledged = int(message["stored"])
+                    self.wake.set()
+                elif "refused" in message:
+                    self.on_refused(str(message["refused"]))
         except PeerDisconnected as error:
-            self.drop(channel, str(error), error.closed)
+            why, by_peer = channel.closed_because or str(error), error.closed
+        finally:
+            sender.cancel()
+            self.channels.remove(channel)
+            channel.writer.close()
+            # The other side may go as soon as it has this one's last record, confirmed or not.
+            over = channel.delivered or (by_peer and self.hub_is_over)
+            if f"node-{self.node}/exit.json" in self.table and over:
+                self.handed_over = True
+            self.on_disconnected(channel, why, by_peer)
+            self.wake.set()
 
-    def advance(self, channel: Channel) -> None:
-        """Take what has arrived: the rest of the handshake, then messages."""
-        if channel.keys is None:
-            self.shake_hands(channel)
-            if channel.keys is not None:
-                self.tell_state()  # the ranks need it, and a record that comes now may let them start
-        while (message := channel.receive()) is not None:
-            if "name" in message:
-                channel.received += 1
-                self.on_record(channel, str(message["name"]), message.get("record"))
-            elif "stored" in message:
-                channel.acknowledged = int(message["stored"])
-            elif "refused" in message:
-                self.on_refused(str(message["refused"]))
-
-    def pump(self, channel: Channel, now: float) -> None:
-        """Send what is due, and say what has been stored."""
-        if channel not in self.channels:
-            return
+    async def send_records(self, channel: Channel) -> None:
+        """Send what is due, and what has been stored; *stored* again in silence, as a sign of life."""
         try:
-            if channel.keys is not None:
-                quiet = now - channel.spoke > self.heartbeat_s and not channel.waiting
+            while True:
+                quiet = time.monotonic() - channel.spoke > self.heartbeat_s
                 if quiet or channel.confirmed != channel.received:
                     channel.confirmed = channel.received
                     channel.send({"stored": channel.confirmed})
-                while channel.pending and channel.waiting < OUT_BYTES:
+                while channel.pending:
                     name = next(iter(channel.pending))
                     del channel.pending[name]
                     self.send_record(channel, name)
-            channel.flush()
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting else 0)
-            if self.selector.get_key(channel.sock).events != wanted:
-                self.selector.modify(channel.sock, wanted, channel)
+                    await channel.drain()
+                try:
+                    await asyncio.wait_for(channel.due.wait(), self.heartbeat_s / 2)
+                except asyncio.TimeoutError:
+                    continue
+                channel.due.clear()
         except PeerDisconnected as error:
-            self.drop(channel, str(error), error.closed)
+            if not error.closed:  # else the receiving side sees it, after what has still come
+                channel.close(str(error))
 
     def send_record(self, channel: Channel, name: str) -> None:
-        """The newest content of one file."""
+        """Send the newest content of one file."""
         record = self.table[name]
         if len(json.dumps(record, ensure_ascii=False).encode()) > FRAME_BYTES - 4096:
             log_stderr(f"link: {name} is too large to be passed on")
@@ -145,62 +150,45 @@ class LinkEndpoint:
         channel.sent += 1
         channel.send({"name": name, "record": record})
 
+    def queue(self, channel: Channel, names: list[str]) -> None:
+        """Have records sent when their turn comes."""
+        channel.pending.update(dict.fromkeys(names))
+        channel.due.set()
+
     def accept_record(self, name: str, record: Any) -> bool:
         """Store a record from the other side; False for what cannot be one."""
         stored = is_record(name) and isinstance(record, dict) and self.files.store(name, record)
         if stored:
-            self.tell_agent()
+            self.notify_agent()
         return stored
 
-    def tell_agent(self) -> None:
-        """Have it look."""
+    def notify_agent(self) -> None:
+        """Have it look at the records."""
         if os.getppid() == self.agent:
             signal_process(self.agent, NEWS)
 
-    def open(self, sock: socket.socket, events: int = selectors.EVENT_READ) -> Channel:
-        """A new connection, of whom nothing is known yet."""
-        channel = Channel(sock, self.token)
-        self.channels.append(channel)
-        self.selector.register(sock, events, channel)
-        return channel
-
-    def drop(self, channel: Channel, why: str, by_peer: bool = False) -> None:
-        """Close a connection. *by_peer*: see `PeerDisconnected.closed`."""
-        if channel in self.channels:
-            self.channels.remove(channel)
-            self.selector.unregister(channel.sock)
-            channel.sock.close()
-            # The other side may go as soon as it has this one's last record, confirmed or not.
-            over = channel.delivered or (by_peer and self.hub_is_over)
-            if channel.keys is not None and f"node-{self.node}/exit.json" in self.table and over:
-                self.handed_over = True
-            self.on_dropped(channel, why, by_peer)
-
-    def keep_up(self, now: float) -> None:
-        """What has to be done from time to time."""
-        for channel in list(self.channels):
-            if channel.keys is None and now - channel.opened > HANDSHAKE_S:
-                self.drop(channel, "it did not say who it is")
-            elif channel.keys is not None and now - channel.heard > self.dead_s:
-                self.drop(channel, f"nothing was heard for {self.dead_s:g} s")
+    def check(self, now: float) -> None:
+        """End connections over which nothing has come for too long."""
+        for channel in self.channels:
+            if now - channel.heard > self.dead_s:
+                channel.close(f"nothing was heard for {self.dead_s:g} s")
 
     def state(self) -> dict[str, Any]:
-        """What the agent is told, in ``node-<n>/link.json``."""
+        """Return what the agent is told, in ``node-<n>/link.json``."""
         own_exit = self.table.get(f"node-{self.node}/exit.json")
-        joined = [channel for channel in self.channels if channel.keys is not None]
         return {
             "restart": self.restart,
-            "connected": sorted(channel.node for channel in joined if channel.node is not None),
+            "connected": sorted(channel.node for channel in self.channels if channel.node is not None),
             "gone": {str(node): why for node, why in sorted(self.gone.items())},
-            "delivered": own_exit is not None and all(channel.delivered for channel in joined),
+            "delivered": own_exit is not None and all(channel.delivered for channel in self.channels),
             "handed_over": self.handed_over,
             **self.place(),
         }
 
-    def tell_state(self) -> None:
-        """Write it down when it has changed."""
+    def write_state(self) -> None:
+        """Write the state down when it has changed."""
         now = time.monotonic()
-        if now < self.tell_at or (state := self.state()) == self.told_state:
+        if now < self.write_at or (state := self.state()) == self.written_state:
             return
         path = os.path.join(self.directory, f"node-{self.node}", "link.json")
         try:
@@ -208,36 +196,36 @@ class LinkEndpoint:
         except OSError as error:  # a full disk; the directory was removed
             if os.path.isdir(self.directory):
                 log_stderr(f"link: cannot write {path}: {error}")
-            self.tell_at = now + 1.0
+            self.write_at = now + 1.0
             return
-        self.told_state = state
-        self.tell_agent()
+        self.written_state = state
+        self.notify_agent()
 
-    # what differs
+    # the differences
+
+    async def connect(self) -> None:
+        """Make or take connections, and `serve` them."""
+        raise NotImplementedError
 
     def is_settled(self) -> bool:
-        """Whether nothing is to be expected soon."""
+        """Return whether nothing is to be expected soon."""
         return True
 
     def publish(self, name: str, record: dict[str, Any]) -> None:
-        """A record has changed on this host."""
-        raise NotImplementedError
-
-    def shake_hands(self, channel: Channel) -> None:
-        """Go on with the handshake. Raises `PeerDisconnected`."""
+        """Pass on a record that has changed on this host."""
         raise NotImplementedError
 
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
-        """A record has come. Raises `PeerDisconnected` for one that the other side may not send."""
+        """Take a record that has come. Raises `PeerDisconnected` for one that the other side may not send."""
         raise NotImplementedError
 
-    def on_dropped(self, channel: Channel, why: str, by_peer: bool) -> None:
-        """A connection is gone."""
+    def on_disconnected(self, channel: Channel, why: str, by_peer: bool) -> None:
+        """React to the end of a connection."""
         raise NotImplementedError
 
     def on_refused(self, why: str) -> None:
-        """The other side does not want this one any more."""
+        """React to the hub going on without this node."""
 
     def place(self) -> dict[str, Any]:
-        """The addresses of the connection: ``address`` (own), ``interface``, ``hub``."""
+        """Return the addresses of the connection: ``address`` (own), ``interface``, ``hub``."""
         raise NotImplementedError

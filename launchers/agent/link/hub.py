@@ -1,63 +1,65 @@
-"""Node 0's side of the link: whom everybody is connected to, and who passes on what concerns others."""
+"""Hub of the link: node 0's endpoint, which the others are connected to, and which passes on what concerns others."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import selectors
-import socket
 import time
 
 from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
-from orc.launchers.agent.link.endpoint import LinkEndpoint
+from orc.launchers.agent.link.endpoint import HANDSHAKE_S, LinkEndpoint
 from orc.launchers.agent.link.records import concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping
     from typing import Any
-
 
 STRANGERS = 512  # connections that have not said who they are
 
 
 class Hub(LinkEndpoint):
-    """Node 0's side: whom everybody is connected to."""
+    """Node 0's endpoint."""
 
     def __init__(self, settings: Mapping[str, Any], listener: socket.socket) -> None:
         super().__init__(settings)
         self.listener = listener
         self.nnodes = int(settings["nnodes"])
+        self.strangers: list[Channel] = []
         self.closed_at: dict[int, float] = {}  # peers that have closed their connection and not come back yet
         self.reached_at: dict[str, int] = {}  # own address -> how many have come by it
         self.interfaces: dict[str, str | None] = {}
-        listener.setblocking(False)
-        self.selector.register(listener, selectors.EVENT_READ)
 
-    def on_event(self, key: selectors.SelectorKey, events: int) -> None:
-        """Somebody knocks, or speaks."""
-        if key.fileobj is not self.listener:
-            super().on_event(key, events)
-            return
-        for _ in range(64):
-            try:
-                sock, _ = self.listener.accept()
-            except OSError:
-                return
-            strangers = [channel for channel in self.channels if channel.keys is None]
-            if len(strangers) >= STRANGERS:  # who belongs here has said so long before it is the oldest
-                self.drop(strangers[0], "too many others wait to say who they are")
-            channel = self.open(sock)
-            nonce = os.urandom(32)
-            # The restart is for who does not know its own: see the entry of SageMaker.
-            channel.greet(b"", {"orc-link": VERSION, "nonce": nonce.hex(), "restart": self.restart})
-            channel.nonces = nonce
+    async def connect(self) -> None:
+        """Take connections."""
+        self.listener.setblocking(False)
+        await asyncio.start_server(self.on_connection, sock=self.listener, backlog=512)
 
-    def shake_hands(self, channel: Channel) -> None:
-        """The joiner's answer: who it is, proved with the token."""
-        hello = channel.greeting(b"join")
-        if hello is None:
+    async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Find out who connects, then exchange records."""
+        if len(self.strangers) >= STRANGERS:  # who belongs here has said so long before it is the oldest
+            self.strangers.pop(0).close("too many others wait to say who they are")
+        channel = Channel(reader, writer, self.token)
+        self.strangers.append(channel)
+        try:
+            await asyncio.wait_for(self.shake_hands(channel), HANDSHAKE_S)
+        except (PeerDisconnected, asyncio.TimeoutError):
+            writer.close()
             return
+        finally:
+            if channel in self.strangers:
+                self.strangers.remove(channel)
+        await self.serve(channel)
+
+    async def shake_hands(self, channel: Channel) -> None:
+        """Have the joiner say who it is, proved with the token. Raises `PeerDisconnected`."""
+        nonce = os.urandom(32)
+        # The restart is for who does not know its own: see the entry of SageMaker.
+        channel.greet(b"", {"orc-link": VERSION, "nonce": nonce.hex(), "restart": self.restart})
+        channel.nonces = nonce
+        hello = await channel.greeting(b"join")
         node = hello.get("node")
         if hello.get("marker") != self.marker or hello.get("restart") != self.restart:
             raise PeerDisconnected("it belongs to another attempt")
@@ -67,21 +69,21 @@ class Hub(LinkEndpoint):
         channel.greet(b"hub", {"welcome": node})
         channel.agree(hub=True)
         self.refuse_lost(channel, node)
-        for other in list(self.channels):
+        for other in self.channels:
             if other.node == node:
-                self.drop(other, "it has connected again")
+                other.node = None
+                other.close("it has connected again")
         channel.node = node
         self.gone.pop(node, None)
         self.closed_at.pop(node, None)
-        address = plain(channel.sock.getsockname()[0])
+        address = plain(channel.writer.get_extra_info("sockname")[0])
         self.reached_at[address] = self.reached_at.get(address, 0) + 1
-        channel.pending = {name: None for name, record in self.table.items() if concerns(node, name, record)}
+        self.queue(channel, [name for name, record in self.table.items() if concerns(node, name, record)])
 
     def refuse_lost(self, channel: Channel, node: int) -> None:
-        """Raises `PeerDisconnected` when the gang goes on without *node*: what it says does not count any more."""
+        """Raise `PeerDisconnected` when the gang goes on without *node*: what it says does not count any more."""
         if os.path.exists(os.path.join(self.directory, f"node-{node}", "lost.json")):
             channel.send({"refused": "it goes on without this node"})
-            channel.flush()
             raise PeerDisconnected("it was given up")
 
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
@@ -95,29 +97,28 @@ class Hub(LinkEndpoint):
             self.publish(name, record, channel)
 
     def publish(self, name: str, record: dict[str, Any], origin: Channel | None = None) -> None:
-        """To all whom it concerns, but for where it came from."""
+        """Pass it on to all whom it concerns, but for where it came from."""
         self.table[name] = record
         for channel in self.channels:
             if channel is not origin and channel.node is not None and concerns(channel.node, name, record):
-                channel.pending[name] = None
+                self.queue(channel, [name])
 
-    def on_dropped(self, channel: Channel, why: str, by_peer: bool) -> None:
-        """A node whose host closes its connection has `GONE_S` to come back."""
+    def on_disconnected(self, channel: Channel, why: str, by_peer: bool) -> None:
+        """Give a node whose host closes its connection `GONE_S` to come back."""
         if channel.node is not None and by_peer:
             self.closed_at[channel.node] = time.monotonic()
 
-    def keep_up(self, now: float) -> None:
-        """Who has not come back?"""
-        super().keep_up(now)
+    def check(self, now: float) -> None:
+        """Note who has not come back."""
+        super().check(now)
         for node, at in list(self.closed_at.items()):
             if now - at > self.gone_s:
                 del self.closed_at[node]
-                if f"node-{node}/exit.json" in self.table:
-                    continue
-                self.gone[node] = "its agent has closed the connection and not come back"
+                if f"node-{node}/exit.json" not in self.table:
+                    self.gone[node] = "its agent has closed the connection and not come back"
 
     def place(self) -> dict[str, Any]:
-        """The address by which most have come."""
+        """Return the address by which most have come."""
         if not self.reached_at:
             return {"address": None, "interface": None}
         address = max(self.reached_at, key=lambda known: self.reached_at[known])

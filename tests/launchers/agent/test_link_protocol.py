@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import selectors
 import signal
 import socket
 import struct
@@ -20,111 +20,111 @@ from .conftest import TOKEN, Linked, until
 from .test_link import IDLE
 
 
+class Wire:
+    """What a channel has sent, in place of a stream's writer."""
+
+    def __init__(self):
+        self.data = b""
+
+    def write(self, data):
+        self.data += data
+
+    def take(self):
+        data, self.data = self.data, b""
+        return data
+
+
 def pair(server_token=TOKEN, client_token=TOKEN):
-    """Two channels that have shaken hands as hub and joiner do."""
-    left, right = socket.socketpair(socket.AF_UNIX)
-    return Loop(left, server_token.encode()), Loop(right, client_token.encode())
+    """Two channels that have not shaken hands; what they send stays in their ``writer``."""
+    return [
+        Channel(asyncio.StreamReader(), Wire(), token.encode())  # type: ignore[arg-type]
+        for token in (server_token, client_token)
+    ]
 
 
-class Loop(Channel):
-    """A channel over a pair of Unix sockets, which know no TCP options."""
-
-    def __init__(self, sock, token):
-        class Plain:
-            def __getattr__(self, name):
-                return getattr(sock, name)
-
-            def setsockopt(self, *_):
-                pass
-
-        super().__init__(Plain(), token)
-
-
-def shake(hub, joiner):
-    def over(sender, receiver, label):
-        sender.flush()
-        receiver.read()
-        return receiver.greeting(label)
+async def shake(hub, joiner):
+    async def over(sender, receiver, label):
+        receiver.reader.feed_data(sender.writer.take())
+        return await receiver.greeting(label)
 
     hub.greet(b"", {"nonce": "aa"})
     hub.nonces = b"a"
-    assert over(hub, joiner, b"") == {"nonce": "aa"}
+    assert await over(hub, joiner, b"") == {"nonce": "aa"}
     joiner.nonces = b"a"
     joiner.greet(b"join", {"node": 1})
-    assert over(joiner, hub, b"join") == {"node": 1}
+    assert await over(joiner, hub, b"join") == {"node": 1}
     hub.nonces += b"b"
     joiner.nonces += b"b"
     hub.greet(b"hub", {"welcome": 1})
-    assert over(hub, joiner, b"hub") == {"welcome": 1}
+    assert await over(hub, joiner, b"hub") == {"welcome": 1}
     hub.agree(hub=True)
     joiner.agree(hub=False)
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions():
-    hub, joiner = pair()
-    shake(hub, joiner)
-    for number in range(3):
-        hub.send({"number": number, "text": "ä" * 100})
-        joiner.send({"from": "joiner", "number": number})
-    hub.flush()
-    joiner.flush()
-    hub.read()
-    joiner.read()
-    assert [joiner.receive()["number"] for _ in range(3)] == [0, 1, 2]
-    assert [hub.receive()["number"] for _ in range(3)] == [0, 1, 2]
-    assert hub.receive() is joiner.receive() is None
+    async def check():
+        hub, joiner = pair()
+        await shake(hub, joiner)
+        for number in range(3):
+            hub.send({"number": number, "text": "ä" * 100})
+            joiner.send({"from": "joiner", "number": number})
+        hub.reader.feed_data(joiner.writer.take())
+        joiner.reader.feed_data(hub.writer.take())
+        assert [(await joiner.receive())["number"] for _ in range(3)] == [0, 1, 2]
+        assert [(await hub.receive())["number"] for _ in range(3)] == [0, 1, 2]
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(("server", "client"), [(TOKEN, "other"), ("other", TOKEN)])
 def test_who_does_not_know_the_token_does_not_get_past_the_handshake(server, client):
-    hub, joiner = pair(server, client)
+    async def check():
+        await shake(*pair(server, client))
+
     with pytest.raises(PeerDisconnected, match="token"):
-        shake(hub, joiner)
-
-
-def frames(data):
-    found = []
-    while data:
-        (length,) = struct.unpack_from(">I", data)
-        found.append(data[: 4 + length + 32])
-        data = data[4 + length + 32 :]
-    return found
+        asyncio.run(check())
 
 
 @pytest.mark.parametrize("change", ["altered", "repeated", "left out", "reflected"])
 def test_what_is_changed_on_the_way_ends_the_connection(change):
-    hub, joiner = pair()
-    shake(hub, joiner)
-    for number in range(2):
-        hub.send({"number": number})
-    first, second = frames(bytes(hub._out))
-    hub._out.clear()
-    if change == "reflected":
-        joiner.send({"number": 0})
-        first = bytes(joiner._out)
-        joiner._out.clear()
-    sent = {
-        "altered": first.replace(b'"number": 0', b'"number": 9'),
-        "repeated": first + first,
-        "left out": second,
-        "reflected": first,
-    }[change]
-    hub._out += sent
-    hub.flush()
-    joiner.read()
-    if change == "repeated":
-        assert joiner.receive() == {"number": 0}
-    with pytest.raises(PeerDisconnected, match="changed on the way"):
-        joiner.receive()
+    async def check():
+        hub, joiner = pair()
+        await shake(hub, joiner)
+        hub.send({"number": 0})
+        first = hub.writer.take()
+        hub.send({"number": 1})
+        second = hub.writer.take()
+        if change == "reflected":
+            joiner.send({"number": 0})
+            first = joiner.writer.take()
+        sent = {
+            "altered": first.replace(b'"number": 0', b'"number": 9'),
+            "repeated": first + first,
+            "left out": second,
+            "reflected": first,
+        }[change]
+        joiner.reader.feed_data(sent)
+        if change == "repeated":
+            assert await joiner.receive() == {"number": 0}
+        with pytest.raises(PeerDisconnected, match="changed on the way"):
+            await joiner.receive()
+
+    asyncio.run(check())
 
 
-def test_a_stranger_cannot_make_it_wait_for_a_gigabyte():
-    hub, joiner = pair()
-    joiner._out += struct.pack(">I", 1 << 30) + b"x" * 100
-    joiner.flush()
-    hub.read()
+@pytest.mark.parametrize(
+    "data",
+    [struct.pack(">I", 1 << 30) + b"x" * 100, (4000).to_bytes(4, "big") + b"[" * 4000 + b"\0" * 32],
+    ids=["a gigabyte", "nested without end"],
+)
+def test_what_a_stranger_sends_ends_the_connection(data):
+    async def check():
+        hub, _ = pair()
+        hub.reader.feed_data(data)
+        await hub.greeting(b"")
+
     with pytest.raises(PeerDisconnected, match="does not speak"):
-        hub.greeting(b"join")
+        asyncio.run(check())
 
 
 @pytest.mark.parametrize(
@@ -203,82 +203,73 @@ def test_a_crowd_of_strangers_keeps_nobody_out(linked):
     both.until_over()
 
 
-def test_what_is_nested_without_end_ends_the_connection():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        there = socket.create_connection(server.getsockname())
-        here, _ = server.accept()
-    with here, there:
-        channel = Channel(here, TOKEN.encode())
-        payload = b"[" * 4000
-        there.sendall(len(payload).to_bytes(4, "big") + payload + b"\0" * 32)
-        here.setblocking(True)
-        channel.read()
-        with pytest.raises(PeerDisconnected):
-            channel.greeting(b"")
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_did_not_say_so(tmp_path, told):
     settings = {"node": 1, "restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9}
-    joiner = Joiner({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
-    joiner.agent = -1  # else its parent is told, as its agent is: here that is whatever runs the tests
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
-        channel = joiner.open(sock)
+
+    async def check():
+        joiner = Joiner({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
+        joiner.agent = -1  # else its parent is told, as its agent is: here that is whatever runs the tests
+        joiner.wake = asyncio.Event()
+        hub_reader = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda *streams: hub_reader.set_result(streams), "127.0.0.1", 0)
+        channel = Channel(*await asyncio.open_connection(*server.sockets[0].getsockname()), TOKEN.encode())
         channel.agree(hub=False)
         joiner.joined = channel
+        serving = asyncio.ensure_future(joiner.serve(channel))
         joiner.publish("node-1/exit.json", {"restart": 0})
-        joiner.pump(channel, time.monotonic())
+        reader, writer = await hub_reader
+        await reader.readexactly(4)  # it has been sent
         if told:
             joiner.on_record(channel, "node-0/exit.json", {"restart": 0})
-        joiner.drop(channel, "it has closed the connection", by_peer=True)
-    assert joiner.state()["handed_over"] is told
+        writer.close()
+        await serving
+        server.close()
+        return joiner.state()["handed_over"]
+
+    assert asyncio.run(check()) is told
 
 
 class Many:
     """Joiners in one process, as small as can be: they say that they wait, and take what comes."""
 
     def __init__(self, port, count):
-        self.selector = selectors.DefaultSelector()
-        self.channels = {}
+        self.loop = asyncio.new_event_loop()
         self.got = {node: set() for node in range(1, count + 1)}
-        for node in range(1, count + 1):
-            channel = Channel(socket.create_connection(("127.0.0.1", port)), TOKEN.encode())
-            self.channels[node] = channel
-            self.selector.register(channel.sock, selectors.EVENT_READ, (node, channel))
+        self.channels = {}
+        self.tasks = [self.loop.create_task(self.join(node, port)) for node in self.got]
 
-    def step(self):
-        for key, _ in self.selector.select(0.05):
-            node, channel = key.data
-            try:
-                channel.read()
-            except PeerDisconnected:  # node 0 has ended
-                self.selector.unregister(channel.sock)
-                continue
-            if channel.keys is None:
-                self.greet(node, channel)
-            while (message := channel.receive()) is not None:
+    async def join(self, node, port):
+        channel = Channel(*await asyncio.open_connection("127.0.0.1", port), TOKEN.encode())
+        first = await channel.greeting(b"")
+        nonce = os.urandom(32)
+        channel.nonces = bytes.fromhex(first["nonce"])
+        channel.greet(b"join", {"node": node, "marker": "orc-job-1-a1", "restart": 0, "nonce": nonce.hex()})
+        channel.nonces += nonce
+        await channel.greeting(b"hub")
+        channel.agree(hub=False)
+        self.channels[node] = channel
+        now = time.time()
+        self.send(channel, f"node-{node}/lease.json", {"restart": 0, "host": f"h{node}", "at": now})
+        self.send(channel, f"node-{node}/heartbeat.json", {"restart": 0, "state": "waiting", "at": now})
+        try:
+            while True:
+                message = await channel.receive()
                 if "name" in message:
                     channel.received += 1
                     self.got[node].add(message["name"])
-            if channel.keys:
                 channel.send({"stored": channel.received})
-            channel.flush()
+        except PeerDisconnected:  # node 0 has ended
+            channel.writer.close()
 
-    def greet(self, node, channel):
-        if not channel.nonces:
-            first = channel.greeting(b"")
-            if first is None:
-                return
-            nonce = os.urandom(32)
-            channel.nonces = bytes.fromhex(first["nonce"])
-            hello = {"node": node, "marker": "orc-job-1-a1", "restart": 0, "nonce": nonce.hex()}
-            channel.greet(b"join", hello)
-            channel.nonces += nonce
-        elif channel.greeting(b"hub") is not None:
-            channel.agree(hub=False)
-            now = time.time()
-            self.send(channel, f"node-{node}/lease.json", {"restart": 0, "host": f"h{node}", "at": now})
-            self.send(channel, f"node-{node}/heartbeat.json", {"restart": 0, "state": "waiting", "at": now})
+    def close(self):
+        for task in self.tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*self.tasks, return_exceptions=True))
+        self.loop.close()
+
+    def step(self):
+        self.loop.run_until_complete(asyncio.sleep(0.05))
 
     def send(self, channel, name, record):
         channel.sent += 1
@@ -296,10 +287,10 @@ class Many:
 def test_256_nodes_meet_and_stop_over_one_node(attempt):
     job = attempt(IDLE, nnodes=256, link=True, peer_timeout_s=60.0)
     first = Linked([job])
+    first.start(0)
+    began = time.monotonic()
+    many = Many(first.hub["port"], 255)
     try:
-        first.start(0)
-        began = time.monotonic()
-        many = Many(first.hub["port"], 255)
         many.until_all_have("rendezvous-r0.json")
         met = time.monotonic() - began
         job.until_log("ready")
@@ -317,6 +308,7 @@ def test_256_nodes_meet_and_stop_over_one_node(attempt):
         until(lambda: first.over(0), timeout_s=120, what="the end of node 0")
         assert read_json(str(job.directory / "node-255/exit.json"))["outcome"] == "cancelled"
     finally:
+        many.close()
         if not first.over(0):
             os.kill(first.lease(0)["pid"], signal.SIGKILL)
 
