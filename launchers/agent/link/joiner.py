@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import time
 
 from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
-from orc.launchers.agent.link.endpoint import LinkEndpoint
+from orc.launchers.agent.link.endpoint import SCAN_S, LinkEndpoint
 from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
 from orc.launchers.agent.network import interface_of, plain
-from orc.launchers.agent.state import FAST_POLL_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Joiner(LinkEndpoint):
         while not self.refused:
             if self.is_joined():
                 self.refused_since, pause_s = None, BACKOFF_S[0]
-                await asyncio.sleep(FAST_POLL_S)
+                await asyncio.sleep(SCAN_S)
                 continue
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])
@@ -91,7 +91,8 @@ class Joiner(LinkEndpoint):
         await asyncio.sleep(delay_s)
         writer = None
         try:
-            opened = asyncio.open_connection(address, self.port)
+            found = await asyncio.get_running_loop().getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
+            opened = asyncio.open_connection(*found[0][4][:2])
             reader, writer = await asyncio.wait_for(opened, CONNECT_S)
             channel = Channel(reader, writer, self.token)
             await asyncio.wait_for(self.shake_hands(channel), CONNECT_S)

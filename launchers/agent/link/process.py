@@ -13,8 +13,6 @@ import sys
 import time
 
 from orc.launchers.agent.errors import LaunchFailure
-from orc.launchers.agent.link.hub import Hub
-from orc.launchers.agent.link.joiner import Joiner
 from orc.launchers.agent.network import Port, reachable_addresses
 from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, prctl
 from orc.launchers.agent.procfs import process_start
@@ -96,8 +94,12 @@ class Link:
                 node.slots.close()  # the agent's copy counts
             try:
                 if listener is not None:
+                    from orc.launchers.agent.link.hub import Hub  # asyncio: in this process alone
+
                     Hub(settings, listener).run(woken)
                 else:
+                    from orc.launchers.agent.link.joiner import Joiner
+
                     Joiner(settings).run(woken)
             except SystemExit:
                 os._exit(0)
