@@ -105,6 +105,15 @@ class Fence:
         """Return whether this process has been stopped for so long that it has to look before it does anything else."""
         return self.guard is not None and _clock() - self.renewed > max(1.0, 3 * self.node.heartbeat_s)
 
+    def yield_to_guard(self) -> None:
+        """Wait to be killed when the guard is ending this agent: what happens to the ranks now is the guard's doing.
+
+        The guard stops the agent first, but a scheduler that resumes a suspended job continues all of its processes.
+        """
+        if self.guard and self.guard.ending():
+            while True:
+                signal.pause()
+
     # its guard
 
     def start_guard(self) -> None:
@@ -218,6 +227,8 @@ class Guard:
         read, self._write = os.pipe()
         for end in (read, self._write):
             os.set_blocking(end, False)
+        self._begun, begin = os.pipe()
+        os.set_blocking(self._begun, False)
         node, parent, write = fence.node, os.getpid(), self._write
 
         def work() -> None:
@@ -230,12 +241,21 @@ class Guard:
                 signal.signal(number, signal.SIG_IGN)
             load_libc().prctl(_PR_SET_NAME, GUARD_NAME, 0, 0, 0)
             if watch(read, fence.term_s, fence.renewed):
+                os.write(begin, b"x")
                 _end_term(fence, parent)
 
         try:
             self.pid = background(work, node.log_fd)
         finally:
             os.close(read)
+            os.close(begin)
+
+    def ending(self) -> bool:
+        """Return whether the guard has begun to end the agent."""
+        try:
+            return os.read(self._begun, 1) == b"x"
+        except BlockingIOError:
+            return False
 
     def tell(self, since: float) -> None:
         """The term counts from *since* on."""
@@ -247,6 +267,7 @@ class Guard:
     def forget(self) -> None:
         """It has ended."""
         os.close(self._write)
+        os.close(self._begun)
 
     def close(self) -> None:
         """End it."""

@@ -36,10 +36,9 @@ class Supervisor(NodeState):
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
         received = next_signal(min(self.next_beat, self.next_look) - now)
-        if (
-            self.owner_fence and self.owner_fence.slept
-        ):  # who else runs comes before everything that has happened meanwhile
-            self.beat(self.state)
+        if self.owner_fence and self.owner_fence.slept:
+            self.owner_fence.yield_to_guard()
+            self.beat(self.state)  # who else runs comes before everything that has happened meanwhile
         if received is not None:
             if received.si_signo in ENDING:
                 self.on_signal(signal.Signals(received.si_signo))
