@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from orc.launchers.agent.errors import EXIT_PREEMPTED
+from orc.launchers.agent.errors import EXIT_LAUNCH, EXIT_PREEMPTED
 from orc.launchers.agent.processes import decode_wait_status, describe_exit, shell_exit_status
 from orc.launchers.agent.records import log_tail
 from orc.launchers.agent.state import FAILURE_GRACE_S, NodeState, Rank
@@ -29,6 +29,18 @@ def on_failure(node: NodeState, failure: dict[str, Any]) -> None:
     status = shell_exit_status(failure["exit_code"], failure["signal"]) or 1
     grace = min(node.grace_s, FAILURE_GRACE_S)
     node.request(StopRequest("crash", reason, grace, failure=failure, exit_status=status))
+
+
+def on_service_end(node: NodeState, service: Rank) -> None:
+    """Stop because a service has ended before the program: this node cannot do its part any more, or never could."""
+    how = f"the {service.role} of node {node.node} {describe_exit(*decode_wait_status(service.status or 0))}"
+    failure = failure_of(node, service)
+    if not node.ranks and (node.peer_record(0, "heartbeat.json") or {}).get("state") != "running":
+        reason = f"{how}\n{failure['log_tail']}".rstrip()
+        node.request(StopRequest("launch", reason, 0.0, exit_status=EXIT_LAUNCH))
+        return
+    reason, grace = f"{how} (node failure; {node.me['host']})", min(node.grace_s, FAILURE_GRACE_S)
+    node.request(StopRequest("node_failure", reason, grace, failure=failure, lost_node=node.node))
 
 
 def failure_of(node: NodeState, rank: Rank | None) -> dict[str, Any]:

@@ -13,14 +13,15 @@ from orc.launchers.agent.fence import Fence
 from orc.launchers.agent.lease import succeeded_before, take_lease
 from orc.launchers.agent.preparation import end_containers, load_secrets, prepare
 from orc.launchers.agent.processes import become_subreaper
-from orc.launchers.agent.ranks import start_ranks
+from orc.launchers.agent.ranks import launch_environment, start_ranks
 from orc.launchers.agent.records import read_json, remove, write_json
 from orc.launchers.agent.rendezvous import join_rendezvous
+from orc.launchers.agent.services import start_services
 from orc.launchers.agent.signals import take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S
 from orc.launchers.agent.stop import StopRequest
 from orc.launchers.agent.supervision import Supervisor
-from orc.launchers.agent.termination import end_processes, kill_sessions, rank_processes, stop_ranks_now
+from orc.launchers.agent.termination import end_processes, end_services, kill_sessions, rank_processes, stop_ranks_now
 from orc.launchers.agent.verdict import make_verdict, verdict
 
 TYPE_CHECKING = False
@@ -119,11 +120,13 @@ class Node(Supervisor):
             if cancel is not None:  # it came before the start did
                 self.on_cancel(cancel)
             if self.stop is None and self.await_predecessors() and prepare(self) and (where := join_rendezvous(self)):
-                start_ranks(self, *where)
+                values, env = launch_environment(self, *where)
+                if start_services(self, values, env):
+                    start_ranks(self, values, env)
         except LaunchFailure:
             stop_ranks_now(self)
             raise
-        self.beat("running" if self.ranks or self.calls else "stopping")
+        self.beat("running" if self.ranks or self.calls or self.services else "stopping")
         return self.supervise()
 
     def await_predecessors(self) -> bool:
@@ -141,12 +144,13 @@ class Node(Supervisor):
 
     def supervise(self) -> dict[str, Any]:
         """Until the last rank has ended; returns the exit record's verdict."""
-        if self.calls and self.node:
+        if self.follows:
             if self.until(lambda: self.peer_record(0, "exit.json") is not None):
-                return self.follow_launcher_node()
+                return self.follow_first_node()
         elif self.ranks and self.until(
             lambda: self.unexplained is None and all(rank.status is not None for rank in self.ranks)
         ):
+            end_services(self)
             return make_verdict("succeeded", "", 0)
         stop = self.stop
         if stop is None:
@@ -156,11 +160,15 @@ class Node(Supervisor):
             deadline = time.monotonic() + stop.grace_s
             while rank_processes(self) and time.monotonic() < min(deadline, self.kill_at):
                 self.tick()
+        if self.follows and self.services:  # the driver may need them to save
+            deadline = time.monotonic() + stop.grace_s
+            while not self.peer_record(0, "exit.json") and time.monotonic() < min(deadline, self.kill_at):
+                self.tick()
         end_processes(self, lambda: rank_processes(self))
         return verdict(self, stop)
 
-    def follow_launcher_node(self) -> dict[str, Any]:
-        """The verdict of a node without a launcher when the first node, which has it, has ended."""
+    def follow_first_node(self) -> dict[str, Any]:
+        """Return the verdict of a node without a program when the first node, which has it, has ended."""
         record = self.peer_record(0, "exit.json") or {}
         if record.get("outcome") != "succeeded":
             self.look(time.monotonic())  # a cancellation may be the reason of both
@@ -168,6 +176,7 @@ class Node(Supervisor):
             self.request(StopRequest("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
             end_processes(self, lambda: rank_processes(self))
             return verdict(self, self.stop)  # type: ignore[arg-type]
+        end_services(self)
         deadline = time.monotonic() + FAILURE_GRACE_S
         while self.sessions and time.monotonic() < deadline:  # the launcher's daemons
             self.next_look = time.monotonic() + FAST_POLL_S

@@ -51,8 +51,8 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
     return env
 
 
-def start_ranks(node: NodeState, addr: str, port: int) -> None:
-    """Start the ranks, or the launcher that starts them."""
+def launch_environment(node: NodeState, addr: str, port: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values of the command's placeholders and the environment of what the command starts on this node."""
     from orc.launchers.agent.network import LISTENING, on_loopback
 
     command = node.config.command
@@ -78,6 +78,7 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
         "is_host": "0" if node.node else "1",
         "node_addr": node_address(node, addr),
         "attempt_dir": node.attempt_dir,
+        **({"service_token": service_token(node)} if command.get("services") else {}),
     }
     defaults = {n: substitute(v, values) for n, v in (command.get("env") or {}).items()}
     if command.get("host_env"):
@@ -86,9 +87,22 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
             defaults[name] = ",".join(substitute(text, {"host": host}) for host in names)
     env = job_environment(node, defaults)
     env["ORC_TOKEN"] = node.token
+    return values, env
+
+
+def service_token(node: NodeState) -> str:
+    """Return a password for what the nodes serve each other: unlike the ranks' own token, it may be sent."""
+    import hashlib
+
+    return hashlib.sha256(f"service {node.token}".encode()).hexdigest()
+
+
+def start_ranks(node: NodeState, values: Mapping[str, str], env: dict[str, str]) -> None:
+    """Start the ranks, or the launcher that starts them."""
+    command = node.config.command
     log = os.path.join(node.logs, f"node-{node.node}.log")
     runtime_tree = node.config.runtime_tree
-    if node.first_alone:
+    if node.remote_shell:
         from orc.launchers.agent.calls import RemoteCalls, install
 
         env["PATH"] = (
@@ -102,7 +116,6 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
         program[0] = node.python
     if node.node == 0:
         write_hostfiles(node, command.get("hostfiles") or {})
-    null = os.open(os.devnull, os.O_RDONLY)
     prefix = list(node.prepared.get("prefix") or ())  # of a container
     if command["spawn"] == "launcher":
         shim = [*agent_argv(runtime_tree), "rank", "--"]
@@ -112,17 +125,18 @@ def start_ranks(node: NodeState, addr: str, port: int) -> None:
         else:
             program = prefix + program
         argv += shim + program
-        start_one(node, None, None, argv, env, null, log)
+        node.ranks.append(start_process(node, argv, env, log))
     else:
-        for local_rank in range(node.nproc):
-            rank = node.node * node.nproc + local_rank
-            own = rank_variables(rank, local_rank, node.node, node.nnodes, node.nproc, addr, port)
+        nnodes, nproc = 1 if node.driven else node.nnodes, node.local_ranks
+        addr, port = values["master_addr"], int(values["master_port"])
+        for local_rank in range(nproc):
+            rank = node.node * nproc + local_rank
+            own = rank_variables(rank, local_rank, node.node, nnodes, nproc, addr, port)
             for name, texts in (command.get("rank_env") or {}).items():
                 if name not in (node.config.env):  # the job's own wins
                     own[name] = substitute(texts[local_rank], {**values, "rank": str(rank)})
             log = os.path.join(node.logs, f"rank-{rank}.log")
-            start_one(node, rank, local_rank, prefix + program, {**env, **own}, null, log)
-    os.close(null)
+            node.ranks.append(start_process(node, prefix + program, {**env, **own}, log, rank, local_rank))
     node.record_pids()
 
 
@@ -145,21 +159,23 @@ def write_hostfiles(node: NodeState, templates: Mapping[str, str]) -> None:
             file.writelines(substitute(line, value) for value in values)
 
 
-def start_one(
+def start_process(
     node: NodeState,
-    rank: int | None,
-    local_rank: int | None,
     argv: Sequence[str],
     env: dict[str, str],
-    null: int,
     log: str,
-) -> None:
-    """Start a rank, or with no rank the launcher."""
+    rank: int | None = None,
+    local_rank: int | None = None,
+    role: str = "",
+) -> Rank:
+    """Start a rank, or with no rank the launcher or a service, which has a *role*."""
+    null = os.open(os.devnull, os.O_RDONLY)
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         start = os.fstat(fd).st_size
         pid = spawn(argv, env, cwd=node.work, stdin=null, output=fd, umask=users_umask())
     finally:
+        os.close(null)
         os.close(fd)
     node.sessions[pid] = process_start(pid) or ""
-    node.ranks.append(Rank(rank, local_rank, pid, log, start))
+    return Rank(rank, local_rank, pid, log, start, role)

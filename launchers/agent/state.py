@@ -27,9 +27,12 @@ RESERVE_BYTES = 32768  # kept on disk so that the exit record can be written whe
 
 
 class Rank:
-    """One rank (or one launcher) that this agent has started."""
+    """One rank (or one launcher, or one service beside them) that this agent has started."""
 
-    def __init__(self, rank: int | None, local_rank: int | None, pid: int, log: str, log_start: int) -> None:
+    def __init__(
+        self, rank: int | None, local_rank: int | None, pid: int, log: str, log_start: int, role: str = ""
+    ) -> None:
+        self.role = role  # of a service; empty for a rank or a launcher
         self.rank = rank
         self.local_rank = local_rank
         self.pid = pid
@@ -86,7 +89,12 @@ class NodeState:
         self.port: Any = None
         command = config.command
         self.shims = command["spawn"] == "launcher"  # the ranks are a launcher's, each below a shim
-        self.first_alone = self.shims and command.get("where") == "first" and self.nnodes > 1
+        self.driven = command.get("primary") == "first"  # the program, or its launcher, runs on node 0 alone
+        self.follows = self.driven and node > 0  # its end is this node's
+        self.remote_shell = bool(command.get("remote_shell")) and self.nnodes > 1
+        # Of a driver there is one, whatever the nodes have.
+        self.local_ranks = self.nproc if self.shims or not self.driven else int(node == 0)
+        self.services: list[Rank] = []  # what runs beside the program on this node
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
         self.owner_fence: Any = None  # against other runs of the same job
         self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
@@ -244,7 +252,7 @@ class NodeState:
                 self.link.on_end()
             if self.owner_fence:
                 self.owner_fence.on_end(pid)
-            for rank in self.ranks:
+            for rank in (*self.ranks, *self.services):
                 if rank.pid == pid:
                     rank.status, rank.at = status, time.time()
                     self.on_rank_end(rank)

@@ -15,6 +15,7 @@ from orc.launchers.agent.failures import (
     first_rank_failure,
     launcher_preempted,
     on_failure,
+    on_service_end,
 )
 from orc.launchers.agent.peers import on_peer_stop, watch_peers
 from orc.launchers.agent.processes import decode_wait_status
@@ -93,9 +94,12 @@ class Supervisor(NodeState):
         )
 
     def on_rank_end(self, rank: Rank) -> None:
-        """A rank (or the launcher) has ended: was that the end of the attempt?"""
+        """A rank (or the launcher, or a service) has ended: was that the end of the attempt?"""
         code, name = decode_wait_status(rank.status or 0)
         if self.stop:
+            return
+        if rank.role:
+            on_service_end(self, rank)
             return
         if code == 0 and name is None:
             if rank.rank is None:
@@ -116,7 +120,7 @@ class Supervisor(NodeState):
             return
         if rank.rank is None and launcher_preempted(self):
             return
-        if self.first_alone and first_rank_failure(self) is None:
+        if (self.remote_shell and first_rank_failure(self) is None) or (self.services and self.nnodes > 1):
             self.unexplained = (rank, time.monotonic() + EXPLAIN_S)
         else:
             on_failure(self, failure_of(self, rank))

@@ -7,7 +7,7 @@ import time
 
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.signals import signal_group, signal_process
-from orc.launchers.agent.state import FAST_POLL_S, NodeState
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, NodeState
 from orc.launchers.agent.supervision import Supervisor
 
 TYPE_CHECKING = False
@@ -34,10 +34,23 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
 
 
 def stop_ranks_now(node: Supervisor) -> None:
-    """SIGKILL every session, and wait until their leaders are gone."""
+    """SIGKILL every session, and wait until their leaders are gone; services may clean up first."""
+    end_services(node)
     deadline = time.monotonic() + 10.0
     kill_sessions(node)
     while node.sessions and time.monotonic() < deadline:
+        node.next_look = time.monotonic() + FAST_POLL_S
+        node.tick()
+
+
+def end_services(node: Supervisor) -> None:
+    """SIGTERM what runs beside the program, and wait until it has cleaned up."""
+    services, node.services = node.services, []
+    deadline = time.monotonic() + FAILURE_GRACE_S
+    for service in services:
+        if service.status is None:
+            signal_process(service.pid, signal.SIGTERM)
+    while any(service.pid in node.sessions for service in services) and time.monotonic() < deadline:
         node.next_look = time.monotonic() + FAST_POLL_S
         node.tick()
 
@@ -63,7 +76,7 @@ def may_save_elsewhere(node: NodeState) -> bool:
     """Whether a launcher that spans the nodes has lost its ranks here, but may have some elsewhere: it would end
     those at once if it were told to end. It ends by itself after its last rank, or with the grace period.
     """
-    if not node.first_alone:
+    if not node.remote_shell:
         return False
     shims = node.shim_records(running=True).values()
     return bool(shims) and not any(process_start(shim["pid"]) == shim["start"] for shim in shims)

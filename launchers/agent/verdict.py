@@ -16,7 +16,7 @@ def verdict(node: NodeState, stop: StopRequest) -> dict[str, Any]:
     """What to record, given why the ranks were stopped and how they ended."""
     records = node.rank_records()
     codes = [record["exit_code"] for record in records.values()]
-    clean = bool(codes) and len(codes) == node.nproc and all(code in (0, node.preempt_exit) for code in codes)
+    clean = bool(codes) and len(codes) == node.local_ranks and all(code in (0, node.preempt_exit) for code in codes)
     if stop.outcome == "preempted":
         if clean and not any(codes):
             return make_verdict("succeeded", "", 0)

@@ -1,4 +1,7 @@
-"""Commands by kind. A new one is a module here with a ``COMMAND`` attribute; nothing else changes."""
+"""Commands by kind. A new one is a module here with a ``COMMAND`` attribute; nothing else changes.
+
+Those of other packages are entry points of the group ``orc.commands``.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,22 @@ if TYPE_CHECKING:
 
 
 def build_command(job: JobSpec) -> NodeCommand:
-    """What each node's agent starts for *job*. Raises `RenderError` with the reason when it cannot be done."""
+    """Return what each node's agent starts for *job*.
+
+    Raises:
+        RenderError: There is no such command, or it cannot carry the job; with the reason.
+    """
     kind = job.launcher.kind
     if not COMMANDS.has(kind):
         raise RenderError(f"unknown command kind {kind!r}", hint=f"known kinds: {', '.join(COMMANDS.kinds())}")
     command = cast("Command", COMMANDS.load(kind))
     if reason := command.check(job):
-        raise RenderError(f"launcher {kind} cannot run this job: {reason}", where=_place(job, reason))
+        raise RenderError(f"launcher {kind} cannot run this job: {reason}", where=_origin(job, reason))
     return command.build(job)
 
 
-def _place(job: JobSpec, reason: str) -> str:
-    """Where the option that *reason* names stands in the job file; the job's name where it names none."""
+def _origin(job: JobSpec, reason: str) -> str:
+    """Return the place in the job file of the option that *reason* names; the job's name where it names none."""
     from orc.launchers.commands.options import named
     from orc.launchers.spec.source import document_of
 

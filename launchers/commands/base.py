@@ -17,20 +17,43 @@ PLACEHOLDERS = (
     "is_host",  # 1 on node 0, where a rendezvous service runs; 0 on the others
     "node_addr",  # where the other nodes reach this one
     "attempt_dir",
+    "service_token",  # a password of this incarnation for what the nodes serve each other: never in an argv
 )
 SETTLE_S = 5.0
 
 
 @dataclass(frozen=True)
+class Service:
+    """Process that runs beside the program until the attempt ends: the head of a cluster on node 0, workers elsewhere.
+
+    The agents of *nodes* start ``argv``, which may hold ``{placeholders}``. At the end of the program it gets SIGTERM,
+    and some seconds to clean up. Its own end before that is a failure of the node; *role* is what messages call it.
+    """
+
+    role: str
+    nodes: Literal["first", "others"]
+    argv: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form in ``agent.json``."""
+        return {"role": self.role, "nodes": self.nodes, "argv": list(self.argv)}
+
+
+@dataclass(frozen=True)
 class NodeCommand:
-    """What one node's agent starts.
+    """What the agents of an attempt start.
 
     ``spawn="ranks"``: the agent itself starts ``nproc`` processes, each ``program`` with RANK, LOCAL_RANK and so on.
     ``spawn="launcher"``: the agent starts ``launcher + [rank shim] + program`` once; the launcher (torchrun, mpirun,
     deepspeed) starts the ranks, and the shim around each rank writes its log and its true exit status.
 
-    ``where="first"``: the agent of node 0 alone starts the launcher, which reaches the other nodes by ``ssh``; that is
-    the agent's own look-alike, first on the launcher's PATH, and the other agents run what it asks for.
+    ``primary="first"``: that happens on node 0 alone, and its end is the end of the attempt on all nodes. Of ranks that
+    the agent starts itself there is one then: a driver. The other nodes have their part by one of two ways:
+    ``remote_shell``: the launcher on node 0 reaches them by ``ssh``; that is the agent's own look-alike, first on the
+    launcher's PATH, and the other agents run what it asks for.
+    ``services`` are what the agents run beside the program, by the role of their node. ``ready`` is run on node 0
+    before the program: it ends with 0 when the services of all nodes have found each other.
+
     ``hostfiles`` are written by the agent of node 0 into the attempt directory, by name: the text is repeated for each
     node, with ``{host}`` and ``{nproc}`` filled in.
     ``host_env`` are variables whose text is repeated for each node, with ``{host}`` filled in, and joined by commas.
@@ -41,15 +64,19 @@ class NodeCommand:
     others end with the first node that is lost, and the next attempt starts with the nodes that are left.
     ``only_on`` names the kinds of cluster that can carry it; empty: all of them.
 
-    ``launcher``, ``env`` and ``rank_env`` values may hold ``{placeholders}`` (`PLACEHOLDERS`). In ``program`` only a
-    first word that is exactly ``{python}`` is replaced: the user's own arguments pass through untouched.
+    ``launcher``, ``ready``, ``env`` and ``rank_env`` values may hold ``{placeholders}`` (`PLACEHOLDERS`). In
+    ``program`` only a first word that is exactly ``{python}`` is replaced: the user's own arguments pass through
+    untouched.
     """
 
     spawn: Literal["ranks", "launcher"]
     program: tuple[str, ...]
     launcher: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    where: Literal["each", "first"] = "each"
+    primary: Literal["each", "first"] = "each"
+    remote_shell: bool = False
+    services: tuple[Service, ...] = ()
+    ready: tuple[str, ...] = ()
     hostfiles: Mapping[str, str] = field(default_factory=dict)
     host_env: Mapping[str, str] = field(default_factory=dict)
     rank_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -65,8 +92,14 @@ class NodeCommand:
             "program": list(self.program),
             "env": dict(self.env),
         }
-        if self.where != "each":
-            found["where"] = self.where
+        if self.primary != "each":
+            found["primary"] = self.primary
+        if self.remote_shell:
+            found["remote_shell"] = True
+        if self.services:
+            found["services"] = [service.to_dict() for service in self.services]
+        if self.ready:
+            found["ready"] = list(self.ready)
         if self.hostfiles:
             found["hostfiles"] = dict(self.hostfiles)
         if self.host_env:

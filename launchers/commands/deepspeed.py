@@ -146,7 +146,14 @@ class DeepspeedCommand:
         before = _launcher_args(launcher, [str(word) for word in given])
         text = " ".join([before + _RUNNER + _ALL, f"--launcher={launcher}", *filter(None, own), '"$@"\n'])
         hostfiles = {"hostfile": "{host} slots={nproc}\n"}
-        return NodeCommand("launcher", program, ("/bin/sh", "-c", text, "{python}"), where="first", hostfiles=hostfiles)
+        return NodeCommand(
+            "launcher",
+            program,
+            ("/bin/sh", "-c", text, "{python}"),
+            primary="first",
+            remote_shell=True,
+            hostfiles=hostfiles,
+        )
 
 
 def _launcher_args(launcher: str, given: list[str]) -> str:

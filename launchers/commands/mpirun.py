@@ -127,7 +127,8 @@ class MpirunCommand:
             program=program_of(job),
             launcher=("/bin/sh", "-c", script(given, options), "mpirun"),
             env=_oneccl(options),
-            where="first",
+            primary="first",
+            remote_shell=True,
             hostfiles=hostfiles,
             settle_s=0.5,  # it waits for the other ranks, so the agent has to act
         )

@@ -76,7 +76,7 @@ class Link:
             "peer_timeout_s": node.peer_timeout_s,
             "token": self.given["token"],
             "hub": self.hub,
-            "hurry": node.first_alone,  # its launcher's calls are files that others write
+            "hurry": node.remote_shell,  # its launcher's calls are files that others write
         }
         listener = self.listener
         remove(os.path.join(node.dir, "link.json"))

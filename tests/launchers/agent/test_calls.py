@@ -56,7 +56,8 @@ def called(attempt):
     def make(script, /, nnodes=2, nproc=2, launcher=LAUNCHER, **changes):
         command = {
             "spawn": "launcher",
-            "where": "first",
+            "primary": "first",
+            "remote_shell": True,
             "launcher": ["{python}", "-c", launcher, "{attempt_dir}/hosts"],
             "hostfiles": {"hosts": "{host} {nproc}\n"},
             "program": ["{python}", "train.py"],
@@ -234,7 +235,7 @@ def test_a_cancellation_that_has_ended_the_first_node_already_is_the_reason_on_t
     node = Node(AgentConfig(job.config), 1, "test:1")
     with (job.root / "log").open("wb") as log:
         node.log_fd = log.fileno()
-        ending = node.follow_launcher_node()
+        ending = node.follow_first_node()
     assert (ending["outcome"], ending["exit_status"]) == ("cancelled", 143)
 
 

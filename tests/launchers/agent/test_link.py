@@ -245,7 +245,8 @@ ssh("gpu2", "echo two $ORC_NODE_RANK; ssh gpu1 'echo from two; exit 4'")
 """
     command = {
         "spawn": "launcher",
-        "where": "first",
+        "primary": "first",
+        "remote_shell": True,
         "launcher": ["{python}", "-c", launcher],
         "program": ["{python}", "train.py"],
         "env": {},

@@ -23,7 +23,7 @@ from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec, load_job
 from orc.launchers.spec.clusters import Cluster
 
-KINDS = ["deepspeed", "mpirun", "python", "torchrun", "xla"]
+KINDS = ["deepspeed", "mpirun", "python", "ray", "torchrun", "xla"]
 
 
 def job(**settings: Any) -> JobSpec:
@@ -45,9 +45,10 @@ def test_every_placeholder_that_is_used_is_known_to_the_agent() -> None:
     used = set()
     for kind in KINDS:
         for options in ({}, {"rdzv_backend": "c10d"} if kind == "torchrun" else {}):
-            made = job(launcher={"kind": kind, "options": options}, resources={"procs_per_node": 2})
+            made = job(launcher={"kind": kind, "options": options}, resources={"procs_per_node": 1})
             command = build_command(made)
-            text = " ".join([*command.launcher, *command.env.values()])
+            words = [word for service in command.services for word in service.argv]
+            text = " ".join([*command.launcher, *command.env.values(), *words])
             used |= {name for name in PLACEHOLDERS if f"{{{name}}}" in text}
     assert used == set(PLACEHOLDERS)
     agent = (Path(__file__).parents[3] / "launchers" / "agent" / "ranks.py").read_text()
@@ -62,7 +63,7 @@ def test_every_command_keeps_the_users_words(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_range_of_nodes_is_for_the_cluster_to_settle(kind: str) -> None:
-    build_command(job(launcher=kind, resources={"nodes": "2:4", "procs_per_node": 4}))
+    build_command(job(launcher=kind, resources={"nodes": "2:4", "procs_per_node": 1 if kind == "ray" else 4}))
 
 
 def test_python_starts_the_program_itself() -> None:
@@ -113,11 +114,13 @@ def test_what_is_no_command_is_refused(kind: str) -> None:
 def test_the_agents_are_told_what_is_not_usual() -> None:
     assert set(config(job(launcher="python"), "local")["command"]) == {"spawn", "launcher", "program", "env"}
     command = config(job(launcher="mpirun"), "local")["command"]
-    assert (command["where"], command["settle_s"], sorted(command["hostfiles"])) == (
-        "first",
-        0.5,
-        ["hostfile", "machinefile"],
-    )
+    assert (command["primary"], command["remote_shell"], command["settle_s"]) == ("first", True, 0.5)
+    assert sorted(command["hostfiles"]) == ["hostfile", "machinefile"]
+    command = config(job(launcher="ray"), "local")["command"]
+    assert [(service["role"], service["nodes"]) for service in command["services"]] == [
+        ("Ray head", "first"),
+        ("Ray worker", "others"),
+    ]
 
 
 def test_a_command_for_one_kind_of_cluster_is_refused_on_others() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 def test_each_node_starts_its_own_launcher_unless_told_otherwise(build) -> None:
     command = build("deepspeed")
-    assert (command.where, command.hostfiles) == ("each", {})
+    assert (command.primary, command.hostfiles) == ("each", {})
     text = command.launcher[2]
     assert "deepspeed.launcher.launch" in text
     assert "--node_rank={node_rank} --master_addr={master_addr} --master_port={master_port}" in text
@@ -22,7 +22,7 @@ def test_each_node_starts_its_own_launcher_unless_told_otherwise(build) -> None:
 
 def test_the_runner_on_node_0_reads_the_host_file_of_the_attempt(build) -> None:
     command = build("deepspeed", {"launcher": "pdsh", "exclude": "node3"})
-    assert (command.where, command.hostfiles) == ("first", {"hostfile": "{host} slots={nproc}\n"})
+    assert (command.primary, command.hostfiles) == ("first", {"hostfile": "{host} slots={nproc}\n"})
     words = shlex.split(command.launcher[2])
     assert "--hostfile=$ORC_ATTEMPT_DIR/hostfile" in words
     assert "--exclude=node3" in words
@@ -92,4 +92,4 @@ def test_a_secret_that_deepspeed_would_show_is_refused(launcher, refusal, build)
     assert (
         reason == "DeepSpeed would put the secret MLFLOW_TRACKING_TOKEN on a command line; launcher: standard does not"
     )
-    assert build("deepspeed", secrets=secrets).where == "each"
+    assert build("deepspeed", secrets=secrets).primary == "each"

@@ -42,6 +42,19 @@ LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed-openmpi": ("deepspeed", {"launcher": "openmpi", "launcher_args": ["--mca", "a", "b c"]}),
     "deepspeed-mpich": ("deepspeed", {"launcher": "mpich"}),
     "deepspeed-impi": ("deepspeed", {"launcher": "impi"}),
+    "ray": ("ray", {}),
+    "ray-options": (
+        "ray",
+        {
+            "num_cpus": 8,
+            "num_gpus": 2,
+            "resources": {"licence": 1},
+            "object_store_memory": "2GiB",
+            "object_manager_port": 8076,
+            "min_worker_port": 10002,
+            "max_worker_port": 10999,
+        },
+    ),
     "xla": ("xla", {}),
     "xla-variables": ("xla", {"metadata": "variables", "accelerator_type": "v4-16", "topology": "2x2x2"}),
 }
@@ -50,11 +63,14 @@ SHELL = ("mpirun", "deepspeed")
 
 def told(command: NodeCommand) -> str:
     """All of it, to be read by people."""
-    lines = [f"where: {command.where}", f"settle_s: {command.settle_s:g}", f"only_on: {', '.join(command.only_on)}"]
+    lines = [f"primary: {command.primary}", f"settle_s: {command.settle_s:g}", f"only_on: {', '.join(command.only_on)}"]
+    lines += ["remote shell"] if command.remote_shell else []
     lines += [f"env {name}={value}" for name, value in command.env.items()]
     lines += [f"hostfile {name}: {line!r}" for name, line in command.hostfiles.items()]
     lines += [f"host env {name}={text}" for name, text in command.host_env.items()]
     lines += [f"rank env {name}={' | '.join(texts)}" for name, texts in command.rank_env.items()]
+    lines += [f"{each.role} on the {each.nodes}: {word}" for each in command.services for word in each.argv]
+    lines += [f"ready: {word}" for word in command.ready]
     lines += [f"launcher: {word}" for word in command.launcher]
     lines += [f"program: {word}" for word in command.program]
     return "\n".join(lines) + "\n"
@@ -63,7 +79,8 @@ def told(command: NodeCommand) -> str:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_what_is_started_is_known_to_the_byte(name: str, build) -> None:
     kind, options = LAUNCHERS[name]
-    text = told(build(kind, options, args=["--note", "it's $5"], resources={"nodes": 2, "procs_per_node": 4}))
+    resources = {"nodes": 2, "procs_per_node": 1 if kind == "ray" else 4}
+    text = told(build(kind, options, args=["--note", "it's $5"], resources=resources))
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,3 +99,11 @@ def test_scripts_are_shell(name: str, build) -> None:
     assert (shell, flag) == ("/bin/sh", "-c")
     done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["ray", "ray-options"])
+def test_services_are_started_by_shell(name: str, build) -> None:
+    kind, options = LAUNCHERS[name]
+    for service in build(kind, options).services:
+        done = subprocess.run(["/bin/sh", "-n"], input=service.argv[2], text=True, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
