@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.spec.job import Checkpoint, JobSpec, Launcher, Resources, Retry, Workdir
-from orc.launchers.spec.load import LoadedJob, load_job
-
 if TYPE_CHECKING:
+    from orc.launchers.spec.job import Checkpoint, JobSpec, Launcher, Resources, Retry, Workdir
+    from orc.launchers.spec.load import LoadedJob, load_job
     from orc.launchers.spec.problems import Problem, SpecProblems
 
+_MODULES = {
+    **dict.fromkeys(("Checkpoint", "JobSpec", "Launcher", "Resources", "Retry", "Workdir"), "job"),
+    **dict.fromkeys(("LoadedJob", "load_job"), "load"),
+    **dict.fromkeys(("Problem", "SpecProblems"), "problems"),
+}
 __all__ = [
     "Checkpoint",
     "JobSpec",
@@ -25,9 +29,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Complaints are imported when there is something to complain about.
-    if name in ("Problem", "SpecProblems"):
-        from orc.launchers.spec import problems
+    # The models are imported by commands that read a job, and by no others: start-up time.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
 
-        return getattr(problems, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -14,9 +14,8 @@ from orc.launchers.paths import clusters_file, refuse_untrusted
 from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
-from orc.launchers.spec.job import ShellLines, Variables
 from orc.launchers.spec.network import Network
-from orc.launchers.spec.options import FrozenModel, Line, Name
+from orc.launchers.spec.options import FrozenModel, Line, Name, ShellLines, Variables
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
@@ -60,7 +59,7 @@ def option_place(cluster: Cluster, path: KeyPath = (), *, key: bool = False) -> 
 
 def builtin_local() -> Cluster:
     """Return the cluster that needs no configuration: this machine."""
-    return Cluster(name=LOCAL, kind=LOCAL)
+    return Cluster.model_construct(name=LOCAL, kind=LOCAL)  # needs no validator: start-up time
 
 
 def load_clusters(path: Path | None = None) -> dict[str, Cluster]:

@@ -13,10 +13,8 @@ from orc.launchers.spec import grammar
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
-from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, Text, Whole
+from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
 from orc.runtime.config import JOB_KEYS, KEYS, check
-
-Variables = dict[Annotated[str, BeforeValidator(grammar.env_name)], Text]
 
 
 def _job_name(value: Any) -> str:
@@ -63,17 +61,6 @@ def _args(value: Any) -> tuple[str, ...]:
     if isinstance(value, (list, tuple)):
         return tuple(grammar.texts(value))
     raise ValueError("expected a list of words such as [--lr, 0.1], or a mapping such as {lr: 0.1}")
-
-
-def shell_lines(value: Any) -> tuple[str, ...]:
-    """Return the lines of ``setup``: one text, or a list; blank ones are dropped."""
-    lines = [value] if isinstance(value, str) else value
-    if not isinstance(lines, (list, tuple)):
-        raise ValueError("expected shell lines: one text or a list")
-    return tuple(line for line in grammar.texts(lines) if line.strip())
-
-
-ShellLines = Annotated[tuple[str, ...], BeforeValidator(shell_lines, json_schema_input_type=str | list[str])]
 
 
 class Launcher(FrozenModel):

@@ -137,6 +137,14 @@ def several(value: Any) -> Any:
     return [value] if isinstance(value, (str, int, Mapping)) else value
 
 
+def shell_lines(value: Any) -> tuple[str, ...]:
+    """Return the lines of ``setup``: one text, or a list; blank ones are dropped."""
+    lines = [value] if isinstance(value, str) else value
+    if not isinstance(lines, (list, tuple)):
+        raise ValueError("expected shell lines: one text or a list")
+    return tuple(line for line in grammar.texts(lines) if line.strip())
+
+
 Text = Annotated[str, Reader(grammar.scalar_text)]
 Line = Annotated[str, Reader(grammar.line)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
@@ -149,6 +157,9 @@ Port = Annotated[int, Strict(), Field(ge=1, le=65535)]
 Flag = Annotated[bool, Strict()]
 Number = int | float  # 30 stays 30 in what is rendered
 Duration = Annotated[Number, BeforeValidator(grammar.seconds, json_schema_input_type=float | str)]
+
+Variables = dict[Annotated[str, BeforeValidator(grammar.env_name)], Text]
+ShellLines = Annotated[tuple[str, ...], BeforeValidator(shell_lines, json_schema_input_type=str | list[str])]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -48,3 +48,20 @@ def test_render_imports_nothing_heavy(place: Path, job_file: Callable[..., str])
 @pytest.mark.parametrize("arguments", [["list"], ["status"], ["init"], ["clusters"], ["completion", "bash"]])
 def test_quick_commands_import_nothing_heavy(arguments: list[str], place: Path) -> None:
     assert not _top(_imports(*arguments)) & HEAVY
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["status"], ["completion", "bash"]])
+def test_commands_that_read_no_job_file_do_not_import_its_models(arguments: list[str], place: Path) -> None:
+    modules = _imports(*arguments)
+    assert not _top(modules) & {"pydantic", "pydantic_core"}
+    assert "orc.launchers.spec.job" not in modules
+
+
+def test_the_status_of_a_live_job_needs_its_cluster_and_not_the_models_of_job_files(
+    place: Path, job_file: Callable[..., str]
+) -> None:
+    _imports("submit", job_file("name: naps\ncommand: sleep 60\nlauncher: python\n"))
+    try:
+        assert "orc.launchers.spec.job" not in _imports("status")
+    finally:
+        _imports("cancel", "naps")
