@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`main`, with what cannot be followed told in one line."""
+    """Run `main`; what cannot be followed is told in one line."""
     try:
         return main(arguments)
     except LaunchFailure as failure:

@@ -68,7 +68,7 @@ def resolve_node(host: str, config: AgentConfig, attempt_dir: str) -> int | None
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, str]:
-    """``(host, shell text)`` of a command line for ssh or rsh. Raises `LaunchFailure`."""
+    """Return ``(host, shell text)`` of a command line for ssh or rsh. Raises `LaunchFailure`."""
     host = ""
     rest = list(arguments)
     while rest:
@@ -165,7 +165,7 @@ def install(directory: str, runtime_tree: str) -> str:
 
 
 class RemoteCalls:
-    """What other nodes ask of this one, for as long as its agent runs."""
+    """Calls of other nodes to this one, for as long as its agent runs."""
 
     def __init__(self, node: NodeState, env: Mapping[str, str]) -> None:
         self.node = node
@@ -212,7 +212,7 @@ class RemoteCalls:
             self.look_at_callers()
 
     def consider(self, call: str) -> None:
-        """A new call: is it for this node, or from it?"""
+        """Take note of a new call, and start it when it is for this node."""
         record = read_json(os.path.join(self.directory, f"{call}.json"))
         if record is None:
             return
@@ -228,7 +228,7 @@ class RemoteCalls:
             self.settled.add(call)  # between two others
 
     def look_at_callers(self) -> None:
-        """A call whose caller is gone is ended."""
+        """End calls whose caller is gone."""
         for call, record in list(self.asked.items()):
             caller = record.get("caller") or {}
             who = (int(caller.get("pid", 0)), str(caller.get("pid_start")), str(caller.get("boot_id")))
@@ -260,7 +260,7 @@ class RemoteCalls:
         self.running[call] = pid
 
     def end(self, call: str) -> None:
-        """Its caller is gone, or has been told to end."""
+        """End a call whose caller is gone, or has been told to end."""
         now = time.monotonic()
         pid = self.running[call]
         if call not in self.kill_at:
@@ -290,7 +290,7 @@ class RemoteCalls:
             self.failed = {**answer, "since": time.monotonic()}
 
     def failure(self, patience_s: float) -> dict[str, Any] | None:
-        """A failure record, when what should have started this node's ranks has failed *patience_s* ago.
+        """Return a failure record, when what should have started this node's ranks has failed *patience_s* ago.
 
         Launchers may wait for ever for what did not start on another node; they have had their time to notice.
         """
@@ -312,7 +312,7 @@ class RemoteCalls:
         }
 
     def output(self, start: int) -> str:
-        """What this node's log has got since byte *start*, without the agent's own lines: the first 8 KiB."""
+        """Return what this node's log has got since byte *start*, without the agent's own lines: the first 8 KiB."""
         path = os.path.join(self.node.logs, f"node-{self.node.node}.log")
         secrets = list(self.node.secrets.values())
         from orc.launchers.agent.masking import longest, masked

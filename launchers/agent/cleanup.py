@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> None:
-    """SIGKILL everything below this process until nothing is left, but for the children in *spare* and other attempts
+    """Kill everything below this process until nothing is left, but for the children in *spare* and other attempts
     than *marker*.
 
     As a child subreaper this process also inherits what its children had put into the background. Reaps what it
@@ -48,7 +48,7 @@ def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] 
 
 
 def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 10.0) -> int:
-    """SIGKILL what an attempt (or one node of it) has left on this machine when its agent is gone.
+    """Kill what an attempt (or one node of it) has left on this machine when its agent is gone.
 
     Returns how many processes were found. The sessions come from ``pids.json``; what escaped from them (or started
     before they were noted) is recognised by its environment.

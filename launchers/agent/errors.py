@@ -24,7 +24,7 @@ class LaunchFailure(Exception):
 
 
 def log_stderr(message: str) -> None:
-    """Say it on standard error. That may be a log on a full disk, or closed: no reason for an agent to end."""
+    """Write one line to standard error. That may be a log on a full disk, or closed: no reason for an agent to end."""
     try:
         os.write(2, f"orc agent: {message}\n".encode("utf-8", "replace"))
     except OSError:

@@ -78,7 +78,7 @@ def first_rank_failure(node: NodeState) -> dict[str, Any] | None:
 
 
 def started_again(node: NodeState, failure: dict[str, Any]) -> bool:
-    """Whether the launcher has started ranks after that failure."""
+    """Return whether the launcher has started ranks after that failure."""
     running = node.shim_records(running=True).values()
     # A launcher that re-forms its gang without the ranks of a lost node stays in its round. With the others, a rank
     # that began later is one that was slow to start.
@@ -87,7 +87,7 @@ def started_again(node: NodeState, failure: dict[str, Any]) -> bool:
 
 
 def launcher_preempted(node: NodeState) -> bool:
-    """Whether a rank of the launcher has left with the exit code of a preemption; then a stop is requested."""
+    """Return whether a rank of the launcher has left with the exit code of a preemption, and request a stop then."""
     records = [r for r in node.shim_records().values() if r["exit_code"] == node.preempt_exit]
     if not records:
         return False

@@ -52,7 +52,7 @@ def _run_of(record: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """``attempt 1, restart 2 on node3``."""
+    """Return the name of a run: ``attempt 1, restart 2 on node3``."""
     attempt, restart = _run_of(record)
     return f"attempt {attempt}, restart {restart} on {record.get('host')}"
 
@@ -95,7 +95,7 @@ class Fence:
             write_json(self.path, mine)
 
     def renew(self, since: float) -> None:
-        """A look at the file that began at *since*, and the heartbeat after it, have worked."""
+        """Begin a new term: a look at the file that began at *since*, and the heartbeat after it, have worked."""
         self.renewed = since
         if self.guard:
             self.guard.tell(since)
@@ -117,7 +117,7 @@ class Fence:
     # its guard
 
     def start_guard(self) -> None:
-        """From now on the ranks do not outlive the term."""
+        """Start the guard: from now on the ranks do not outlive the term."""
         self.guard = Guard(self)
 
     def stop_guard(self) -> None:
@@ -127,7 +127,7 @@ class Fence:
             guard.close()
 
     def on_end(self, pid: int) -> None:
-        """A child has ended; the guard never does so by itself."""
+        """Start the guard again when it is the child that has ended."""
         if self.guard and pid == self.guard.pid:
             self.node.log("the guard's process has ended; starting it again")
             self.guard.forget()
@@ -137,7 +137,7 @@ class Fence:
     # those before
 
     def predecessors(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """Directory, node number and lease of every earlier run's node that has not said that it ended."""
+        """Return directory, node number and lease of every earlier run's node that has not said that it ended."""
         found = []
         for directory, node in _nodes(os.path.dirname(self.path), self.run[0]):
             place = os.path.join(directory, f"node-{node}")
@@ -188,7 +188,7 @@ def _nodes(job_dir: str, last: int) -> Iterator[tuple[str, int]]:
 
 
 def _names(place: str, kind: str) -> list[str]:
-    """``<kind>.json`` and those of single restarts."""
+    """Return the names of ``<kind>.json`` and of those of single restarts."""
     return [name for name in os.listdir(place) if name.startswith((f"{kind}.", f"{kind}-r")) and name.endswith(".json")]
 
 
@@ -198,7 +198,7 @@ def _has_ended(place: str, restart: int) -> bool:
 
 
 def end_agent(pid: int, marker: str, spare: int = 0) -> bool:
-    """SIGKILL what is below the agent *pid*, then the agent, which cannot do anything meanwhile; whether all are gone.
+    """Kill what is below the agent *pid*, then the agent, which is stopped meanwhile; return whether all are gone.
 
     The process *spare* and other attempts than *marker* are left alone.
     """
@@ -265,7 +265,7 @@ class Guard:
             pass  # it has just ended and gets a successor, or has not read for a long time and will look at the newest
 
     def forget(self) -> None:
-        """It has ended."""
+        """Close the pipe of a guard that has ended."""
         os.close(self._write)
         os.close(self._begun)
 

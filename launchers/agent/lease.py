@@ -38,7 +38,7 @@ def take_lease(node: NodeState) -> bool:
 
 
 def succeeded_before(node: NodeState) -> bool:
-    """Did an earlier restart of this attempt end well on every node?
+    """Return whether an earlier restart of this attempt has ended well on every node.
 
     A scheduler that lost its memory (a killed Slurm controller) may requeue a job that has succeeded. The records
     stay as they are, so every agent of this restart sees the same.

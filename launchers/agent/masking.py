@@ -16,7 +16,7 @@ LEAST = 3
 
 
 def forms(values: Iterable[str]) -> set[str]:
-    """*values* and each of their lines as they are, and as Python, JSON, URLs and shells write them."""
+    """Return *values* and each of their lines as they are, and as Python, JSON, URLs and shells write them."""
     pieces = {piece.strip() for value in values for piece in (value, *value.splitlines())} | set(values)
     found = {form for piece in pieces if len(piece.strip()) >= LEAST for form in _written(piece)}
     return {form for form in found if len(form) >= LEAST}
@@ -46,7 +46,7 @@ def longest(values: Iterable[str]) -> int:
 
 
 def masked(text: str, values: Iterable[str], start: int = 0, stop: int | None = None) -> str:
-    """*text* with ``***`` for each value; of that what lies from *start* to *stop* (characters of *text*).
+    """Return *text* with ``***`` for each value; of that what lies from *start* to *stop* (characters of *text*).
 
     A value that reaches over either of them is masked as a whole: whoever cuts a text has it masked here, uncut.
     """

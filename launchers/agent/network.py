@@ -42,7 +42,7 @@ class Port:
         raise LaunchFailure(f"no free TCP port between {first} and {last}")
 
     def close(self) -> None:
-        """Let others use it."""
+        """Release the port."""
         self._held.close()
 
 
@@ -89,7 +89,7 @@ def plain(address: str) -> str:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """``(interface, address)`` of this host, IPv4 before IPv6, from the kernel."""
+    """Return ``(interface, address)`` of this host, IPv4 before IPv6, from the kernel."""
     import ctypes
 
     class Address(ctypes.Structure):
@@ -125,13 +125,13 @@ def own_addresses() -> list[tuple[str, str]]:
 
 
 def reachable_addresses() -> list[str]:
-    """Where other hosts may reach this one: all of its addresses that are not its own alone."""
+    """Return the addresses of this host that other hosts may reach."""
     found = [a for _, a in own_addresses() if not a.startswith(("127.", "fe80:", "169.254.")) and a != "::1"]
     return found or ["127.0.0.1"]
 
 
 def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
-    """``(interface, address)`` of this host that a job's ``network`` allows. Raises `LaunchFailure`."""
+    """Return ``(interface, address)`` of this host that a job's ``network`` allows. Raises `LaunchFailure`."""
     import ipaddress
 
     interface, cidr = network.get("interface"), network.get("cidr")

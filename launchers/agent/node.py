@@ -47,7 +47,7 @@ class Node(Supervisor):
         return self.run_with_lease()
 
     def run_with_lease(self) -> int:
-        """The rest, once the lease is held."""
+        """Do this node's part once the lease is held; returns the agent's exit status."""
         take_signals()
         become_subreaper()
         log = os.path.join(self.logs, f"node-{self.node}.log")
@@ -59,7 +59,7 @@ class Node(Supervisor):
             return self.end_superseded(str(newer))
 
     def run_as_owner(self) -> int:
-        """The rest, for as long as no newer run owns the job."""
+        """Do this node's part for as long as no newer run owns the job."""
         try:
             self.owner_fence.claim()
             self.reserve()
@@ -95,7 +95,7 @@ class Node(Supervisor):
         return int(ending["exit_status"])
 
     def end_superseded(self, reason: str) -> int:
-        """A newer run owns the job: end the ranks at once, without grace, because they would save."""
+        """End the ranks at once, without grace, because they would save: a newer run owns the job."""
         self.superseded = True
         kill_sessions(self)
         self.owner_fence.stop_guard()
@@ -112,7 +112,7 @@ class Node(Supervisor):
         return 0
 
     def run_ranks(self) -> dict[str, Any]:
-        """From the lease to the end of the last rank."""
+        """Prepare the node, start the ranks and wait for their end."""
         self.beat("setup")
         try:
             load_secrets(self)
@@ -143,7 +143,7 @@ class Node(Supervisor):
         return True
 
     def supervise(self) -> dict[str, Any]:
-        """Until the last rank has ended; returns the exit record's verdict."""
+        """Wait until the last rank has ended; returns the exit record's verdict."""
         if self.follows:
             if self.until(lambda: self.peer_record(0, "exit.json") is not None):
                 return self.follow_first_node()
@@ -196,7 +196,9 @@ class Node(Supervisor):
             time.sleep(FAST_POLL_S)
 
     def clean_up(self, ending: dict[str, Any]) -> None:
-        """Secrets go when the attempt is over; one that will be run again in the same place still needs them."""
+        """Remove the secrets when the attempt is over; one that will be run again in the same place still needs
+        them.
+        """
         if self.port:
             self.port.close()
         if self.slots:

@@ -113,7 +113,7 @@ def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
 
 
 def start_timed_out(node: NodeState, peer: int) -> bool:
-    """Whether the start of *peer* has taken too long; then a stop has been requested."""
+    """Return whether a stop has been requested, also because the start of *peer* has taken too long."""
     limit = float(node.config.startup_timeout_s or (JOIN_TIMEOUT_S if node.linked else STARTUP_TIMEOUT_S))
     if peer not in node.seen and time.monotonic() - node.begun > limit:
         alternative = " or cannot reach this one" if node.linked else ""
@@ -122,7 +122,7 @@ def start_timed_out(node: NodeState, peer: int) -> bool:
 
 
 def is_ready(node: NodeState, peer: int) -> bool:
-    """Whether *peer* has finished its setup."""
+    """Return whether *peer* has finished its setup."""
     beat = node.peer_record(peer, "heartbeat.json")
     if beat is None:
         start_timed_out(node, peer)

@@ -43,7 +43,7 @@ def load_secrets(node: NodeState) -> None:
 
 
 def prepare(node: Supervisor) -> bool:
-    """The working copy, then the setup lines; False when a stop came in between."""
+    """Make the working copy, then run the setup lines; False when a stop came in between."""
     from orc.launchers.agent.working_copy import make_work
 
     if (node.node == 0 or node.linked) and not os.path.isdir(node.work):
@@ -103,13 +103,13 @@ def step(node: Supervisor, pid: int) -> int:
 
 
 def last_words(node: NodeState) -> str:
-    """The last line of this node's log."""
+    """Return the last line of this node's log."""
     tail = log_tail(os.path.join(node.logs, f"node-{node.node}.log"), 0, list(node.secrets.values()))
     return tail.splitlines()[-1] if tail else "no output"
 
 
 def end_containers(node: NodeState) -> None:
-    """What a container runtime runs for this node is not below this process: it has to be told to end it."""
+    """End the containers of this node: what a container runtime runs is not below this process."""
     if not node.prepared.get("container"):
         return
     argv = [*environment_argv(node), "clean", os.path.join(node.attempt_dir, "agent.json"), str(node.node)]

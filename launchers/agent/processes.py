@@ -44,12 +44,12 @@ def load_libc() -> Any:
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one argument."""
+    """Call prctl(2) with one argument."""
     load_libc().prctl(option, value, 0, 0, 0)
 
 
 def become_subreaper() -> None:
-    """From now on this process inherits what its descendants leave behind, instead of init."""
+    """Make this process inherit what its descendants leave behind, instead of init."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -148,7 +148,7 @@ def background(work: Callable[[], None], output: int | None = None) -> int:
 
 
 def decode_wait_status(status: int) -> tuple[int | None, str | None]:
-    """``(exit code, None)`` or ``(None, "SIGKILL")`` of a wait status."""
+    """Return ``(exit code, None)`` or ``(None, "SIGKILL")`` of a wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:
@@ -159,7 +159,7 @@ def decode_wait_status(status: int) -> tuple[int | None, str | None]:
 
 
 def shell_exit_status(code: int | None, name: str | None) -> int:
-    """One number for both kinds of end, as shells count: 128 + n for signal n."""
+    """Return one number for both kinds of end, as shells count: 128 + n for signal n."""
     if name is None:
         return code or 0
     number = getattr(signal, name, None)
@@ -167,7 +167,7 @@ def shell_exit_status(code: int | None, name: str | None) -> int:
 
 
 def describe_exit(code: int | None, name: str | None) -> str:
-    """``exited with 1`` or ``was killed by SIGKILL``."""
+    """Return ``exited with 1`` or ``was killed by SIGKILL``."""
     return f"was killed by {name}" if name else f"exited with {code}"
 
 

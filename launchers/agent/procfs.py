@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def boot_id() -> str:
-    """Changes with every boot of the machine."""
+    """Return the kernel's boot id, which changes with every boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -21,13 +21,13 @@ def boot_id() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Field 22 of ``/proc/<pid>/stat``; `None` when there is no such process, or only its zombie."""
+    """Return field 22 of ``/proc/<pid>/stat``; `None` when there is no such process, or only its zombie."""
     stat = process_stat(pid)
     return stat[19] if stat and stat[0] not in ("Z", "X") else None
 
 
 def process_stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/<pid>/stat`` behind the name, state first; `None` when there is no such process."""
+    """Return the fields of ``/proc/<pid>/stat`` behind the name, state first; `None` when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()  # the name may hold spaces and parentheses
@@ -36,12 +36,12 @@ def process_stat(pid: int) -> list[str] | None:
 
 
 def is_running(pid: int, start: str, boot: str) -> bool:
-    """Whether that very process still runs on this machine (not a later one with the same number)."""
+    """Return whether that very process still runs on this machine (not a later one with the same number)."""
     return bool(pid) and boot == boot_id() and process_start(pid) == start
 
 
 def identity() -> dict[str, Any]:
-    """Who this process is, in the words of a lease."""
+    """Return the identity of this process, as a lease holds it."""
     try:
         network, processes = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -63,7 +63,9 @@ def _pids() -> Iterator[int]:
 
 
 def runs_another(pid: int, marker: str) -> bool:
-    """Whether the process runs another attempt than *marker*: a job that one of our ranks has submitted outlives us."""
+    """Return whether the process runs another attempt than *marker*: a job that one of our ranks has submitted
+    outlives us.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = file.read().split(b"\0")
@@ -73,7 +75,7 @@ def runs_another(pid: int, marker: str) -> bool:
 
 
 def descendants(root: int, spare: Callable[[int], bool] = lambda pid: False) -> list[int]:
-    """All living processes below *root*, but for those that are to be spared and what is below them."""
+    """Return all living processes below *root*, but for those that are to be spared and what is below them."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
         stat = process_stat(pid)
@@ -89,13 +91,15 @@ def descendants(root: int, spare: Callable[[int], bool] = lambda pid: False) -> 
 
 
 def children() -> list[int]:
-    """The direct children of this process, ended but not yet reaped ones included."""
+    """Return the direct children of this process, ended but not yet reaped ones included."""
     me = str(os.getpid())
     return [pid for pid in _pids() if (stat := process_stat(pid)) is not None and stat[1] == me]
 
 
 def marked_processes(attempt_dir: str, node: int | None = None) -> list[int]:
-    """Processes of this user on this machine whose environment says that they belong to the attempt (and node)."""
+    """Return processes of this user on this machine whose environment says that they belong to the attempt (and
+    node).
+    """
     wanted = {os.fsencode(f"ORC_ATTEMPT_DIR={attempt_dir}")}
     if node is not None:
         wanted.add(os.fsencode(f"ORC_NODE_RANK={node}"))

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What every process of the job sees, without what belongs to one rank; *defaults* are the command's."""
+    """Return the environment of every process of the job, without what belongs to one rank; *defaults* are the
+    command's.
+    """
     config = node.config
     env = {name: value for name, value in os.environ.items() if name not in DERIVED}
     env.update(defaults or {})
@@ -141,7 +143,9 @@ def start_ranks(node: NodeState, values: Mapping[str, str], env: dict[str, str])
 
 
 def host_names(node: NodeState) -> list[str]:
-    """What launchers call the nodes, in node order: the cluster's names, or the machines' own, or ``node-<n>``."""
+    """Return the nodes' names for launchers, in node order: the cluster's names, or the machines' own, or
+    ``node-<n>``.
+    """
     if node.nnodes == 1:
         return ["localhost"]  # any other name of it might be looked for on the network
     given = [str(host["name"]) for host in node.config.hosts][: node.nnodes]
@@ -151,7 +155,7 @@ def host_names(node: NodeState) -> list[str]:
 
 
 def write_hostfiles(node: NodeState, templates: Mapping[str, str]) -> None:
-    """One line for each node, in the form that the launcher reads."""
+    """Write the hostfiles of the launcher: one line for each node."""
     for name, line in templates.items():
         values = [{"host": host, "nproc": str(node.nproc)} for host in host_names(node)]
         fd = os.open(os.path.join(node.attempt_dir, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -17,7 +17,7 @@ TAIL_BYTES = 8192
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """The JSON object in *path*; `None` when there is no such file (or, on a crashed disk, no object in it)."""
+    """Return the JSON object in *path*; `None` when there is no such file (or, on a crashed disk, no object in it)."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
@@ -61,7 +61,7 @@ def _write(path: str, data: Mapping[str, Any], *, durable: bool, mode: int) -> N
 
 
 def refresh_json(path: str, data: Mapping[str, Any], *, durable: bool = False) -> None:
-    """`write_json` for a record that is written again and again: on a full disk it goes where the last one was."""
+    """Write a record that is written again and again (`write_json`): on a full disk, over the last one."""
     try:
         write_json(path, data, durable=durable)
     except OSError as error:
@@ -95,7 +95,9 @@ def remove(path: str) -> None:
 
 
 def log_tail(path: str, start: int = 0, secrets: Sequence[str] = ()) -> str:
-    """The last lines of a log from byte *start* on, without the values of *secrets*: 40 lines and 8 KiB at most."""
+    """Return the last lines of a log from byte *start* on, without the values of *secrets*: 40 lines and 8 KiB at
+    most.
+    """
     if secrets:
         from orc.launchers.agent.masking import longest, masked
     try:

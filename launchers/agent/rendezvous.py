@@ -65,7 +65,7 @@ def join_rendezvous(node: Supervisor) -> tuple[str, int] | None:
 
 
 def publish(node: NodeState, addr: str, port: int) -> None:
-    """Tell the other nodes, and the shims below a launcher, where rank 0 will be."""
+    """Publish address and port of rank 0 to the other nodes, and to the shims below a launcher."""
     record = {"addr": addr, "port": port, "id": node.rendezvous_id(), "at": time.time()}
     if node.nnodes > 1 and not node.link:  # the link is signed, not encrypted
         record["token"] = node.token
@@ -75,7 +75,7 @@ def publish(node: NodeState, addr: str, port: int) -> None:
 
 
 def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
-    """Where node 0 can be reached by the nodes that hold *leases*."""
+    """Return the address of node 0 for the nodes that hold *leases*."""
     if node.fence:
         return node.fence[1]
     given = (node.config.rendezvous or {}).get("addr") or node.master_host
@@ -90,7 +90,7 @@ def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
 
 
 def node_address(node: NodeState, master: str) -> str:
-    """Where the other nodes reach this one, given where they reach node 0."""
+    """Return the address of this node for the others, given that of node 0."""
     if node.fence:
         return node.fence[1]
     if node.link and (own := node.link.state().get("address")):

@@ -47,7 +47,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 
 
 def translated_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK and so on from what a launcher has set; what it has set itself stays."""
+    """Return RANK, LOCAL_RANK and so on from what a launcher has set; what it has set itself stays."""
     found = {}
     for name, sources in SOURCES.items():
         value = next((env[source] for source in sources if env.get(source)), None)
@@ -57,7 +57,8 @@ def translated_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def node_of(attempt_dir: str) -> tuple[int, dict[str, str]] | None:
-    """The node that this process belongs to, and the variables of that node alone: by the agent it descends from.
+    """Return the node that this process belongs to, and the variables of that node alone: by the agent it descends
+    from.
 
     Not from the environment: launchers pass that of the first node on to all.
     """

@@ -59,7 +59,7 @@ class Slots:
             os.close(turn)
 
     def close(self) -> None:
-        """Let others have them."""
+        """Release the slots."""
         for fd in self.held.values():
             os.close(fd)
         self.held = {}

@@ -37,7 +37,9 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<fu
 
 
 def number() -> int:
-    """The signal that makes a rank's Python write its stacks: one that no program uses, and nothing else sends."""
+    """Return the signal that makes a rank's Python write its stacks: one that no program uses, and nothing else
+    sends.
+    """
     return int(signal.SIGRTMIN) + 13
 
 
@@ -45,7 +47,7 @@ def number() -> int:
 
 
 class StackRequests:
-    """What this node has been asked for."""
+    """Requests for stacks that this node has seen."""
 
     def __init__(self, node: NodeState) -> None:
         self.node = node
@@ -102,7 +104,7 @@ def ask(attempt_dir: str, request: str) -> bool:
 
 
 def running_ranks(node: NodeState) -> list[tuple[int, int, int]]:
-    """``(rank, local rank, pid)`` of the ranks of this node that run."""
+    """Return ``(rank, local rank, pid)`` of the ranks of this node that run."""
     if node.shims:
         ended = node.shim_records()
         found = []
@@ -119,7 +121,7 @@ def running_ranks(node: NodeState) -> list[tuple[int, int, int]]:
 
 
 def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any = str) -> list[dict[str, Any]]:
-    """The stacks of these ranks, whose files are in *directory*."""
+    """Return the stacks of these ranks, whose files are in *directory*."""
     spy = find_py_spy()
     # All are asked before the first is waited for: the stacks of one moment.
     asked = {} if spy else {rank: RankStackDump(directory, rank, pid) for rank, _, pid in ranks}
@@ -141,7 +143,7 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
 
 
 class RankStackDump:
-    """One rank that is asked, when this is made, to write its stacks behind what is in its file already."""
+    """Stacks of one rank, which gets the signal when this is made and appends them to its file."""
 
     def __init__(self, directory: str, rank: int, pid: int) -> None:
         self.path = os.path.join(directory, f"stacks-{rank}.txt")
@@ -156,7 +158,7 @@ class RankStackDump:
         signal_process(self.pid, number())
 
     def answer(self) -> tuple[list[dict[str, Any]], str]:
-        """What it writes until it writes no more; or why there is nothing."""
+        """Return what it writes until it writes no more, or the reason why there is nothing."""
         if not self.pid:
             return [], "its program is no Python that was started with orc's start-up hook"
         while time.monotonic() < self.until:
@@ -172,7 +174,7 @@ class RankStackDump:
         return threads, "" if threads else f"it did not answer within {ANSWER_S:g} s"
 
     def is_writing(self) -> bool:
-        """Whether the signal waits for a thread or is being handled: in that thread it is blocked meanwhile.
+        """Return whether the signal waits for a thread or is being handled: in that thread it is blocked meanwhile.
 
         Not by how long nothing was written: on a busy machine a rank may rest between two lines.
         """
@@ -181,12 +183,12 @@ class RankStackDump:
 
 
 def handles_stack_signal(pid: int) -> bool:
-    """Whether the process has a handler for `number`: to any other, it would be the end."""
+    """Return whether the process has a handler for `number`: to any other, it would be the end."""
     return _has_signal(f"/proc/{pid}/status", "SigCgt")
 
 
 def stack_signal_state(pid: int) -> tuple[bool, set[str]]:
-    """Whether `number` is pending in a process, and which of its threads block it."""
+    """Return whether `number` is pending in a process, and which of its threads block it."""
     tasks = f"/proc/{pid}/task"
     try:
         threads = os.listdir(tasks)
@@ -197,7 +199,7 @@ def stack_signal_state(pid: int) -> tuple[bool, set[str]]:
 
 
 def _has_signal(status: str, *names: str) -> bool:
-    """Whether `number` is in one of these sets of a process or thread."""
+    """Return whether `number` is in one of these sets of a process or thread."""
     try:
         with open(status, encoding="ascii", errors="replace") as file:
             for line in file:
@@ -210,7 +212,7 @@ def _has_signal(status: str, *names: str) -> bool:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """What `faulthandler` has written: its newest thread first, the main thread last."""
+    """Return the threads of `faulthandler`'s output: its newest thread first, the main thread last."""
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
         thread, frame = _THREAD.match(line), _FRAME.match(line)
@@ -225,7 +227,7 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def find_py_spy() -> str | None:
-    """The program py-spy, where it is installed."""
+    """Return the path of py-spy, where it is installed."""
     for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
         path = os.path.join(directory, "py-spy")
         if os.access(path, os.X_OK):
@@ -234,7 +236,7 @@ def find_py_spy() -> str | None:
 
 
 def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
-    """The threads of a process as py-spy sees them."""
+    """Return the threads of a process as py-spy sees them."""
     import subprocess
 
     try:
@@ -262,7 +264,7 @@ def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ask, wait, print one JSON object: ``{"id", "answers", "missing"}``."""
+    """Request stacks, wait, print one JSON object: ``{"id", "answers", "missing"}``."""
     directory, *rest = arguments
     options = dict(zip(rest[::2], rest[1::2]))  # noqa: B905 - Python 3.9
     config = load_config(os.path.join(directory, "agent.json"))
@@ -285,7 +287,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def expected(config: AgentConfig, directory: str) -> list[int]:
-    """The nodes whose answers get here and that have not ended: on node 0 and on shared files those of all."""
+    """Return the nodes whose answers get here and that have not ended: on node 0 and on shared files those of all."""
     nodes = list(range(config.nnodes))
     if config.link:
         own = [node for node in nodes if os.path.exists(os.path.join(directory, f"node-{node}", "pids.json"))]

@@ -78,7 +78,7 @@ def start(config: AgentConfig, node: int, owner: str) -> int:
 
 
 def hold(own: Node) -> dict[str, Any]:
-    """Slots, port and lease, or nothing."""
+    """Take slots, port and lease, or nothing."""
     path = os.path.join(own.dir, "lease.json")
     slots = Slots(own.config.root)
     try:
@@ -115,7 +115,7 @@ def hold(own: Node) -> dict[str, Any]:
 
 
 def taken(path: str) -> dict[str, Any]:
-    """Another copy has the lease."""
+    """Return the answer when another copy has the lease."""
     lease = read_json(path) or {}
     holder = {name: lease.get(name) for name in ("owner", "pid", "host", "at")}
     where = lease.get("hub") or {}

@@ -27,7 +27,7 @@ RESERVE_BYTES = 32768  # kept on disk so that the exit record can be written whe
 
 
 class Rank:
-    """One rank (or one launcher, or one service beside them) that this agent has started."""
+    """Rank (or launcher, or service beside them) that this agent has started."""
 
     def __init__(
         self, rank: int | None, local_rank: int | None, pid: int, log: str, log_start: int, role: str = ""
@@ -115,7 +115,7 @@ class NodeState:
         self.log_fd = -1
 
     def rendezvous_id(self) -> str:
-        """Fresh for every incarnation."""
+        """Return the rendezvous id, which is fresh for every incarnation."""
         return f"{self.config.marker}-r{self.restart}"
 
     def request(self, stop: StopRequest) -> None:
@@ -127,7 +127,9 @@ class NodeState:
                 self.announce(stop)
 
     def announce(self, stop: StopRequest) -> None:
-        """Tell the other nodes, and keep the first failure safe should this agent not live to write its record."""
+        """Announce the stop to the other nodes, and keep the first failure safe should this agent not live to write
+        its record.
+        """
         path = os.path.join(self.attempt_dir, f"stop-r{self.restart}.json")
         try:
             create_json(
@@ -151,12 +153,12 @@ class NodeState:
         self.notify_link()
 
     def peer_record(self, peer: int, name: str) -> dict[str, Any] | None:
-        """A record of the peer's current incarnation."""
+        """Return a record of the peer's current incarnation."""
         record = read_json(os.path.join(self.attempt_dir, f"node-{peer}", name))
         return record if record is not None and int(record.get("restart", 0)) == self.restart else None
 
     def shim_records(self, running: bool = False) -> dict[int, dict[str, Any]]:
-        """What the shims around a launcher's ranks have written: ends, or with *running* who is there."""
+        """Return the records of the shims around a launcher's ranks, by rank: ends, or with *running* starts."""
         suffix = f"-r{self.restart}.{'pid' if running else 'json'}"
         found = {}
         for name in os.listdir(self.dir):
@@ -167,7 +169,7 @@ class NodeState:
         return dict(sorted(found.items()))
 
     def stall(self, rank: int | None = None) -> str:
-        """What the runtime's watchdog has said of *rank* or of any rank of this node: one line, empty when nothing."""
+        """Return the runtime watchdog's report of *rank* or of any rank of this node: one line, empty without."""
         try:
             names = sorted(os.listdir(self.dir))
         except FileNotFoundError:  # the next heartbeat will notice
@@ -180,7 +182,9 @@ class NodeState:
         return ""
 
     def masked(self, text: str) -> str:
-        """*text* without the values of secrets: what a job prints stays in its own log, but travels no further."""
+        """Return *text* without the values of secrets: what a job prints stays in its own log, but travels no
+        further.
+        """
         if not self.secrets:
             return text
         from orc.launchers.agent.masking import masked
@@ -188,7 +192,7 @@ class NodeState:
         return masked(text, self.secrets.values())
 
     def log(self, message: str) -> None:
-        """A line in this node's log."""
+        """Write a line to this node's log."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
             os.write(self.log_fd, f"[orc {stamp} node {self.node}] {message}\n".encode("utf-8", "replace"))
@@ -225,7 +229,7 @@ class NodeState:
         self.notify_link()
 
     def notify_link(self) -> None:
-        """There is a new record for other hosts."""
+        """Wake the link: there is a new record for other hosts."""
         if self.link:
             self.link.poke()
 
@@ -310,7 +314,7 @@ class NodeState:
         return "exit.json" if own else f"exit-r{self.restart}.json"
 
     def rank_records(self) -> dict[int, dict[str, Any]]:
-        """How each rank of this node ended, as far as known."""
+        """Return how each rank of this node ended, as far as known."""
         if self.shims:
             return {
                 number: {"exit_code": r["exit_code"], "signal": r["signal"], "at": r["at"]}

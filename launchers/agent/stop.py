@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """Why the ranks are being ended before they ended by themselves."""
+    """Reason for ending the ranks before they end by themselves."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Supervisor(NodeState):
         return self.stop is None
 
     def on_signal(self, number: signal.Signals) -> None:
-        """The platform, or a person, wants this node's part to end."""
+        """React to a signal by which the platform, or a person, ends this node's part."""
         if self.stop:
             return
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
@@ -80,7 +80,7 @@ class Supervisor(NodeState):
             )
 
     def on_cancel(self, cancel: dict[str, Any]) -> None:
-        """``cancel.json`` is there."""
+        """React to ``cancel.json``."""
         grace = cancel.get("grace_s")
         reason = str(cancel.get("reason") or "cancelled")
         self.request(
@@ -94,7 +94,7 @@ class Supervisor(NodeState):
         )
 
     def on_rank_end(self, rank: Rank) -> None:
-        """A rank (or the launcher, or a service) has ended: was that the end of the attempt?"""
+        """React to the end of a rank (or the launcher, or a service), which may be that of the attempt."""
         code, name = decode_wait_status(rank.status or 0)
         if self.stop:
             return
@@ -126,7 +126,7 @@ class Supervisor(NodeState):
             on_failure(self, failure_of(self, rank))
 
     def look(self, now: float) -> None:
-        """See what others have written: a cancellation, a stop, silence."""
+        """Check the records of others: a cancellation, a stop, silence."""
         asleep = now - self.last_look if self.last_look else 0.0
         slept = asleep > 5.0  # this process itself was stopped for a while
         self.last_look = now
@@ -161,7 +161,7 @@ class Supervisor(NodeState):
         watch_peers(self, now, slept)
 
     def answer_stack_requests(self) -> None:
-        """Has somebody asked for the stacks of the ranks? A rank that stalls asks for those of all."""
+        """Answer requests for the stacks of the ranks. A rank that stalls causes one for those of all."""
         if not self.stalled and self.state == "running" and self.stall():
             self.stalled = True
             try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
-    """SIGTERM, wait for the grace period, SIGKILL."""
+    """Send SIGTERM, wait for the grace period, send SIGKILL."""
     grace = node.stop.grace_s if node.stop else 0.0
     node.kill_at = min(node.kill_at, time.monotonic() + grace)
     told: set[int] = set()
@@ -34,7 +34,7 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
 
 
 def stop_ranks_now(node: Supervisor) -> None:
-    """SIGKILL every session, and wait until their leaders are gone; services may clean up first."""
+    """Kill every session, and wait until their leaders are gone; services may clean up first."""
     end_services(node)
     deadline = time.monotonic() + 10.0
     kill_sessions(node)
@@ -56,14 +56,14 @@ def end_services(node: Supervisor) -> None:
 
 
 def kill_sessions(node: NodeState) -> None:
-    """SIGKILL the process groups of everything that was started, leaders already gone included."""
+    """Kill the process groups of everything that was started, leaders already gone included."""
     for pid in (*node.sessions, *(rank.pid for rank in node.ranks)):
         if pid in node.sessions or not process_start(pid):  # the number is not in use by somebody else
             signal_group(pid, signal.SIGKILL)
 
 
 def rank_processes(node: NodeState) -> list[int]:
-    """Whom to ask to end: the leading process of each rank. Its workers are its own to end."""
+    """Return the leading process of each rank. Its workers are its own to end."""
     if node.calls or any(rank.rank is None and rank.status is None for rank in node.ranks):
         shims = [r["pid"] for r in node.shim_records(running=True).values() if process_start(r["pid"]) == r["start"]]
         if shims:
@@ -73,7 +73,7 @@ def rank_processes(node: NodeState) -> list[int]:
 
 
 def may_save_elsewhere(node: NodeState) -> bool:
-    """Whether a launcher that spans the nodes has lost its ranks here, but may have some elsewhere: it would end
+    """Return whether a launcher that spans the nodes has lost its ranks here, but may have some elsewhere: it would end
     those at once if it were told to end. It ends by itself after its last rank, or with the grace period.
     """
     if not node.remote_shell:

@@ -30,7 +30,7 @@ def prepend_path(env: dict[str, str], directory: str) -> None:
 def rank_variables(
     rank: int, local_rank: int, node: int, nnodes: int, nproc: int, addr: str, port: int
 ) -> dict[str, str]:
-    """What ``torch.distributed`` (``init_method="env://"``) and its kin read."""
+    """Return the variables that ``torch.distributed`` (``init_method="env://"``) reads."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),

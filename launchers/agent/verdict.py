@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def verdict(node: NodeState, stop: StopRequest) -> dict[str, Any]:
-    """What to record, given why the ranks were stopped and how they ended."""
+    """Return the verdict to record, given why the ranks were stopped and how they ended."""
     records = node.rank_records()
     codes = [record["exit_code"] for record in records.values()]
     clean = bool(codes) and len(codes) == node.local_ranks and all(code in (0, node.preempt_exit) for code in codes)
@@ -42,5 +42,5 @@ def verdict(node: NodeState, stop: StopRequest) -> dict[str, Any]:
 
 
 def make_verdict(outcome: str, reason: str, exit_status: int) -> dict[str, Any]:
-    """The verdict part of an exit record."""
+    """Return the verdict part of an exit record."""
     return {"outcome": outcome, "reason": reason, "exit_status": exit_status, "first_failure": None}

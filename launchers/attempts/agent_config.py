@@ -1,4 +1,4 @@
-"""What the agents are told to do: ``agent.json``, made from a job. Pure; the same for every backend."""
+"""Agent configuration: ``agent.json``, made from a job. Pure; the same for every backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PEER_TIMEOUT_S = 30.0
 
 
 def checkpoint_dir(job: JobSpec, attempt: AttemptId, layout: Layout) -> str:
-    """Where the job saves: an absolute path or a URL as given, below the job's directory when relative.
+    """Return the job's checkpoint directory: an absolute path or a URL as given, below the job's directory when
+    relative.
 
     ``checkpoints`` there by default.
     """
@@ -48,7 +49,8 @@ def checkpoint_dir(job: JobSpec, attempt: AttemptId, layout: Layout) -> str:
 
 
 def environment(job: JobSpec, attempt: AttemptId, cluster: Cluster, layout: Layout) -> dict[str, str]:
-    """What the ranks' environment gets from the job file and the cluster; the job's own ``env`` wins.
+    """Return the part of the ranks' environment that comes from the job file and the cluster; the job's own ``env``
+    wins.
 
     Raises `RenderError` for a runtime setting that cannot be used.
     """
@@ -79,7 +81,7 @@ def agent_config(
     on_exit: Mapping[str, Any] | None = None,
     setup: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``agent.json`` (docs/explanation/attempt-directory.md).
+    """Return the content of ``agent.json`` (docs/explanation/attempt-directory.md).
 
     *nnodes* is the number of nodes, the largest that the job asks for unless given.
     *deadline_s* is when the agents end the attempt themselves, in seconds after their start; *setup* replaces the

@@ -6,7 +6,7 @@ import enum
 
 
 class Cause(enum.StrEnum):
-    """Why an attempt ended without success; the vocabulary of ``retry.on`` plus what is never retried."""
+    """Cause of an attempt's end without success; the vocabulary of ``retry.on`` plus what is never retried."""
 
     CRASH = "crash"  # a rank exited non-zero or by a signal, or setup failed
     NODE_FAILURE = "node_failure"  # a node or its agent went away

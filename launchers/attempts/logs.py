@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LogSelector:
-    """Which log of one attempt: a rank's, what a node's agent and launcher print, or what starts the agents prints."""
+    """Selector of one log of an attempt: a rank's, what a node's agent and launcher print, or what starts the
+    agents prints.
+    """
 
     rank: int | None = None
     node: int | None = None
@@ -28,5 +30,5 @@ class LogChunk:
 
     @property
     def end(self) -> int:
-        """Where the next chunk starts, in bytes."""
+        """Return where the next chunk starts, in bytes."""
         return self.offset + len(self.data)

@@ -28,7 +28,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class AttemptRecords:
-    """What is written about one attempt: the records of its current incarnation (the highest restart) by node."""
+    """Records of an attempt: those of its current incarnation (the highest restart) by node."""
 
     directory: str
     config: Record | None = None  # agent.json
@@ -51,12 +51,12 @@ class AttemptRecords:
 
     @cached_property
     def restart(self) -> int:
-        """Which incarnation of the attempt the records belong to, from 0."""
+        """Return the incarnation that the records belong to, from 0."""
         return max((int(lease.get("restart", 0)) for lease in self.leases.values()), default=0)
 
     @property
     def complete(self) -> bool:
-        """Whether every node has ended and said how."""
+        """Return whether every node has an exit record."""
         without = {int(node) for record in self.exits.values() for node in record.get("lost_nodes", ())}
         return len(self.exits.keys() | without) >= self.nnodes
 
@@ -67,17 +67,17 @@ class AttemptRecords:
 
     @property
     def started_at(self) -> float | None:
-        """When the first node started, in seconds since the epoch."""
+        """Return when the first node started, in seconds since the epoch."""
         return min((float(lease["at"]) for lease in self.leases.values() if lease.get("at")), default=None)
 
     @property
     def last_sign(self) -> float | None:
-        """When a node last showed that it lives, by its own clock."""
+        """Return the time of the newest heartbeat, by its node's own clock."""
         return max((float(beat["at"]) for beat in self.heartbeats.values() if beat.get("at")), default=None)
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What the nodes are doing (setup, waiting, running, stopping), in node order."""
+        """Return the states of the nodes (setup, waiting, running, stopping), in node order."""
         return tuple(str(beat.get("state", "")) for _, beat in sorted(self.heartbeats.items()))
 
     @property
@@ -169,7 +169,9 @@ def log_path(directory: str, selector: LogSelector) -> str:
 
 
 def read_log(transport: Transport, directory: str, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-    """What one log holds from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not there."""
+    """Yield the content of one log from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not
+    there.
+    """
     path = log_path(directory, selector)
     while True:
         try:
@@ -184,7 +186,9 @@ def read_log(transport: Transport, directory: str, selector: LogSelector, offset
 
 
 def read_job_file(transport: Transport, directory: str, name: str, offset: int = 0) -> bytes:
-    """What the file *name* beside the attempt at *directory* holds from byte *offset* on; nothing without a file."""
+    """Yield the content of the file *name* beside the attempt at *directory* from byte *offset* on; nothing without
+    a file.
+    """
     try:
         return transport.read(posixpath.join(posixpath.dirname(directory), name), offset=offset)
     except FileNotFoundError:

@@ -27,7 +27,7 @@ class RankFailure:
 
     @property
     def summary(self) -> str:
-        """One line: ``rank 1 on node-a exited with 42``."""
+        """Return one line: ``rank 1 on node-a exited with 42``."""
         who = f"rank {self.rank}" if self.rank is not None else f"node {self.node}"
         how = f"was killed by {self.signal}" if self.signal else f"exited with {self.exit_code}"
         return f"{who} on {self.host} {how}" + (f"; {self.stall}" if self.stall else "")
@@ -49,7 +49,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class AttemptExit:
-    """How a whole attempt ended, merged from the exit records of its nodes."""
+    """Exit of a whole attempt, merged from the exit records of its nodes."""
 
     succeeded: bool
     cause: Cause | None
@@ -64,7 +64,7 @@ class AttemptExit:
     lost_nodes: tuple[int, ...] = ()  # that went away, where other nodes could tell
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form for the ledger."""
+        """Return the JSON-able form for the ledger."""
         data = asdict(self)
         data["cause"] = self.cause.value if self.cause else None
         data["hosts"], data["lost_nodes"] = list(self.hosts), list(self.lost_nodes)
@@ -102,7 +102,7 @@ def _outcome(record: Mapping[str, Any]) -> str:
 
 
 def merge(records: Sequence[Mapping[str, Any]], nnodes: int) -> AttemptExit | None:
-    """The verdict over the exit records of one incarnation (same restart) of an attempt; `None` without records.
+    """Return the verdict over the exit records of one incarnation (same restart) of an attempt; `None` without records.
 
     Incomplete sets are judged by what is there: a success needs every node, a failure only one.
     """

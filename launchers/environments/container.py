@@ -48,7 +48,7 @@ def passed(environment: Iterable[str], named: Iterable[str]) -> list[str]:
 
 
 def label(marker: str, node: int) -> str:
-    """What the containers of one node of an attempt are known by."""
+    """Return the label of the containers of one node of an attempt."""
     return f"orc.node={marker}-n{node}"
 
 
@@ -109,7 +109,7 @@ def clean_argv(spec: Mapping[str, Any], marker: str, node: int) -> list[str] | N
 
 
 def look_argv(spec: Mapping[str, Any]) -> list[str] | None:
-    """Is the image here? `None` for a file."""
+    """Return the command that finds the image on this node; `None` for a file."""
     if spec["runtime"] == "apptainer":
         return None
     return [str(spec.get("program") or spec["runtime"]), "image", "inspect", "--format", "{{.Id}}", str(spec["image"])]
@@ -124,7 +124,7 @@ def pull_argv(spec: Mapping[str, Any], destination: str = "") -> list[str]:
 
 
 def _mount(text: str) -> str:
-    """``/data`` is short for ``/data:/data``."""
+    """Return a mount with both sides: ``/data`` is short for ``/data:/data``."""
     return text if ":" in text else f"{text}:{text}"
 
 

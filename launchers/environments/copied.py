@@ -16,7 +16,7 @@ FACTS = "orc-environment.json"  # in the packed environment: where it comes from
 
 
 def mismatch(packed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Why an environment that was packed there does not work here; empty when it does. Pure."""
+    """Return the reason why an environment that was packed there does not work here; empty when it does. Pure."""
     if packed["implementation"] != here["implementation"]:
         return f"it is made for {packed['implementation']}, this node has {here['implementation']}"
     if packed["version"].split(".")[:2] != here["version"].split(".")[:2]:
@@ -70,7 +70,9 @@ def lay_out(tree: str, directory: str, packed: Mapping[str, Any], here: Mapping[
 
 
 def moved(content: bytes, old: str, new: str) -> bytes:
-    """A script of the environment *old* as it has to be in *new*: the interpreter's path, and what activation sets."""
+    """Return a script of the environment *old* as it has to be in *new*: the interpreter's path, and what
+    activation sets.
+    """
     if b"\0" in content[:1024]:
         return content
     before, after = os.fsencode(old), os.fsencode(new)

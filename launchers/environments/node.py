@@ -1,4 +1,5 @@
-"""Makes the environment of a job on one node. Standard library only, Python >= 3.9: it travels with the agent.
+"""Environment step: makes the environment of a job on one node. Standard library only, Python >= 3.9: it travels
+with the agent.
 
     environment prepare <agent.json> <answer.json>     once per node, before the setup lines
     environment run [--tty] -- program args...         one rank (or the launcher) in its container
@@ -49,7 +50,7 @@ print(json.dumps({"executable": sys.executable, "base": getattr(sys, "_base_exec
 
 
 def say(text: str) -> None:
-    """Into the node's log."""
+    """Write into the node's log."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -104,7 +105,7 @@ def _is_of_group(pid: str, group: int) -> bool:
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str | None:
-    """What a small command prints; `None` when it fails or does not exist."""
+    """Return what a small command prints; `None` when it fails or does not exist."""
     try:
         done = subprocess.run(
             list(argv), stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=60, check=False
@@ -115,7 +116,7 @@ def ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str | None
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what would change how a Python works that is not the job's."""
+    """Return this process's environment without what would change how a Python works that is not the job's."""
     dropped = (
         "PYTHONPATH",
         "PYTHONHOME",
@@ -132,7 +133,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def facts_of(python: str) -> dict[str, Any] | None:
-    """Version, platform and C library of an interpreter; `None` when it does not run."""
+    """Return version, platform and C library of an interpreter; `None` when it does not run."""
     text = ask([python, "-I", "-S", "-c", _PROBE], clean_environment())
     try:
         return dict(json.loads(text)) if text else None
@@ -228,7 +229,7 @@ def _remove(path: str) -> None:
 
 
 def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``environment: {venv: ...}``."""
+    """Make ``environment: {venv: ...}``."""
     code = str(config["code_tree"])
     python = find_python(spec.get("python"), str(config.get("python") or sys.executable))
     listed = os.path.join(code, str(spec["requirements"]))
@@ -279,7 +280,7 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 
 
 def answer_of(directory: str, env: Mapping[str, str], python: str = "bin/python") -> dict[str, Any]:
-    """What the ranks start with when their Python is in *directory*."""
+    """Return the answer for ranks whose Python is in *directory*."""
     return {
         "directory": directory,
         "python": os.path.join(directory, python),
@@ -293,7 +294,7 @@ def answer_of(directory: str, env: Mapping[str, str], python: str = "bin/python"
 
 
 def find_conda() -> str:
-    """micromamba, mamba or conda: the fastest that is here. Raises `Unusable`."""
+    """Return micromamba, mamba or conda: the fastest that is here. Raises `Unusable`."""
     for candidate in ("micromamba", os.environ.get("MAMBA_EXE", ""), "mamba", "conda", os.environ.get("CONDA_EXE", "")):
         found = shutil.which(candidate) if candidate else None
         if found:
@@ -304,14 +305,14 @@ def find_conda() -> str:
 
 
 def conda_argv(program: str, directory: str, file: str) -> list[str]:
-    """How *program* makes the environment of *file* in *directory*. Pure."""
+    """Return the command by which *program* makes the environment of *file* in *directory*. Pure."""
     if os.path.basename(program).startswith("micromamba"):
         return [program, "create", "--yes", "--prefix", directory, "--file", file]
     return [program, "env", "create", "--yes", "--prefix", directory, "--file", file]
 
 
 def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``environment: {conda: {file: ...}}`` or ``{archive: ...}``."""
+    """Make ``environment: {conda: {file: ...}}`` or ``{archive: ...}``."""
     if spec.get("file"):
         file = os.path.join(str(config["code_tree"]), str(spec["file"]))
         if not os.path.isfile(file):
@@ -351,7 +352,7 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def prepare_copy(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``environment: copy``: scripts and ``pyvenv.cfg`` are written for this node, the rest stays in the store."""
+    """Make ``environment: copy``: scripts and ``pyvenv.cfg`` are written for this node, the rest stays in the store."""
     tree = os.path.expanduser(str(spec["tree"]))
     try:
         with open(os.path.join(tree, copied.FACTS), encoding="utf-8") as file:
@@ -391,7 +392,7 @@ def find_runtime(name: str) -> str:
 
 
 def prepare_container(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``environment: {container: ...}``: the runtime is there, and so is the image."""
+    """Make ``environment: {container: ...}``: check the runtime, fetch the image."""
     program = find_runtime(str(spec["runtime"]))
     ready = {**spec, "program": program}
     env = clean_environment()
@@ -509,7 +510,7 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One of the three commands; returns the exit status."""
+    """Run one of the three commands; returns the exit status."""
     mode, *rest = arguments or [""]
 
     def ended(number: int, _frame: object) -> None:

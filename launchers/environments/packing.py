@@ -1,4 +1,5 @@
-"""What an environment brings along from the submitting machine: its virtual environment, or an archive of conda-pack.
+"""Packing of what an environment brings along from the submitting machine: its virtual environment, or an archive
+of conda-pack.
 
 Both become a `SourceTree` like the job's code, so they travel through the same store and what has not changed is not
 sent again. A virtual environment is packed without what each node makes anew (``bin/python``, byte code), and with one
@@ -34,7 +35,7 @@ _NEVER = frozenset({"__pycache__", ".git"})
 
 
 def pack(environment: Environment, workdir: Path, base_dir: Path, cache: Path | None) -> SourceTree | None:
-    """What *environment* brings along; `None` when everything is made on the nodes. Raises `BundleError`.
+    """Return what *environment* brings along; `None` when everything is made on the nodes. Raises `BundleError`.
 
     *cache* is a directory for hashes of unchanged files, and for the file that describes the packed environment.
     """
@@ -76,7 +77,7 @@ def find_venv(given: str | None, base_dir: Path) -> Path:
 
 
 def pack_file(workdir: Path, path: str, *, cache: Path | None = None) -> SourceTree:
-    """One file of the working directory, ignored or not."""
+    """Return one file of the working directory, ignored or not."""
     full = os.fsencode(workdir / path)
     with StatCache(_cache_file(cache, full)) as hashes:
         try:
@@ -138,13 +139,15 @@ def _files(root: bytes, rules: IgnoreRules | None) -> list[tuple[str, bytes]]:
 
 
 def _made_anew(path: str, link: bool) -> bool:
-    """What every node writes for itself: the interpreter, the activation scripts' environment, ``lib64``."""
+    """Return the names that every node writes for itself: the interpreter, the activation scripts' environment,
+    ``lib64``.
+    """
     directory, _, name = path.rpartition("/")
     return path in ("pyvenv.cfg", "lib64", ".gitignore") or (directory == "bin" and link and name.startswith("python"))
 
 
 def _facts(venv: Path) -> dict[str, Any]:
-    """Which Python, platform and C library the environment is made for. Raises `BundleError`."""
+    """Return the Python, platform and C library that the environment is made for. Raises `BundleError`."""
     facts = facts_of(str(venv / "bin" / "python"))
     if facts is None:
         raise BundleError(
@@ -218,7 +221,7 @@ def _refuse_editable(path: str, full: bytes) -> None:
 
 
 def _refuse_foreign_path(venv: Path, path: str, full: bytes) -> None:
-    """A ``.pth`` line names a directory that is not in the environment."""
+    """Return findings for ``.pth`` lines that name a directory outside of the environment."""
     home = (venv / path).parent
     with open(full, encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()

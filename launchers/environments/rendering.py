@@ -1,4 +1,4 @@
-"""What ``agent.json`` says about the environment. Pure."""
+"""Rendering of a job's environment into ``agent.json``. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _tree(snapshot: Snapshot, layout: Layout) -> dict[str, str]:
 
 
 def _must_travel(job: JobSpec, snapshot: Snapshot, path: str, key: str) -> None:
-    """A relative file is part of the snapshot. Raises `RenderError`."""
+    """Check that a relative file is part of the snapshot. Raises `RenderError`."""
     if path.startswith("/") or path in snapshot.code:
         return
     raise RenderError(

@@ -1,4 +1,4 @@
-"""What a requirements file stands for: the files it names, and what of it cannot be in a shared environment.
+"""Requirements files: the files that one names, and what of it cannot be in a shared environment.
 
 Standard library only, Python >= 3.9.
 """
@@ -18,7 +18,7 @@ class Unusable(Exception):
 
 
 def file_digest(path: str) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     hashed = hashlib.sha256()
     with open(path, "rb") as file:
         for chunk in iter(lambda: file.read(1 << 20), b""):

@@ -80,7 +80,7 @@ class TorchFinder:
 
 
 def bind_stores() -> None:
-    """Torch's store, which a rank or torchrun serves, is to listen where it is asked for, not on every address."""
+    """Bind torch's store, which a rank or torchrun serves, to the address it is asked for, not to every one."""
     import importlib
 
     try:
@@ -146,7 +146,9 @@ def fork_ranks(text: str) -> None:
 
 
 def is_forkable(directory: str) -> bool:
-    """Whether this process has one thread, and would have imported the same with the script's directory on the path."""
+    """Return whether this process has one thread, and would have imported the same with the script's directory on
+    the path.
+    """
     if len(os.listdir("/proc/self/task")) != 1:
         return False
     loaded = {name.partition(".")[0] for name in sys.modules}
@@ -164,7 +166,7 @@ def modules_in(directory: str) -> set[str]:
 
 
 def become_rank(number: int, variables: dict[str, str], parent: int, launcher: int) -> None:
-    """Everything that a rank gets from a launcher that starts it alone."""
+    """Give this process everything that a rank gets from a launcher that starts it alone."""
     import ctypes
     import signal
     import time
@@ -185,7 +187,7 @@ def become_rank(number: int, variables: dict[str, str], parent: int, launcher: i
 
 
 def answer_for_stacks() -> None:
-    """A rank of an agent writes the stacks of all its threads to ``stacks-<rank>.txt`` whenever the agent asks.
+    """Have a rank write the stacks of all its threads to ``stacks-<rank>.txt`` at the agent's signal.
 
     By `faulthandler`, in C: it needs neither the interpreter lock nor the main thread, so it works in a rank that
     hangs. The signal is one that nothing uses; should somebody, it stays theirs.
@@ -223,7 +225,7 @@ def run_shadowed() -> None:
 
 
 def write_whole_lines() -> None:
-    """One write per line: unbuffered, ``print`` makes one per word, and the words of all ranks get mixed."""
+    """Write whole lines: unbuffered, ``print`` makes one per word, and the words of all ranks get mixed."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)

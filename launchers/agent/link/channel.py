@@ -1,4 +1,4 @@
-"""One connection of the link: both sides prove that they know the attempt's token, then every message is signed.
+"""Connection of the link: both sides prove that they know the attempt's token, then every message is signed.
 
 Frames over an asyncio stream: length, JSON, and HMAC-SHA-256 over the JSON and its place in the order of frames. Not
 `multiprocessing.connection`: its handshake is HMAC-MD5 on Python < 3.12 and leaves no key to sign messages with, and
@@ -119,7 +119,7 @@ class Channel:
 
     @property
     def delivered(self) -> bool:
-        """Whether the other side has stored everything that it is to have."""
+        """Return whether the other side has stored everything that it is to have."""
         return not self.pending and self.sent == self.acknowledged
 
 

@@ -1,4 +1,4 @@
-"""What an agent holds of the link to the agents on other hosts: the process that keeps the records in step.
+"""The link's process, which keeps the records in step with other hosts, as its agent sees it.
 
 Loaded only where the hosts of
 an attempt share no file system; docs/explanation/agent.md says how it works.
@@ -30,7 +30,7 @@ CLOSE_S = 10.0  # for the process to finish what it is just writing, on a disk t
 
 
 class Link:
-    """What the agent holds of its link: the process, and what that says."""
+    """The link of an agent: its process, and the state that it reports."""
 
     def __init__(self, node: NodeState) -> None:
         self.node = node
@@ -113,21 +113,21 @@ class Link:
             self.waker = waker
 
     def poke(self) -> None:
-        """Let the process see at once what is new here."""
+        """Wake the process: there is a new record here."""
         try:
             os.write(self.waker, b"x")
         except OSError:
             pass  # it has been told already, or has just ended, and its successor looks at everything
 
     def on_end(self) -> None:
-        """It has ended, which it never does by itself: the next one takes everything from the files."""
+        """Start the process again: it never ends by itself, and the next one takes everything from the files."""
         self.node.log("the link's process has ended; starting it again")
         if time.monotonic() - self.started < 1.0:
             time.sleep(0.2)
         self.start()
 
     def state(self) -> dict[str, Any]:
-        """What it has said last."""
+        """Return the state that the process has reported last."""
         return read_json(os.path.join(self.node.dir, "link.json")) or {}
 
     def gone(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Link:
         return hmac.new(key, label, hashlib.sha256).hexdigest()
 
     def variables(self) -> dict[str, str]:
-        """What the ranks have to know about the network of this host: which interface leads to the others."""
+        """Return the variables that name the interface which leads to the other hosts."""
         interface = self.state().get("interface")
         return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
 
@@ -183,7 +183,7 @@ class Link:
             node.reap()
 
     def _is_over(self, peer: int, state: Mapping[str, Any], signs: dict[int, tuple[object, float]], now: float) -> bool:
-        """Whether nothing more is to be waited for from *peer*."""
+        """Return whether nothing more is to be waited for from *peer*."""
         node = self.node
         if peer in node.lost or str(peer) in (state.get("gone") or {}):
             return True
@@ -207,7 +207,7 @@ class Link:
 
 
 def _listener(port: int) -> socket.socket:
-    """A socket that listens on *port* of every address of this host."""
+    """Return a socket that listens on *port* of every address of this host."""
     try:
         listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -84,12 +84,12 @@ def _signature(path: str) -> tuple[int, int, int] | None:
 
 
 def is_record(name: str) -> bool:
-    """Whether *name* is one of the files that travel: never a path that leads anywhere else."""
+    """Return whether *name* is one of the files that travel: never a path that leads anywhere else."""
     return any(pattern.fullmatch(name) for pattern in (OWN, COMMON, RENDEZVOUS, CALL, STACKS))
 
 
 def may_send(node: int, name: str) -> bool:
-    """Whether the joiner *node* may send this to the hub: its own records and what concerns all."""
+    """Return whether the joiner *node* may send this to the hub: its own records and what concerns all."""
     own = OWN.fullmatch(name)
     answer = STACKS.fullmatch(name)
     if own:
@@ -100,7 +100,7 @@ def may_send(node: int, name: str) -> bool:
 
 
 def concerns(node: int, name: str, record: Mapping[str, Any]) -> bool:
-    """Whether the hub passes this on to the joiner *node*."""
+    """Return whether the hub passes this on to the joiner *node*."""
     own = OWN.fullmatch(name)
     if own:
         return own[1] == "0"
