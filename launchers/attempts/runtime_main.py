@@ -7,7 +7,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["environment"]:
-        from orc.launchers.environments.node import main
+        from orc.launchers.environments.build import main
 
         sys.exit(main(sys.argv[2:]))
     from orc.launchers.agent.__main__ import run

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.environments.build import facts_of
 from orc.launchers.environments.copied import FACTS
-from orc.launchers.environments.node import facts_of
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.ignore import IgnoreRules, pattern_of, patterns_of

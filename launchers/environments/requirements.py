@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Unusable(Exception):
+class EnvironmentBuildError(Exception):
     """The environment cannot be made here; the message is the reason that people read."""
 
 
@@ -27,7 +27,7 @@ def file_digest(path: str) -> str:
 
 
 def read_requirements(path: str, seen: dict[str, str] | None = None) -> dict[str, str]:
-    """The contents of a requirements file and of all files it names, by path. Raises `Unusable`."""
+    """The contents of a requirements file and of all files it names, by path. Raises `EnvironmentBuildError`."""
     seen = {} if seen is None else seen
     if path in seen:
         return seen
@@ -35,7 +35,7 @@ def read_requirements(path: str, seen: dict[str, str] | None = None) -> dict[str
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise Unusable(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise EnvironmentBuildError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     seen[path] = hashlib.sha256(text.encode()).hexdigest()
     here = os.path.dirname(path)
     for number, line in enumerate(text.replace("\\\n", " ").splitlines(), 1):
@@ -45,7 +45,7 @@ def read_requirements(path: str, seen: dict[str, str] | None = None) -> dict[str
         option, _, value = words[0].partition("=")
         value = value or (words[1] if len(words) > 1 else "")
         if option in ("-e", "--editable"):
-            raise Unusable(
+            raise EnvironmentBuildError(
                 f"{path}:{number}: an editable install belongs to one working copy, but this environment is shared by "
                 "jobs; the job's own files can be imported without being installed"
             )
@@ -58,7 +58,9 @@ def read_requirements(path: str, seen: dict[str, str] | None = None) -> dict[str
 
 
 def local_files(lines: Sequence[str], cwd: str) -> dict[str, str]:
-    """Digests of the wheels and archives that requirement lines name by path. Raises `Unusable` for directories."""
+    """Digests of the wheels and archives that requirement lines name by path. Raises `EnvironmentBuildError` for
+    directories.
+    """
     found = {}
     for line in lines:
         word = line.split(" #")[0].split(";")[0].split(" --")[0].strip()
@@ -71,7 +73,7 @@ def local_files(lines: Sequence[str], cwd: str) -> dict[str, str]:
             continue
         full = os.path.join(cwd, path)
         if os.path.isdir(full):
-            raise Unusable(
+            raise EnvironmentBuildError(
                 f"{line.strip()}: a directory would have to be built in the job's snapshot, which is read-only; name a "
                 "wheel of it (pip wheel --no-deps)"
             )

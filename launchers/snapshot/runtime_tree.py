@@ -24,7 +24,7 @@ from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
 from orc.launchers.snapshot.scan import SourceTree, cache_file
 
 SAGEMAKER_ENTRY = "orc/launchers/backends/sagemaker/entry.py"
-_ENVIRONMENTS = ("__init__", "node", "container", "copied", "requirements")
+_ENVIRONMENTS = ("__init__", "build", "container", "copied", "requirements")
 
 
 def runtime_files() -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.environments.node import conda_argv
+from orc.launchers.environments.build import conda_argv
 
 UNPACK = """#!/usr/bin/env python
 import os, sys

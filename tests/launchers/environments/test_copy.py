@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.environments.build import facts_of
 from orc.launchers.environments.copied import FACTS, mismatch, moved
-from orc.launchers.environments.node import facts_of
 from orc.launchers.environments.packing import find_venv, pack_file, pack_venv
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.content_store import ContentStore

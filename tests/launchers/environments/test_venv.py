@@ -48,7 +48,7 @@ def test_an_environment_is_built_once_and_used_by_all(node: Any, wheel: Any) -> 
 
 
 def test_what_a_killed_build_has_left_is_not_used(tmp_path: Path) -> None:
-    from orc.launchers.environments.node import built
+    from orc.launchers.environments.build import built
 
     made = []
 

@@ -11,7 +11,7 @@ import pytest
 from orc import launchers
 
 PROGRAMS = (
-    "environments/node.py",
+    "environments/build.py",
     "environments/container.py",
     "environments/copied.py",
     "environments/requirements.py",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-Unusable = requirements.Unusable
+EnvironmentBuildError = requirements.EnvironmentBuildError
 file_digest = requirements.file_digest
 
 FORMAT = 1
@@ -56,7 +56,9 @@ def say(text: str) -> None:
 
 
 def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None, cwd: str | None = None) -> None:
-    """Run a build step, its output into the node's log. Raises `Unusable` with its last lines when it fails."""
+    """Run a build step, its output into the node's log. Raises `EnvironmentBuildError` with its last lines when it
+    fails.
+    """
     say("environment: " + " ".join(argv))
     try:
         process = subprocess.Popen(
@@ -69,7 +71,7 @@ def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None,
             start_new_session=True,
         )
     except OSError as error:
-        raise Unusable(f"{what}: cannot start {argv[0]}: {error.strerror}") from None
+        raise EnvironmentBuildError(f"{what}: cannot start {argv[0]}: {error.strerror}") from None
     lines: list[str] = []
     try:
         assert process.stdout is not None
@@ -82,7 +84,7 @@ def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None,
         end_session(process)
         raise
     if status:
-        raise Unusable(f"{what} failed with exit status {status}:\n" + "\n".join(lines))
+        raise EnvironmentBuildError(f"{what} failed with exit status {status}:\n" + "\n".join(lines))
 
 
 def end_session(leader: subprocess.Popen[bytes]) -> None:
@@ -142,7 +144,7 @@ def facts_of(python: str) -> dict[str, Any] | None:
 
 
 def find_python(wanted: str | None, default: str) -> dict[str, Any]:
-    """The interpreter called *wanted*: a path, a program, or a version such as 3.11. Raises `Unusable`."""
+    """The interpreter called *wanted*: a path, a program, or a version such as 3.11. Raises `EnvironmentBuildError`."""
     is_version = bool(wanted) and all(part.isdigit() for part in str(wanted).split("."))
     candidates = [wanted or default] if not is_version else [default, f"python{wanted}", "python3"]
     if is_version:
@@ -158,9 +160,9 @@ def find_python(wanted: str | None, default: str) -> dict[str, Any]:
             return facts
         found.append(f"{version} at {path}")
     if not is_version:
-        raise Unusable(f"{wanted or default} is not a Python that runs here; correct `python:`")
+        raise EnvironmentBuildError(f"{wanted or default} is not a Python that runs here; correct `python:`")
     seen = f"; found {', '.join(dict.fromkeys(found))}" if found else ""
-    raise Unusable(f"there is no Python {wanted} on this node{seen}; install it, or give `python:` a path")
+    raise EnvironmentBuildError(f"there is no Python {wanted} on this node{seen}; install it, or give `python:` a path")
 
 
 # --- the cache -----------------------------------------------------------------------------------------------------
@@ -190,7 +192,9 @@ def built(root: str, digest: str, build: Callable[[str], None], usable: Callable
             fcntl.flock(lock, fcntl.LOCK_EX)
             failed = _load(lock_path) if os.path.getsize(lock_path) else {}
             if failed.get("at", 0.0) >= began:
-                raise Unusable(failed["error"]) from None  # trying the same again at once would fail as slowly
+                raise EnvironmentBuildError(
+                    failed["error"]
+                ) from None  # trying the same again at once would fail as slowly
         if os.path.exists(marker) and usable(directory):
             os.utime(marker)  # when it was last used
             say(f"environment: {digest} is here already")
@@ -208,7 +212,7 @@ def built(root: str, digest: str, build: Callable[[str], None], usable: Callable
             os.rename(temporary, marker)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, Unusable):
+            if isinstance(error, EnvironmentBuildError):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, json.dumps({"error": str(error), "at": time.time()}).encode(), 0)
             raise
@@ -237,7 +241,7 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     links = [os.path.join(code, str(link)) for link in spec.get("find_links") or ()]
     for link in links:
         if not os.path.isdir(link):
-            raise Unusable(f"find_links: {link} is not a directory on this node")
+            raise EnvironmentBuildError(f"find_links: {link} is not a directory on this node")
     lines = [line for path in files for line in requirements.lines_of(path)]
     wheels = [os.path.join(link, name) for link in links for name in sorted(os.listdir(link))]
     digest = digest_of(
@@ -261,9 +265,9 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         ]
         try:
             run([*argv, directory], what="making the virtual environment", env=env)
-        except Unusable as error:
+        except EnvironmentBuildError as error:
             hint = "\ninstall the package that has ensurepip (python3-venv on Debian), or use another `python:`"
-            raise Unusable(f"{error}{hint if 'ensurepip' in str(error) else ''}") from None
+            raise EnvironmentBuildError(f"{error}{hint if 'ensurepip' in str(error) else ''}") from None
         pip = [os.path.join(directory, "bin", "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
         options = [word for link in links for word in ("--find-links", link)]
         options += ["--no-index"] * bool(spec.get("no_index"))
@@ -294,12 +298,12 @@ def answer_of(directory: str, env: Mapping[str, str], python: str = "bin/python"
 
 
 def find_conda() -> str:
-    """Return micromamba, mamba or conda: the fastest that is here. Raises `Unusable`."""
+    """Return micromamba, mamba or conda: the fastest that is here. Raises `EnvironmentBuildError`."""
     for candidate in ("micromamba", os.environ.get("MAMBA_EXE", ""), "mamba", "conda", os.environ.get("CONDA_EXE", "")):
         found = shutil.which(candidate) if candidate else None
         if found:
             return found
-    raise Unusable(
+    raise EnvironmentBuildError(
         "none of micromamba, mamba and conda is on this node's PATH; install one, or bring an archive of conda-pack"
     )
 
@@ -316,7 +320,7 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     if spec.get("file"):
         file = os.path.join(str(config["code_tree"]), str(spec["file"]))
         if not os.path.isfile(file):
-            raise Unusable(f"{file} does not exist on this node")
+            raise EnvironmentBuildError(f"{file} does not exist on this node")
         program = find_conda()
         digest = digest_of({"kind": "conda", "file": file_digest(file), "machine": os.uname().machine})
 
@@ -324,12 +328,14 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
             argv = conda_argv(program, directory, file)
             run(argv, what=f"making the conda environment of {spec['file']}", env=clean_environment())
             if not os.access(os.path.join(directory, "bin", "python"), os.X_OK):
-                raise Unusable(f"the conda environment of {spec['file']} has no Python; add python to its dependencies")
+                raise EnvironmentBuildError(
+                    f"the conda environment of {spec['file']} has no Python; add python to its dependencies"
+                )
 
     else:
         archive = os.path.join(os.path.expanduser(str(spec.get("tree") or config["code_tree"])), str(spec["archive"]))
         if not os.path.isfile(archive):
-            raise Unusable(f"{archive} does not exist on this node")
+            raise EnvironmentBuildError(f"{archive} does not exist on this node")
         digest = digest_of({"kind": "conda-pack", "archive": file_digest(archive)})
 
         def build(directory: str) -> None:
@@ -339,7 +345,7 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
             if not os.path.exists(python) or not os.path.exists(unpack):
                 missing = python if not os.path.exists(python) else unpack
                 name = os.path.relpath(missing, directory)
-                raise Unusable(f"{spec['archive']} is not an archive of conda-pack: it has no {name}")
+                raise EnvironmentBuildError(f"{spec['archive']} is not an archive of conda-pack: it has no {name}")
             run([python, unpack], what="conda-unpack", env={**clean_environment(), "CONDA_PREFIX": directory})
 
     directory = built(
@@ -358,15 +364,17 @@ def prepare_copy(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         with open(os.path.join(tree, copied.FACTS), encoding="utf-8") as file:
             packed = json.load(file)
     except (OSError, ValueError) as error:
-        raise Unusable(f"the packed environment {tree} cannot be read: {error}") from None
+        raise EnvironmentBuildError(f"the packed environment {tree} cannot be read: {error}") from None
     wanted = ".".join(packed["version"].split(".")[:2])
     try:
         here = find_python(wanted, str(config.get("python") or sys.executable))
-    except Unusable as error:
-        raise Unusable(f"the environment of {packed['host']} cannot be used: {error}") from None
+    except EnvironmentBuildError as error:
+        raise EnvironmentBuildError(f"the environment of {packed['host']} cannot be used: {error}") from None
     if reason := copied.mismatch(packed, here):
         hint = "use environment: {venv: requirements.txt}, which is built on the node"
-        raise Unusable(f"the environment of {packed['host']} ({packed['venv']}) cannot be used: {reason}; {hint}")
+        raise EnvironmentBuildError(
+            f"the environment of {packed['host']} ({packed['venv']}) cannot be used: {reason}; {hint}"
+        )
     digest = digest_of({"kind": "copy", "tree": tree, "base": here["base"], "version": here["version"]})
 
     def build(directory: str) -> None:
@@ -384,11 +392,11 @@ def prepare_copy(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 
 
 def find_runtime(name: str) -> str:
-    """The container program. Raises `Unusable`."""
+    """The container program. Raises `EnvironmentBuildError`."""
     for candidate in (name, "singularity") if name == "apptainer" else (name,):
         if found := shutil.which(candidate):
             return found
-    raise Unusable(f"{name} is not installed on this node (not on PATH)")
+    raise EnvironmentBuildError(f"{name} is not installed on this node (not on PATH)")
 
 
 def prepare_container(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,7 +417,7 @@ def prepare_container(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dic
             made = built(str(config["root"]), digest, fetch, lambda d: os.path.exists(os.path.join(d, "image.sif")))
             ready["image"] = os.path.join(made, "image.sif")
         elif not os.path.exists(str(spec["image"])):
-            raise Unusable(f"the image {spec['image']} does not exist on this node")
+            raise EnvironmentBuildError(f"the image {spec['image']} does not exist on this node")
     elif (
         (look := container.look_argv(ready))
         and "--rootfs" not in (spec.get("options") or ())
@@ -428,7 +436,7 @@ def run_in_container(program: Sequence[str], *, terminal: bool = False) -> None:
     try:
         attempt_dir, node = environ["ORC_ATTEMPT_DIR"], int(environ["ORC_NODE_RANK"])
     except KeyError as error:
-        raise Unusable(f"{error.args[0]} is not set: this runs below an agent of orc") from None
+        raise EnvironmentBuildError(f"{error.args[0]} is not set: this runs below an agent of orc") from None
     config = load_config(os.path.join(attempt_dir, "agent.json")).to_dict()
     ready = _load(os.path.join(attempt_dir, f"node-{node}", "environment.json"))["container"]
     command = config["command"]
@@ -483,12 +491,14 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def prepare(config: Mapping[str, Any], answer: str) -> None:
-    """Make the environment and write the answer, or ``{"error": reason}``. Raises `Unusable`, `OSError`."""
+    """Make the environment and write the answer, or ``{"error": reason}``. Raises `EnvironmentBuildError`,
+    `OSError`.
+    """
     spec = config["environment"]
     _remove(answer)  # an earlier restart's
     try:
         made = PREPARE[spec["kind"]](spec, config)
-    except Unusable as error:
+    except EnvironmentBuildError as error:
         _write(answer, {"error": str(error)})
         raise
     except OSError as error:
@@ -528,7 +538,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             sys.stderr.write(str(__doc__))
             return 2
-    except (Unusable, LaunchFailure) as error:
+    except (EnvironmentBuildError, LaunchFailure) as error:
         say(f"environment: {error}")
         return 1
     except OSError as error:
