@@ -44,8 +44,8 @@ _ROLE = matching(
 )
 
 
-def _key(reader: Reader, default: Any, becomes: str, doc: str, *, cluster: bool = False) -> Any:
-    metadata = {"read": reader, "becomes": becomes, "doc": doc, "cluster": cluster}
+def _key(reader: Reader, default: Any, becomes: str, doc: str) -> Any:
+    metadata = {"read": reader, "becomes": becomes, "doc": doc}
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -101,50 +101,42 @@ _PLACEMENT = read.section(
 class Place:
     """Which account and region jobs run in, and where orc keeps its objects. Only in clusters.yaml."""
 
-    profile: str | None = _key(text, None, "the AWS session", "Profile of ~/.aws/config.", cluster=True)
+    profile: str | None = _key(text, None, "the AWS session", "Profile of ~/.aws/config.")
     region: str | None = _key(
         matching(r"[a-z]{2,5}(?:-[a-z]+)+-[0-9]", "an AWS region like us-east-1"),
         None,
         "the AWS session, the image's registry",
         "Region.",
-        cluster=True,
     )
     account: str | None = _key(
         matching(r"[0-9]{12}", "the 12 digits (in quotes) of an AWS account"),
         None,
         "`RoleArn`, the default bucket",
         "Account; looked up at submission when not given.",
-        cluster=True,
     )
     bucket: str | None = _key(
         matching(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket"),
         None,
         "all S3 locations",
         "Bucket of orc's objects; sagemaker-<region>-<account> when not given.",
-        cluster=True,
     )
-    prefix: str = _key(
-        matching(r"[a-zA-Z0-9!_.*'()/-]+", "a prefix in S3"), "orc", "all S3 locations", "In it.", cluster=True
-    )
-    s3_kms_key: str | None = _key(_KMS, None, "encryption of uploads", "KMS key of what orc uploads.", cluster=True)
+    prefix: str = _key(matching(r"[a-zA-Z0-9!_.*'()/-]+", "a prefix in S3"), "orc", "all S3 locations", "In it.")
+    s3_kms_key: str | None = _key(_KMS, None, "encryption of uploads", "KMS key of what orc uploads.")
     endpoint_url: str | None = _key(
-        matching(r"https?://.+", "a URL"), None, "the AWS session", "Another address of AWS's API.", cluster=True
+        matching(r"https?://.+", "a URL"), None, "the AWS session", "Another address of AWS's API."
     )
     secrets: str = _key(
         one_of("s3", "secretsmanager"),
         "s3",
         "an encrypted object in S3, or a secret",
         "How secrets reach the job: s3 or secretsmanager.",
-        cluster=True,
     )
-    prices: Mapping[str, float] = _key(
-        read.prices, {}, "cost in `orc status`", "Price of an instance-hour by type.", cluster=True
-    )
+    prices: Mapping[str, float] = _key(read.prices, {}, "cost in `orc status`", "Price of an instance-hour by type.")
     sagemaker_inputs_file: str | None = _key(
-        text, None, "`InputDataConfig`", "Table of channels: channel_name, data_location.", cluster=True
+        text, None, "`InputDataConfig`", "Table of channels: channel_name, data_location."
     )
     sagemaker_metrics_file: str | None = _key(
-        text, None, "`MetricDefinitions`", "Table of metrics: metric_name, metric_regex.", cluster=True
+        text, None, "`MetricDefinitions`", "Table of metrics: metric_name, metric_regex."
     )
 
 

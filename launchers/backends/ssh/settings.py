@@ -13,21 +13,8 @@ from orc.launchers.backends.ssh.hostfile import Host, Labels, Slots, expand, rea
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
-from orc.launchers.remote.ssh.options import (
-    HostName,
-    Reaching,
-    UserName,
-)
-from orc.launchers.spec.options import (
-    Flag,
-    FrozenModel,
-    Number,
-    PathText,
-    Whole,
-    seconds,
-    several,
-    validate_options,
-)
+from orc.launchers.remote.ssh.options import HostName, Reaching, UserName
+from orc.launchers.spec.options import Flag, FrozenModel, Number, PathText, Whole, seconds, several, validate_options
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.hosts import HostSpec
