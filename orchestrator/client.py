@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.lifecycle import Event, JobState, Kind
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.views import EventView, JobRow, JobView
 from orc.orchestrator.workspace import Workspace
@@ -135,7 +135,7 @@ class Client(FunctionCalls):
 
     def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
         """A new job with the same specification and the same snapshots; its source is ``job:<old id>``."""
-        from orc.orchestrator.engine.ingredients import stored_snapshot, stored_spec
+        from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
         from orc.orchestrator.engine.submission import silent, start
         from orc.orchestrator.functions.keys import key_of
 
@@ -272,7 +272,7 @@ class Client(FunctionCalls):
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
-        from orc.orchestrator.engine.background import BackgroundPasses
+        from orc.orchestrator.engine.background_passes import BackgroundPasses
 
         self._settle()
         if self.workspace.ledger.volatile:
@@ -288,7 +288,7 @@ class Client(FunctionCalls):
         if record is None:
             raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
         return JobView.of(
-            record, ledger.attempts(job_id), ledger.spec(job_id), ledger.tags(job_id), ledger.culprits(job_id)
+            record, ledger.attempts(job_id), ledger.spec(job_id), ledger.tags(job_id), ledger.failed_hosts(job_id)
         )
 
     def jobs(
@@ -356,7 +356,7 @@ class Client(FunctionCalls):
         ids = [self._known(job_id) for job_id in job_ids]
         if timeout_s is None:
             return self._wait(ids, None, on_change, lambda _: self.refresh(ids) is not None)
-        from orc.orchestrator.engine.background import BackgroundPasses
+        from orc.orchestrator.engine.background_passes import BackgroundPasses
 
         with BackgroundPasses(self._another) as passes:
 

@@ -32,7 +32,9 @@ class AttemptView:
     restarts: int  # times the backend itself requeued it
     progress: Mapping[str, Any]
     exit: AttemptExit | None
-    culprits: tuple[str, ...] = ()  # hosts to blame for its node failure; the job's next attempts keep away from them
+    failed_hosts: tuple[
+        str, ...
+    ] = ()  # hosts to blame for its node failure; the job's next attempts keep away from them
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -44,7 +46,7 @@ class AttemptView:
             "reason": self.reason,
             "native_id": self.native_id,
             "hosts": list(self.hosts),
-            "culprits": list(self.culprits),
+            "failed_hosts": list(self.failed_hosts),
             "submitted_at": self.submitted_at,
             "started_at": self.started_at,
             "ended_at": self.ended_at,
@@ -54,7 +56,7 @@ class AttemptView:
         }
 
     @classmethod
-    def of(cls, record: AttemptRecord, culprits: tuple[str, ...] = ()) -> AttemptView:
+    def of(cls, record: AttemptRecord, failed_hosts: tuple[str, ...] = ()) -> AttemptView:
         """From the ledger."""
         end = None
         if record.exit is not None:
@@ -75,7 +77,7 @@ class AttemptView:
             record.restarts,
             record.progress,
             end,
-            culprits,
+            failed_hosts,
         )
 
 
@@ -138,7 +140,7 @@ class JobView:
         attempts: list[AttemptRecord],
         spec: Mapping[str, Any],
         tags: Mapping[str, str],
-        culprits: Mapping[int, tuple[str, ...]],
+        failed_hosts: Mapping[int, tuple[str, ...]],
     ) -> JobView:
         """From the ledger."""
         return cls(
@@ -157,7 +159,7 @@ class JobView:
             spec,
             job.digests,
             job.source,
-            tuple(AttemptView.of(attempt, culprits.get(attempt.number, ())) for attempt in attempts),
+            tuple(AttemptView.of(attempt, failed_hosts.get(attempt.number, ())) for attempt in attempts),
         )
 
 

@@ -27,7 +27,7 @@ PRIVATE_NAMES = {"Side", "Copy", "Kept", "Found", "Why", "Needs", "Change", "Wai
 PRIVATE_NAMES |= {"meet", "reach", "look", "why"}
 VAGUE = re.compile(r"(What|Whether|Who|Whom|Whose|Which|Where|How|When|One|Somebody|Nobody|Whoever)\b")
 # Rooms that are still being renamed.
-OPEN: tuple[str, ...] = ("launchers", "orchestrator")
+OPEN: tuple[str, ...] = ("launchers",)
 
 
 def used(name: str) -> bool:

@@ -118,7 +118,7 @@ class Observation:
     restarts: int = 0  # times the backend itself requeued this attempt
     # Hosts to blame for a node failure, by their names in the cluster; the job's next attempts keep away from them.
     # Nodes that the agents' records name (`AttemptExit.lost_nodes`) need not be repeated here.
-    culprits: tuple[str, ...] = ()
+    failed_hosts: tuple[str, ...] = ()
     progress: Mapping[str, Any] = field(default_factory=dict)  # {"step": 120, "epoch": 3, ...} if the runtime tells
     due: bool = False  # of a backend that is `SupportsProvisioning`: there is a step for `advance` to take
 

@@ -116,7 +116,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="The version."
 )
 def cli() -> None:
-    """One job.yaml, any cluster: send PyTorch training jobs, watch them, get them through.
+    """Send PyTorch training jobs, watch them, get them through.
 
     \b
     orc init digits && cd digits && orc submit job.yaml --follow

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import submission
-from orc.orchestrator.engine.lifecycle import Event, Kind
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle, Placement
     from orc.launchers.spec import JobSpec
-    from orc.orchestrator.engine.job_files import Kept
+    from orc.orchestrator.engine.job_files import SavedJob
     from orc.orchestrator.ledger.records import NewJob
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
@@ -28,7 +28,7 @@ _BEFORE = "its end was in the ledger that was lost"
 
 
 @dataclass(frozen=True)
-class Found:
+class AdoptionResult:
     """Result of the search for one job."""
 
     job: str
@@ -37,7 +37,7 @@ class Found:
     error: str = ""  # why nobody can tell
 
 
-def adopt(ws: Workspace, kept: Kept) -> Found:
+def adopt(ws: Workspace, kept: SavedJob) -> AdoptionResult:
     """Write the job into the ledger, with the attempts that its cluster has. Raises `LedgerError`."""
     from orc.launchers.spec import JobSpec
 
@@ -47,9 +47,9 @@ def adopt(ws: Workspace, kept: Kept) -> Found:
         handles = _handles(ws, job, spec)
     except (LaunchError, ValueError) as error:
         what = error.what if isinstance(error, LaunchError) else "its specification does not fit this version of orc"
-        return Found(job.id, job.cluster, 0, what)
+        return AdoptionResult(job.id, job.cluster, 0, what)
     if not handles:
-        return Found(job.id, job.cluster, 0)
+        return AdoptionResult(job.id, job.cluster, 0)
     placements = [_placement(ws, job, spec, handle) for handle in handles]
     with ws.ledger.transaction() as tx:
         if tx.find(job.id) is None:
@@ -62,7 +62,7 @@ def adopt(ws: Workspace, kept: Kept) -> Found:
                 grace = float(job.spec["grace"])
                 wish = {"cancel_requested_at": tx.now, "cancel_grace_s": grace}
                 tx.record(record, Event(Kind.CANCEL_REQUESTED, None, {"grace_s": grace}), job_set=wish)
-    return Found(job.id, job.cluster, len(handles))
+    return AdoptionResult(job.id, job.cluster, len(handles))
 
 
 def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:

@@ -54,7 +54,7 @@ class Process:
     live: int = 0  # jobs that had not ended then
 
 
-class Why(enum.Enum):
+class StopReason(enum.Enum):
     """Why passes with one client ended."""
 
     IDLE = enum.auto()  # no job is live
@@ -170,13 +170,13 @@ def run(open_client: Callable[[], Client], say: Callable[[str], None]) -> None:
                 why = _serve(client, descriptor, say)
             # Whoever submitted while this process made up its mind has found the lease taken; also where the ledger was
             # replaced, by `orc adopt` for one.
-            if why is Why.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
+            if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
                 return
-            if why is Why.IDLE and not ws.ledger.active():
+            if why is StopReason.IDLE and not ws.ledger.active():
                 return
 
 
-def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
+def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
     ws = client.workspace
     described = _stamp(client.clusters_file)
@@ -206,7 +206,7 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
             _describe(descriptor, Process(me.pid, me.host, me.started_at, now, len(jobs)))
             if not jobs:
                 say("no job is live")
-                return Why.IDLE
+                return StopReason.IDLE
             if (states := {job.id: (str(job.state), job.number) for job in jobs}) != seen:
                 seen, last_change = states, now
             away = client.is_away({job.cluster for job in jobs})
@@ -214,9 +214,9 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> Why:
         ws.sleep(pause(now, last_change, due, SHORTEST_S[away]))
         if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
             say("the ledger was removed or replaced")
-            return Why.LEDGER_GONE
+            return StopReason.LEDGER_GONE
         if _stamp(client.clusters_file) != described:
-            return Why.CLUSTERS_CHANGED
+            return StopReason.CLUSTERS_CHANGED
 
 
 def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:

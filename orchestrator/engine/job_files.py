@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedJob:
     """A job as its directory has it."""
 
     job: NewJob
@@ -46,19 +46,19 @@ def note_cancelled(state_dir: Path, job_id: str) -> None:
         _mark(state_dir, job_id).touch(mode=0o600)
 
 
-def unknown(ws: Workspace) -> list[Kept]:
+def unknown(ws: Workspace) -> list[SavedJob]:
     """The jobs of the state directory that the ledger does not know, oldest first."""
     kept = {found.job.id: found for found in _kept(ws.state_dir)}
     known = {record.id for record in ws.ledger.jobs(list(kept))}
     return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
 
 
-def _kept(state_dir: Path) -> Iterator[Kept]:
+def _kept(state_dir: Path) -> Iterator[SavedJob]:
     for path in state_dir.glob("jobs/*/job.json"):
         try:
             data: dict[str, Any] = json.loads(path.read_bytes())
             cancelled = _mark(state_dir, path.parent.name).exists()
-            found = Kept(NewJob(**data["job"]), float(data["created_at"]), cancelled)
+            found = SavedJob(NewJob(**data["job"]), float(data["created_at"]), cancelled)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # not written by us, or by another version of orc
         if JOB_ID.fullmatch(found.job.id) and found.job.id == path.parent.name:

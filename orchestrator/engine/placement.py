@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.orchestrator.engine import claims
-from orc.orchestrator.engine.exclusions import excluded
-from orc.orchestrator.engine.lifecycle import JobState
-from orc.orchestrator.engine.queueing import Waiting, room, slots_taken, why
+from orc.orchestrator.engine.excluded_hosts import excluded
+from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
+from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Placement, Snapshot, SupportsPlacement
@@ -29,7 +29,7 @@ Progress = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedAttempt:
     """A PREPARED attempt, its plan, and the hosts that are kept for it."""
 
     job: JobRecord
@@ -46,7 +46,7 @@ class PlacementPlanner:
     snapshot: Snapshot
     attempt: AttemptId
     progress: Progress = lambda _step, _values: None
-    unfit: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
+    unusable: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
     _behind: tuple[float, str] | None = None
     _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
 
@@ -62,7 +62,7 @@ class PlacementPlanner:
 
         return isinstance(self.backend, SupportsPlacement)
 
-    def prepare(self, job: JobRecord) -> Prepared:
+    def prepare(self, job: JobRecord) -> PreparedAttempt:
         """A PREPARED attempt: the next one of a QUEUED *job*, or that of a PREPARED one, on its hosts if they will do.
 
         Raises `Conflict`, `NoRoom`, and what rendering and looking raise.
@@ -70,7 +70,7 @@ class PlacementPlanner:
         if job.state is JobState.PREPARED and (found := self._recorded(job)):
             return found
         while True:
-            plan, placement = self.choose(look=self.places, behind=(job.created_at, job.id))
+            plan, placement = self.choose(examine=self.places, behind=(job.created_at, job.id))
 
             def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
                 current = tx.reload(job)
@@ -81,16 +81,16 @@ class PlacementPlanner:
 
             prepared = self.commit(placement, write)
             if prepared is not None:
-                return Prepared(prepared, plan, placement)
+                return PreparedAttempt(prepared, plan, placement)
 
-    def examine(self, prepared: Prepared) -> Prepared:
+    def examine(self, prepared: PreparedAttempt) -> PreparedAttempt:
         """*prepared* after the preflight: on other hosts, which are kept for it instead, where that found bad ones.
 
         Raises what `prepare` raises, and `LaunchError` for what stands in the job's way.
         """
-        return prepared if self.is_fit(prepared.plan, prepared.placement) else self.prepare(prepared.job)
+        return prepared if self.check(prepared.plan, prepared.placement) else self.prepare(prepared.job)
 
-    def _recorded(self, job: JobRecord) -> Prepared | None:
+    def _recorded(self, job: JobRecord) -> PreparedAttempt | None:
         """The attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
         from orc.launchers.backends.base import Placement
 
@@ -98,16 +98,16 @@ class PlacementPlanner:
             placement = self._avoiding()
             plan = self.render(placement)
             if self.attempt.number == 1:  # its submission may have been cut off before the preflight
-                self.is_fit(plan, placement)
-            return Prepared(job, plan, placement)
+                self.check(plan, placement)
+            return PreparedAttempt(job, plan, placement)
         kept = self.ws.ledger.reservations(job_id=job.id)
-        if not kept or {r.host for r in kept} & set(self.unfit):
+        if not kept or {r.host for r in kept} & set(self.unusable):
             return None
         placement = Placement(tuple(r.host for r in kept), kept[0].slots)
         plan = self.render(placement)
-        return Prepared(job, plan, placement) if self.is_fit(plan, placement) else None
+        return PreparedAttempt(job, plan, placement) if self.check(plan, placement) else None
 
-    def choose(self, *, look: bool, behind: tuple[float, str] | None = None) -> tuple[Plan, Placement | None]:
+    def choose(self, *, examine: bool, behind: tuple[float, str] | None = None) -> tuple[Plan, Placement | None]:
         """A plan that can be sent. With *look*, its hosts are looked at, and bad ones left out where others will do.
 
         *behind* is the job's place in the queue, the end by default. Raises `NoRoom`, and what rendering and looking
@@ -122,7 +122,7 @@ class PlacementPlanner:
             else:
                 placement = self._avoiding()
             plan = self.render(placement)
-            if not look or self.is_fit(plan, placement):
+            if not examine or self.check(plan, placement):
                 return plan, placement
 
     def render(self, placement: Placement | None) -> Plan:
@@ -141,20 +141,20 @@ class PlacementPlanner:
     def waiting_reason(self, error: NoRoom) -> str:
         """Return the reason of a job that waits: for which hosts, held by whom, and those that were left out."""
         held = self.ws.ledger.reservations(self.spec.cluster)
-        text = why(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
-        return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unfit.items()))])
+        text = waiting_reason(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
+        return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unusable.items()))])
 
-    def leave_out(self, placement: Placement | None, error: LaunchError) -> bool:
+    def exclude_host(self, placement: Placement | None, error: LaunchError) -> bool:
         """Note that a host of *placement* is to blame for *error*; False when none is, or there is no way around it."""
-        if not self.places or placement is None or error.host not in placement.hosts or error.host in self.unfit:
+        if not self.places or placement is None or error.host not in placement.hosts or error.host in self.unusable:
             return False
-        self.unfit[error.host] = error
+        self.unusable[error.host] = error
         return True
 
-    def is_fit(self, plan: Plan, placement: Placement | None) -> bool:
+    def check(self, plan: Plan, placement: Placement | None) -> bool:
         """Look at what *plan* needs; False when a host of *placement* was found bad and others should be tried."""
         warnings, hosts = [], set(placement.hosts) if placement else set()
-        unavoidable = set(self.unfit) & hosts
+        unavoidable = set(self.unusable) & hosts
         for finding in self.backend.preflight(plan):
             if finding.level != "error":
                 warnings.append(finding)
@@ -163,10 +163,10 @@ class PlacementPlanner:
             error = kind(finding.what, where=finding.where, hint=finding.hint).of(finding.where)
             if finding.where not in hosts or finding.where in unavoidable:
                 raise error
-            self.unfit.setdefault(finding.where, error)
-        if (set(self.unfit) & hosts) - unavoidable:
+            self.unusable.setdefault(finding.where, error)
+        if (set(self.unusable) & hosts) - unavoidable:
             return False
-        for host, trouble in self.unfit.items():
+        for host, trouble in self.unusable.items():
             self._tell("warning", f"{trouble.what}; other hosts are used", host, trouble.hint)
         for finding in warnings:
             self._tell(finding.level, finding.what, finding.where, finding.hint)
@@ -186,11 +186,11 @@ class PlacementPlanner:
 
     def _place(self, tx: Transaction) -> Placement:
         cluster, job_id = self.spec.cluster, self.attempt.job
-        taken = slots_taken(tx.reservations(cluster), besides=job_id)
-        avoid = {*_to_avoid(self.spec, tx.culprits(job_id), self.attempt.number), *self.unfit, *self._excluded}
-        return room(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
+        taken = taken_slots(tx.reservations(cluster), besides=job_id)
+        avoid = {*_to_avoid(self.spec, tx.failed_hosts(job_id), self.attempt.number), *self.unusable, *self._excluded}
+        return placement_in_turn(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
-    def _ahead(self, tx: Transaction) -> list[Waiting]:
+    def _ahead(self, tx: Transaction) -> list[WaitingJob]:
         """The jobs that came before this one and have no hosts yet."""
         from orc.launchers.spec import JobSpec
 
@@ -207,8 +207,8 @@ class PlacementPlanner:
                 spec = JobSpec.model_validate(text)
             except ValueError:
                 continue  # of a version of orc that this one cannot read: its own turn says so
-            avoid = {*_to_avoid(spec, tx.culprits(other.id), _coming(other)), *self._excluded}
-            found.append(Waiting(other.id, spec, avoid, in_hand))
+            avoid = {*_to_avoid(spec, tx.failed_hosts(other.id), _coming(other)), *self._excluded}
+            found.append(WaitingJob(other.id, spec, avoid, in_hand))
         return found
 
     def _avoiding(self) -> Placement | None:
@@ -218,20 +218,20 @@ class PlacementPlanner:
         if self.attempt.number == 1 or not self.backend.avoids:
             return None
         earlier = {
-            n: hosts for n, hosts in self.ws.ledger.culprits(self.attempt.job).items() if n < self.attempt.number
+            n: hosts for n, hosts in self.ws.ledger.failed_hosts(self.attempt.job).items() if n < self.attempt.number
         }
         return Placement((), avoid=_flat(earlier)) if earlier else None
 
 
-def _to_avoid(spec: JobSpec, culprits: Mapping[int, tuple[str, ...]], attempt: int) -> tuple[str, ...]:
+def _to_avoid(spec: JobSpec, failed_hosts: Mapping[int, tuple[str, ...]], attempt: int) -> tuple[str, ...]:
     """Return the hosts that *attempt* of a job keeps away from, of those that were to blame for earlier ends.
 
     A job of a fixed size has no use for a host that has failed it. An elastic one has gone on without it, and takes it
     back with the attempt after: by then it answers again, or is found bad.
     """
     if spec.resources.min_nodes == spec.resources.max_nodes:
-        return _flat(culprits)
-    return culprits.get(attempt - 1, ())
+        return _flat(failed_hosts)
+    return failed_hosts.get(attempt - 1, ())
 
 
 def _coming(job: JobRecord) -> int:
@@ -240,5 +240,5 @@ def _coming(job: JobRecord) -> int:
     return job.number if prepared else job.number + 1
 
 
-def _flat(culprits: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(sorted({host for hosts in culprits.values() for host in hosts}))
+def _flat(failed_hosts: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted({host for hosts in failed_hosts.values() for host in hosts}))

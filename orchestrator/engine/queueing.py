@@ -21,7 +21,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingJob:
     """A job that has no hosts yet and wants some."""
 
     job: str
@@ -30,7 +30,7 @@ class Waiting:
     in_hand: bool = False  # somebody is placing it at this very moment
 
 
-def slots_taken(reservations: Iterable[Reservation], *, besides: str = "") -> dict[str, int]:
+def taken_slots(reservations: Iterable[Reservation], *, besides: str = "") -> dict[str, int]:
     """Slots taken on each host by all jobs but *besides*."""
     taken: Counter[str] = Counter()
     for reservation in reservations:
@@ -39,12 +39,12 @@ def slots_taken(reservations: Iterable[Reservation], *, besides: str = "") -> di
     return dict(taken)
 
 
-def room(
+def placement_in_turn(
     backend: SupportsPlacement,
     spec: JobSpec,
     taken: Mapping[str, int],
     *,
-    ahead: Sequence[Waiting] = (),
+    ahead: Sequence[WaitingJob] = (),
     avoid: Collection[str] = (),
 ) -> Placement:
     """Hosts for a job of *spec*, while the jobs *ahead* (oldest first) wait too.
@@ -81,7 +81,9 @@ def _with(taken: Mapping[str, int], closed: Collection[str]) -> dict[str, int]:
     return {**taken, **dict.fromkeys(closed, _ALL)}
 
 
-def why(error: NoRoom, candidates: Collection[str], reservations: Iterable[Reservation], *, besides: str = "") -> str:
+def waiting_reason(
+    error: NoRoom, candidates: Collection[str], reservations: Iterable[Reservation], *, besides: str = ""
+) -> str:
     """Return the reason of a job that waits for hosts, with the jobs that hold them."""
     what = error.what if error.what.startswith("waiting") else f"waiting for room: {error.what}"
     holders = list(error.holders) or [r.job for r in reservations if r.host in candidates and r.job != besides]

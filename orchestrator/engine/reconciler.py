@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom, PartlyUnreachable
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import claims, job_secrets, submission
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.ingredients import Elsewhere, ingredients
-from orc.orchestrator.engine.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
-from orc.orchestrator.engine.verdicts import Change, of_cancellation_before_start, of_observation, retry_policy
+from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_for_early_cancel, update_from_observation
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
@@ -50,12 +50,12 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s
     """
     report = PassReport()
     if ws.ledger.volatile:
-        _look_at_all(ws, ws.ledger.active(job_ids), report)
+        _poll_all(ws, ws.ledger.active(job_ids), report)
         return report
     jobs = ws.ledger.active(job_ids)
 
     def is_due(job: JobRecord) -> bool:
-        return _needs_driving(job, ws.clock()) and not (patience_s and _is_left(ws, job, patience_s))
+        return _needs_driving(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
 
     due = [job for job in jobs if is_due(job)]
     crowded = {job.cluster for job in due if _places(ws, job.cluster)}
@@ -67,7 +67,7 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s
             _drive(ws, job, report)
     if due:
         jobs = ws.ledger.active(job_ids)
-    _look_at_all(ws, jobs, report)
+    _poll_all(ws, jobs, report)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
     driven = {job.id for job in due if job.cluster not in crowded}
     for job in ws.ledger.active(job_ids):
@@ -86,13 +86,13 @@ def _places(ws: Workspace, cluster: str) -> bool:
         return False  # its jobs' turn says what is wrong with the cluster
 
 
-def _look_at_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> None:
+def _poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> None:
     by_cluster: dict[str, list[JobRecord]] = defaultdict(list)
     for job in jobs:
         if job.attempt is not None and job.attempt.handle and not job.attempt.state.terminal:
             by_cluster[job.cluster].append(job)
     for cluster, there in by_cluster.items():
-        _look(ws, cluster, there, report)
+        _poll_cluster(ws, cluster, there, report)
 
 
 def _is_active(ws: Workspace, job_id: str) -> bool | None:
@@ -109,7 +109,7 @@ def _needs_driving(job: JobRecord, now: float) -> bool:
     return job.state is JobState.SUBMITTING
 
 
-def _is_left(ws: Workspace, job: JobRecord, patience_s: float) -> bool:
+def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool:
     """True while the agents of *job*, which have the environment that it was submitted in, may still run it again."""
     if job.state is not JobState.QUEUED or not job.number:
         return False
@@ -135,7 +135,7 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
         raise
     except Conflict:
         return  # somebody asked to cancel it just now; the next pass sees that
-    except Elsewhere as error:
+    except InputsUnavailable as error:
         submission.wait_for_room(ws, job, error.what)
     except LaunchError as error:
         _note_unreachable(ws, job.cluster, [job], error.what, report)
@@ -149,7 +149,7 @@ def _drive_claimed(ws: Workspace, job: JobRecord) -> None:
     attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
-        job = submission.apply(ws, job, lambda _: True, lambda j, _: submission.doubtful(j, reason))
+        job = submission.apply(ws, job, lambda _: True, lambda j, _: submission.ambiguous_update(j, reason))
         attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
@@ -164,27 +164,27 @@ def _drive_claimed(ws: Workspace, job: JobRecord) -> None:
 def _send(ws: Workspace, job: JobRecord) -> None:
     """Make the next attempt of a QUEUED job, or take up the one of a PREPARED job, and send it."""
     try:
-        spec, snapshot, secrets = ingredients(ws, job)
+        spec, snapshot, secrets = attempt_inputs(ws, job)
         if job.state is JobState.QUEUED:
             _reap(ws.backend(job.cluster), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
-        search = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number))
-        prepared = search.prepare(job)
+        planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number))
+        prepared = planner.prepare(job)
     except NoRoom as error:
-        submission.wait_for_room(ws, job, search.waiting_reason(error))
+        submission.wait_for_room(ws, job, planner.waiting_reason(error))
         return
     except BackendUnreachable as error:
         if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest
             submission.wait_for_room(ws, job, submission.waiting_for_host(error, job.cluster))
         raise
-    except (LedgerError, Elsewhere):
+    except (LedgerError, InputsUnavailable):
         raise
     except LaunchError as error:
         where = f"{error.where}: " if error.where else ""
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
         return
     fault_point("prepared")
-    submission.send(ws, search, prepared, secrets, progress=submission.silent, patient=True)
+    submission.send(ws, planner, prepared, secrets, progress=submission.silent, patient=True)
 
 
 def _reap(backend: Backend, job: JobRecord) -> None:
@@ -204,19 +204,19 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
     visibility_s = backend.visibility_s
 
-    def change(current: JobRecord, now: float) -> Change:
+    def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if handle is not None:
             return submission.accepted(Kind.ADOPTED, current, handle, now)
         first = attempt.first_negative_at if attempt else None
         if visibility_s > 0 and first is None:
             looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})
-            return Change((looked,), {}, {"first_negative_at": now})
+            return JobUpdate((looked,), {}, {"first_negative_at": now})
         if first is not None and now - first < visibility_s:
-            return Change()
-        why = "the cut-off submission left nothing behind"
-        released = Event(Kind.RELEASED, current.number, {"reason": why})
-        return Change((released,), {"reason": ""}, {"reason": "", "submitted_at": None})
+            return JobUpdate()
+        waiting_reason = "the cut-off submission left nothing behind"
+        released = Event(Kind.RELEASED, current.number, {"reason": waiting_reason})
+        return JobUpdate((released,), {"reason": ""}, {"reason": "", "submitted_at": None})
 
     def is_doubtful(current: JobRecord) -> bool:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS
@@ -226,7 +226,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
 
 def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
     ended = submission.apply(
-        ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), of_cancellation_before_start
+        ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), update_for_early_cancel
     )
     if ended.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
@@ -235,12 +235,12 @@ def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
 def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
     """There will be no further attempt, because it cannot even be prepared."""
     if job.state is JobState.PREPARED:
-        submission.refuse(ws, job, reason)
+        submission.reject(ws, job, reason)
         return
 
-    def change(_: JobRecord, now: float) -> Change:
+    def change(_: JobRecord, now: float) -> JobUpdate:
         failed = Event(Kind.JOB_FAILED, None, {"cause": "launch", "reason": reason})
-        return Change((failed,), {"reason": reason, "ended_at": now, "next_attempt_at": None})
+        return JobUpdate((failed,), {"reason": reason, "ended_at": now, "next_attempt_at": None})
 
     if submission.apply(ws, job, lambda j: j.state is JobState.QUEUED, change).state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
@@ -249,7 +249,7 @@ def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
 # -- while the backend has the attempt
 
 
-def _look(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> None:
+def _poll_cluster(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> None:
     """Pass on what is to be cancelled, ask the cluster once about all its jobs, and write down what it says."""
     from orc.launchers.backends.base import Handle
 
@@ -308,33 +308,35 @@ def _cancel(
             _note_unreachable(ws, group[0].cluster, untold, error.what, report)
             group = [job for job in group if job not in untold]
         at = ws.clock()
-        passed_on = [(job, Change((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at})) for job in group]
+        passed_on = [
+            (job, JobUpdate((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at})) for job in group
+        ]
         sent.update(_write_all(ws, passed_on))
     return [sent.get(job.id, job) for job in jobs]
 
 
 def _write(ws: Workspace, answers: Iterable[tuple[JobRecord, Observation]]) -> list[JobRecord]:
     """Write what was seen. Returns the jobs whose attempt is lost."""
-    written = _write_all(ws, [(job, _meaning(ws, job, seen)) for job, seen in answers])
+    written = _write_all(ws, [(job, _update_from(ws, job, seen)) for job, seen in answers])
     for job in written.values():
         if job.state.terminal and not ws.ledger.volatile:
             job_secrets.remove(ws.state_dir, job.id)
     return [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]
 
 
-def _meaning(ws: Workspace, job: JobRecord, seen: Observation) -> Change:
+def _update_from(ws: Workspace, job: JobRecord, seen: Observation) -> JobUpdate:
     if not seen.phase.ended:
-        return of_observation(job, seen, ws.clock())
+        return update_from_observation(job, seen, ws.clock())
     policy = retry_policy(ws.ledger.spec(job.id))
     attempts = [attempt for attempt in ws.ledger.attempts(job.id) if attempt.number < job.number]
     earlier = [retry_cause(a.cause or "", (a.exit or {}).get("ranks", {})) for a in attempts]
-    change = of_observation(job, seen, ws.clock(), policy=policy, earlier=earlier)
+    change = update_from_observation(job, seen, ws.clock(), policy=policy, earlier=earlier)
     clean = partial(job_secrets.without_values, ws.state_dir, job.id)
     events = tuple(replace(event, data=clean(event.data)) for event in change.events)
     return replace(change, events=events, job_set=clean(change.job_set), attempt_set=clean(change.attempt_set))
 
 
-def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, Change]]) -> dict[str, JobRecord]:
+def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> dict[str, JobRecord]:
     """Write many changes in few transactions; jobs that somebody else changed meanwhile are left to him."""
     wanted = [(job, change) for job, change in changes if change]
     written: dict[str, JobRecord] = {}
@@ -364,7 +366,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
     if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
         return
     try:
-        spec, snapshot, secrets = ingredients(ws, job)
+        spec, snapshot, secrets = attempt_inputs(ws, job)
         plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
         told = ""
         for _ in range(_STEPS):
@@ -402,7 +404,7 @@ def _note_unreachable(ws: Workspace, cluster: str, jobs: Sequence[JobRecord], wh
     for job in ws.ledger.active([job.id for job in jobs]):
         if job.poll_error_at is None or now - job.poll_error_at >= POLL_ERROR_EVENT_S:
             event = Event(Kind.POLL_ERROR, None, {"reason": what})
-            changes.append((job, Change((event,), {"reason": reason, "poll_error_at": now})))
+            changes.append((job, JobUpdate((event,), {"reason": reason, "poll_error_at": now})))
         elif job.reason != reason:
-            changes.append((job, Change(job_set={"reason": reason})))
+            changes.append((job, JobUpdate(job_set={"reason": reason})))
     _write_all(ws, changes)

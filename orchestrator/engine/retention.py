@@ -6,24 +6,24 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine.lifecycle import TERMINAL_JOB
+from orc.orchestrator.ledger.lifecycle import TERMINAL_JOB
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
 
 
 @dataclass(frozen=True)
-class Needs:
+class SnapshotNeeds:
     """For `orc gc`."""
 
     digests: frozenset[str]  # snapshots of jobs that run or may run again
     ended: frozenset[str]  # jobs that will not change any more
 
 
-def needs(ledger: Ledger) -> Needs:
+def snapshot_needs(ledger: Ledger) -> SnapshotNeeds:
     """Return the needs of all jobs, on whatever cluster. Raises `LedgerError`."""
     with ledger.database.read() as connection:
         rows = connection.tuples("SELECT id, state, digests FROM jobs")
     ended = frozenset(job for job, state, _ in rows if state in TERMINAL_JOB)
     digests = frozenset(d for job, _, text in rows if job not in ended for d in json.loads(text).values())
-    return Needs(digests, ended)
+    return SnapshotNeeds(digests, ended)

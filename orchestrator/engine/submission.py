@@ -23,11 +23,11 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import claims, job_files, job_secrets
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.engine.placement import PlacementPlanner, Prepared, Progress
+from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, Progress
 from orc.orchestrator.engine.queueing import room_backoff
-from orc.orchestrator.engine.verdicts import Change, of_cancellation_before_start, of_refusal
+from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, NewJob
 from orc.orchestrator.workspace import Workspace
 
@@ -60,21 +60,21 @@ def start(
     ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
     secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
     attempt = AttemptId(new_job_id(job.name), 1)
-    search = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
+    planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
     new = _new_job(ws, job, snapshot, attempt, source)
     try:
-        prepared = _record(ws, new, search, secrets)
+        prepared = _record(ws, new, planner, secrets)
     except BaseException:
         job_secrets.remove(ws.state_dir, new.id)
         raise
     fault_point("prepared")
-    recorded = prepared.job if isinstance(prepared, Prepared) else prepared
+    recorded = prepared.job if isinstance(prepared, PreparedAttempt) else prepared
     job_files.keep(ws.state_dir, new, recorded.created_at)
     ws.on_live_job()
-    if not isinstance(prepared, Prepared):
+    if not isinstance(prepared, PreparedAttempt):
         return prepared
     try:
-        record = _examine_and_send(ws, search, prepared, secrets, progress)
+        record = _examine_and_send(ws, planner, prepared, secrets, progress)
         ws.ledger.release(new.id, ws.owner)
     except LedgerError as error:
         # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
@@ -87,7 +87,7 @@ def start(
         if isinstance(error, KeyboardInterrupt):
             _abandon(ws, prepared.job)
         elif isinstance(error, LaunchError):
-            refuse(ws, prepared.job, redact(error.what, secrets.values()))
+            reject(ws, prepared.job, redact(error.what, secrets.values()))
         ws.ledger.release(new.id, ws.owner)
         raise
     fault_point("claim-released")
@@ -116,7 +116,7 @@ def start_array(
     secrets = resolve_secrets(jobs[0].secrets, {**os.environ, **(given or {})})
     planners = [PlacementPlanner(ws, job, snapshot, AttemptId(new_job_id(job.name), 1)) for job in jobs]
     plans = [planner.render(None) for planner in planners]
-    planners[0].is_fit(plans[0], None)
+    planners[0].check(plans[0], None)
     new = [_new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
     for job in new:
         job_secrets.keep(ws.state_dir, job.id, secrets)
@@ -154,14 +154,14 @@ def _deliver_array(
     except LedgerError:
         raise  # says nothing about the backend; what was durable stays true
     except AmbiguousSubmit as error:
-        return [_doubt(ws, job, redact(error.what, secrets.values())) for job in jobs]
+        return [_mark_ambiguous(ws, job, redact(error.what, secrets.values())) for job in jobs]
     except BackendUnreachable as error:
         for job in jobs:
-            _put_back(ws, job, redact(error.what, secrets.values()))
+            _release_attempt(ws, job, redact(error.what, secrets.values()))
         raise
     except LaunchError as error:
         for job in jobs:
-            refuse(ws, job, redact(error.what, secrets.values()))
+            reject(ws, job, redact(error.what, secrets.values()))
         raise
     fault_point("submitted")
     return [_accept(ws, job, handle) for job, handle in zip(jobs, handles, strict=True)]
@@ -182,31 +182,33 @@ def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId
 
 
 def _examine_and_send(
-    ws: Workspace, search: PlacementPlanner, prepared: Prepared, secrets: Mapping[str, str], progress: Progress
+    ws: Workspace, planner: PlacementPlanner, prepared: PreparedAttempt, secrets: Mapping[str, str], progress: Progress
 ) -> JobRecord:
     """The preflight, on other hosts where it finds bad ones, then `send`."""
     try:
-        prepared = search.examine(prepared)
+        prepared = planner.examine(prepared)
     except NoRoom as error:
-        return wait_for_room(ws, prepared.job, search.waiting_reason(error))
+        return wait_for_room(ws, prepared.job, planner.waiting_reason(error))
     except Conflict:  # somebody asked to cancel it just now; the next pass sees that
         return ws.ledger.jobs([prepared.job.id])[0]
     fault_point("examined")
-    return send(ws, search, prepared, secrets, progress=progress)
+    return send(ws, planner, prepared, secrets, progress=progress)
 
 
-def _record(ws: Workspace, new: NewJob, search: PlacementPlanner, secrets: Mapping[str, str]) -> Prepared | JobRecord:
+def _record(
+    ws: Workspace, new: NewJob, planner: PlacementPlanner, secrets: Mapping[str, str]
+) -> PreparedAttempt | JobRecord:
     """Make the job durable: with its first attempt, or without one while there is no room."""
-    marker = search.attempt.marker
+    marker = planner.attempt.marker
     while True:
         try:
-            plan, placement = search.choose(look=False)
+            plan, placement = planner.choose(examine=False)
         except NoRoom as error:
-            search.render(None)  # what can never be sent is refused now
+            planner.render(None)  # what can never be sent is refused now
             fault_point("snapshot-taken")
             job_secrets.keep(ws.state_dir, new.id, secrets)
             fault_point("secrets-kept")
-            reason = search.waiting_reason(error)
+            reason = planner.waiting_reason(error)
             with ws.ledger.transaction() as tx:
                 return tx.enqueue(new, reason)
         fault_point("snapshot-taken")
@@ -217,21 +219,21 @@ def _record(ws: Workspace, new: NewJob, search: PlacementPlanner, secrets: Mappi
             return tx.create(new, marker, plan.digest, ws.owner, tx.now + claims.TTL_S, placement)
 
         try:
-            record = search.commit(placement, write)
+            record = planner.commit(placement, write)
         except NoRoom:
             continue  # somebody was faster; the next look says who
         if record is not None:
-            return Prepared(record, plan, placement)
+            return PreparedAttempt(record, plan, placement)
 
 
 def _abandon(ws: Workspace, job: JobRecord) -> None:
     """The user stopped the submission by hand. What may be at the backend is found and cancelled."""
 
-    def change(current: JobRecord, now: float) -> Change:
-        if _still(AttemptState.PREPARED)(current):
-            return of_cancellation_before_start(current, now)
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        if _attempt_is(AttemptState.PREPARED)(current):
+            return update_for_early_cancel(current, now)
         wish = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": 0.0})
-        return Change((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
+        return JobUpdate((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
 
     left = apply(ws, job, lambda current: not current.state.terminal, change)
     if left.state.terminal:
@@ -240,8 +242,8 @@ def _abandon(ws: Workspace, job: JobRecord) -> None:
 
 def send(
     ws: Workspace,
-    search: PlacementPlanner,
-    prepared: Prepared,
+    planner: PlacementPlanner,
+    prepared: PreparedAttempt,
     secrets: Mapping[str, str],
     *,
     progress: Progress,
@@ -254,23 +256,23 @@ def send(
     """
     while True:
         job, placement = prepared.job, prepared.placement
-        plain = partial(search.render, None) if placement and placement.avoid else None
+        plain = partial(planner.render, None) if placement and placement.avoid else None
         try:
             return deliver(
-                ws, job, prepared.plan, search.snapshot, secrets, progress=progress, patient=patient, plain=plain
+                ws, job, prepared.plan, planner.snapshot, secrets, progress=progress, patient=patient, plain=plain
             )
         except NoRoom as error:
-            found = search.leave_out(placement, error)
+            found = planner.exclude_host(placement, error)
         except BackendUnreachable as error:
-            found = search.leave_out(placement, error)
+            found = planner.exclude_host(placement, error)
             if not found:
                 if placement is None or error.host not in placement.hosts:
                     raise
                 return _wait_for_host(ws, job, error, patient)
-        except _NotStaged as refusal:
-            found = search.leave_out(placement, refusal.error)
+        except _StagingFailed as refusal:
+            found = planner.exclude_host(placement, refusal.error)
             if not found:
-                refused = refuse(ws, job, redact(refusal.error.what, secrets.values()))
+                refused = reject(ws, job, redact(refusal.error.what, secrets.values()))
                 if patient:
                     return refused
                 raise refusal.error from None
@@ -278,9 +280,9 @@ def send(
         if not found or job.state is not JobState.PREPARED or job.claim_owner != ws.owner:
             return job
         try:
-            prepared = search.prepare(job)
+            prepared = planner.prepare(job)
         except NoRoom as error:
-            return wait_for_room(ws, job, search.waiting_reason(error))
+            return wait_for_room(ws, job, planner.waiting_reason(error))
         except BackendUnreachable as error:
             return _wait_for_host(ws, job, error, patient)
         except Conflict:  # somebody asked to cancel it just now; the next pass sees that
@@ -300,7 +302,7 @@ def waiting_for_host(error: BackendUnreachable, cluster: str) -> str:
     return f"waiting for {error.host or error.where or cluster}: {error.what}"
 
 
-class _NotStaged(Exception):
+class _StagingFailed(Exception):
     """A host cannot take the snapshot (its disk is full, its directory is not ours): others may."""
 
     def __init__(self, error: LaunchError) -> None:
@@ -316,7 +318,7 @@ def _stage(backend: Backend, snapshot: Snapshot, plan: Plan) -> None:
     except LaunchError as error:
         if not error.host:
             raise
-        raise _NotStaged(error) from error
+        raise _StagingFailed(error) from error
 
 
 def deliver(
@@ -350,20 +352,20 @@ def deliver(
     except LedgerError:
         raise  # says nothing about the backend; what was durable stays true
     except NoRoom as error:
-        _give_back(ws, job, redact(error.what, secrets.values()), error.holders)
+        _release_hosts(ws, job, redact(error.what, secrets.values()), error.holders)
         raise
     except AmbiguousSubmit as error:
-        return _doubt(ws, job, redact(error.what, secrets.values()))
+        return _mark_ambiguous(ws, job, redact(error.what, secrets.values()))
     except BackendUnreachable as error:
-        _put_back(ws, job, redact(error.what, secrets.values()))
+        _release_attempt(ws, job, redact(error.what, secrets.values()))
         raise
     except LaunchError as error:
         if plain is not None:
-            why = f"refused without the hosts that failed before: {redact(error.what, secrets.values())}"
-            job = _put_back(ws, job, why)
+            waiting_reason = f"refused without the hosts that failed before: {redact(error.what, secrets.values())}"
+            job = _release_attempt(ws, job, waiting_reason)
             if job.state is JobState.PREPARED:
                 return deliver(ws, job, plain(), snapshot, secrets, progress=progress, patient=patient)
-        refused = refuse(ws, job, redact(error.what, secrets.values()))
+        refused = reject(ws, job, redact(error.what, secrets.values()))
         if patient:
             return refused
         raise
@@ -382,28 +384,31 @@ def send_cancel(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
         ws,
         job,
         lambda now: now.attempt is not None and now.attempt.state in (AttemptState.PENDING, AttemptState.RUNNING),
-        lambda _, at: Change((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at}),
+        lambda _, at: JobUpdate((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at}),
     )
 
 
-def refuse(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+def reject(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     """Record that the newest attempt could not be started."""
     refused = apply(
-        ws, job, _still(AttemptState.PREPARED, AttemptState.SUBMITTING), lambda j, at: of_refusal(j, reason, at)
+        ws,
+        job,
+        _attempt_is(AttemptState.PREPARED, AttemptState.SUBMITTING),
+        lambda j, at: update_for_rejection(j, reason, at),
     )
     if refused.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
     return refused
 
 
-def write(tx: Transaction, job: JobRecord, made: Change) -> JobRecord:
+def write(tx: Transaction, job: JobRecord, made: JobUpdate) -> JobRecord:
     """Write *made* about *job*. Raises what `Transaction.record` raises."""
     return tx.record(
         job,
         *made.events,
         job_set=made.job_set,
         attempt_set=made.attempt_set,
-        culprits=made.culprits,
+        failed_hosts=made.failed_hosts,
         vacate=made.vacate,
     )
 
@@ -412,7 +417,7 @@ def apply(
     ws: Workspace,
     job: JobRecord,
     allowed: Callable[[JobRecord], bool],
-    change: Callable[[JobRecord, float], Change],
+    change: Callable[[JobRecord, float], JobUpdate],
 ) -> JobRecord:
     """Write *change* about the attempt that *job* shows, as long as *allowed* says so of the job as it is now."""
     while True:
@@ -429,17 +434,17 @@ def apply(
             continue  # somebody wrote between our look and our write: look again
 
 
-def _still(*states: AttemptState) -> Callable[[JobRecord], bool]:
+def _attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:
     return lambda job: job.attempt is not None and job.attempt.state in states
 
 
 def _begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
     """SUBMITTING, unless the job was cancelled meanwhile or the claim was lost."""
 
-    def change(current: JobRecord, now: float) -> Change:
+    def change(current: JobRecord, now: float) -> JobUpdate:
         if current.cancel_requested_at is not None:
-            return of_cancellation_before_start(current, now)
-        return Change(
+            return update_for_early_cancel(current, now)
+        return JobUpdate(
             (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
             {"claim_expires_at": now + claims.TTL_S, "reason": ""},
             # Now and not when the backend has answered: the job may have started by then.
@@ -449,7 +454,7 @@ def _begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
     begun = apply(
         ws,
         job,
-        lambda current: current.claim_owner == ws.owner and _still(AttemptState.PREPARED)(current),
+        lambda current: current.claim_owner == ws.owner and _attempt_is(AttemptState.PREPARED)(current),
         change,
     )
     if begun.state.terminal:
@@ -457,75 +462,75 @@ def _begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
     return begun
 
 
-def _doubt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    return apply(ws, job, _still(AttemptState.SUBMITTING), lambda j, _: doubtful(j, reason))
+def _mark_ambiguous(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    return apply(ws, job, _attempt_is(AttemptState.SUBMITTING), lambda j, _: ambiguous_update(j, reason))
 
 
-def doubtful(job: JobRecord, reason: str) -> Change:
+def ambiguous_update(job: JobRecord, reason: str) -> JobUpdate:
     """Return the change that makes a submission ambiguous: the backend may have the attempt or not."""
     ambiguous = Event(Kind.AMBIGUOUS, job.number, {"reason": reason})
-    return Change((ambiguous,), {"reason": reason}, {"reason": reason, "first_negative_at": None})
+    return JobUpdate((ambiguous,), {"reason": reason}, {"reason": reason, "first_negative_at": None})
 
 
-def _put_back(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    def change(current: JobRecord, _: float) -> Change:
-        return Change(
+def _release_attempt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    def change(current: JobRecord, _: float) -> JobUpdate:
+        return JobUpdate(
             (Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, {"submitted_at": None}
         )
 
-    return apply(ws, job, _still(AttemptState.SUBMITTING), change)
+    return apply(ws, job, _attempt_is(AttemptState.SUBMITTING), change)
 
 
 def wait_for_room(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     """The job stays where it is, holds no hosts, and says why."""
 
-    def change(current: JobRecord, _: float) -> Change:
+    def change(current: JobRecord, _: float) -> JobUpdate:
         if current.reason == reason:
-            return Change()
+            return JobUpdate()
         waiting = Event(Kind.WAITING, None, {"reason": reason})
-        return Change((waiting,), {"reason": reason}, vacate=current.state is JobState.PREPARED)
+        return JobUpdate((waiting,), {"reason": reason}, vacate=current.state is JobState.PREPARED)
 
     return apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), change)
 
 
-def _give_back(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[str]) -> JobRecord:
+def _release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[str]) -> JobRecord:
     """Hosts that the ledger thought free are not: jobs of another ledger are there. Give them back, try again later."""
     held = f" (held by {', '.join(holders)})" if holders else ""
-    why = reason if reason.startswith("waiting") else f"waiting for room: {reason}{held}"
+    waiting_reason = reason if reason.startswith("waiting") else f"waiting for room: {reason}{held}"
 
-    def change(current: JobRecord, now: float) -> Change:
+    def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         waited = now - attempt.prepared_at if attempt else 0.0
-        return Change(
-            (Event(Kind.RELEASED, current.number, {"reason": why}),),
-            {"reason": why, "next_attempt_at": now + room_backoff(waited, current.id)},
-            {"reason": why, "submitted_at": None},
+        return JobUpdate(
+            (Event(Kind.RELEASED, current.number, {"reason": waiting_reason}),),
+            {"reason": waiting_reason, "next_attempt_at": now + room_backoff(waited, current.id)},
+            {"reason": waiting_reason, "submitted_at": None},
             vacate=True,
         )
 
-    return apply(ws, job, _still(AttemptState.SUBMITTING), change)
+    return apply(ws, job, _attempt_is(AttemptState.SUBMITTING), change)
 
 
 def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
     """Store the handle. Somebody who took us for dead may have been faster; that is recorded, not repaired, because
     the agents' lease lets only one copy run."""
 
-    def change(current: JobRecord, now: float) -> Change:
+    def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
             return accepted(Kind.ACCEPTED, current, handle, now)
         if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
-            return Change()
-        return Change((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
+            return JobUpdate()
+        return JobUpdate((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
 
     return apply(ws, job, lambda _: True, change)
 
 
-def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> Change:
+def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> JobUpdate:
     """The backend has the attempt, and this is how to find it again. Gives the claim back."""
     event = Event(kind, job.number, {"native_id": handle.native_id})
     begun = job.attempt.submitted_at if job.attempt else None
-    return Change(
+    return JobUpdate(
         (event,),
         {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
         {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orc.orchestrator.engine.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.records import AttemptRecord, JobRecord, Reservation
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
@@ -59,7 +59,7 @@ def read_reservations(connection: Connection, cluster: str | None, job_id: str |
     return [Reservation(*row) for row in rows]
 
 
-def read_culprits(connection: Connection, job_id: str) -> dict[int, tuple[str, ...]]:
+def read_failed_hosts(connection: Connection, job_id: str) -> dict[int, tuple[str, ...]]:
     """Hosts to blame for node failures of the job, by attempt."""
     found: dict[int, tuple[str, ...]] = {}
     query = "SELECT attempt, host FROM culprits WHERE job_id = :id ORDER BY attempt, host"

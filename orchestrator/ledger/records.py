@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine.lifecycle import AttemptState, JobState, Position
+from orc.orchestrator.ledger.lifecycle import AttemptState, JobState, Position
 
 
 def dump(value: Any) -> str:
@@ -97,7 +97,7 @@ class JobRecord:
 
     @property
     def position(self) -> Position:
-        """The job's states, for `orc.orchestrator.engine.lifecycle.advance`."""
+        """The job's states, for `orc.orchestrator.ledger.lifecycle.advance`."""
         return Position(self.state, self.number, self.attempt.state if self.attempt else None)
 
 

@@ -98,7 +98,7 @@ reservations = sa.Table(
 )
 
 # Hosts that are to blame for an attempt's node failure: the job's next attempts keep away from them.
-culprits = sa.Table(
+failed_hosts = sa.Table(
     "culprits",
     metadata,
     sa.Column("job_id", sa.String(64), primary_key=True),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from orc.orchestrator.engine.lifecycle import Kind
 from orc.orchestrator.ledger.database import Database
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.queries import conditions, read_culprits, read_jobs, read_reservations
+from orc.orchestrator.ledger.lifecycle import Kind
+from orc.orchestrator.ledger.queries import conditions, read_failed_hosts, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
 
@@ -148,10 +148,10 @@ class Ledger:
         with self.database.read() as connection:
             return read_reservations(connection, cluster, job_id)
 
-    def culprits(self, job_id: str) -> dict[int, tuple[str, ...]]:
+    def failed_hosts(self, job_id: str) -> dict[int, tuple[str, ...]]:
         """Hosts that were to blame for node failures of the job, by attempt."""
         with self.database.read() as connection:
-            return read_culprits(connection, job_id)
+            return read_failed_hosts(connection, job_id)
 
     def matching_ids(self, prefix: str, limit: int) -> list[str]:
         """Ids that start with *prefix*, newest first, *limit* at most."""

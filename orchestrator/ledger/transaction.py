@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.engine.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
-from orc.orchestrator.ledger.queries import read_culprits, read_jobs, read_reservations
+from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
+from orc.orchestrator.ledger.queries import read_failed_hosts, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
 
 if TYPE_CHECKING:
@@ -121,9 +121,9 @@ class Transaction:
         """Return the hosts of *cluster* that attempts hold."""
         return read_reservations(self._connection, cluster, None)
 
-    def culprits(self, job_id: str) -> dict[int, tuple[str, ...]]:
+    def failed_hosts(self, job_id: str) -> dict[int, tuple[str, ...]]:
         """Hosts that were to blame for node failures of the job, by attempt."""
-        return read_culprits(self._connection, job_id)
+        return read_failed_hosts(self._connection, job_id)
 
     def unplaced(self, cluster: str) -> list[tuple[JobRecord, dict[str, Any]]]:
         """The jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
@@ -163,14 +163,14 @@ class Transaction:
         *events: Event,
         job_set: Mapping[str, Any] | None = None,
         attempt_set: Mapping[str, Any] | None = None,
-        culprits: Sequence[str] = (),
+        failed_hosts: Sequence[str] = (),
         vacate: bool = False,
     ) -> JobRecord:
         """Append *events* and set columns of the job and of its newest attempt; the job as it is afterwards.
 
         States follow from the events, and so does what is kept for the attempt: its end gives its hosts back, as does
-        *vacate*. *culprits* are hosts to blame for its end. Raises `Conflict` when the job has changed since *job* was
-        read, and `IllegalTransition` for an event that the lifecycle forbids; nothing of this job is changed then.
+        *vacate*. *failed_hosts* are hosts to blame for its end. Raises `Conflict` when the job has changed since *job*
+        was read, and `IllegalTransition` for an event that the lifecycle forbids; nothing of this job is changed then.
         """
         after = job.position
         for event in events:
@@ -186,7 +186,7 @@ class Transaction:
                 )
             self._connection.executemany(
                 "INSERT INTO culprits (job_id, attempt, host) VALUES (:job, :number, :host)",
-                [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(culprits)],
+                [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(failed_hosts)],
             )
         self._append(job.id, events)
         return self._reload(job.id)

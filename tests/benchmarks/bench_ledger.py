@@ -25,7 +25,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.lifecycle import Event, Kind
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 
 

@@ -112,7 +112,7 @@ def test_a_link_that_is_cut_for_five_seconds_costs_a_training_nothing_but_the_ti
 def check_that_it_moved(training: Training, hosts: HostsTestbed, lost: str, then: list[str]) -> None:
     """From the host that is *lost*; one of those that it has *then* had nothing before."""
     first, second = training.attempts
-    assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", [lost])
+    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", [lost])
     assert f"no answer from {lost}" in first["reason"]
     assert sorted(second["hosts"]) == then
     manifests = set()
@@ -173,7 +173,7 @@ def test_a_training_goes_on_exactly_when_a_host_reboots(
     training.check(expected, attempts=2)
     watch.resumed(training)
     first, second = training.attempts
-    assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node2"])
+    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node2"])
     assert "the agent on node2 was killed or the host restarted" in first["reason"]
     assert sorted(second["hosts"]) == ["node1", "node3"]
 
@@ -190,7 +190,7 @@ def test_a_training_goes_on_exactly_when_an_agent_is_killed(
     training.check(expected, attempts=2)
     watch.resumed(training)
     first, _ = training.attempts
-    assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node1"])
+    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node1"])
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_a_training_goes_on_exactly_when_an_agent_is_frozen(
     training.check(expected, attempts=2)
     watch.resumed(training)
     first, _ = training.attempts
-    assert (first["state"], first["cause"], first["culprits"]) == ("LOST", "node_failure", ["node1"])
+    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node1"])
 
 
 def link_cut(hosts: HostsTestbed, job: str, host: str) -> None:

@@ -166,7 +166,7 @@ class FakeBackend(Backend):
         known = {
             name: value for name, value in state.items() if name not in ("phase", "cause", "secrets", "cancelled", "on")
         }
-        for name in ("hosts", "culprits"):
+        for name in ("hosts", "failed_hosts"):
             known[name] = tuple(known.get(name, ()))
         if known.get("exit"):
             known["exit"] = AttemptExit.from_dict(known["exit"])

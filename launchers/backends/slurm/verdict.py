@@ -250,7 +250,7 @@ def _observation(
         ended_at=ended_at,
         restarts=evidence.restarts,
         progress=evidence.progress,
-        culprits=blamed,
+        failed_hosts=blamed,
     )
 
 

@@ -90,9 +90,9 @@ def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]
         return ended(verdict, common)
     if verdict is not None and verdict.cause in (Cause.CANCELLED, Cause.LAUNCH, Cause.TIMEOUT, Cause.PREEMPTED):
         return ended(verdict, common)  # it was over before the others went silent, or it did not matter any more
-    culprits = _culprits(verdict, nodes, lost)
+    failed_hosts = _failed_hosts(verdict, nodes, lost)
     # The ranks that lose a peer crash before anybody notices that its node is gone.
-    reason = _why(culprits, nodes, verdict)
+    reason = _why(failed_hosts, nodes, verdict)
     exit_ = replace(verdict, succeeded=False, cause=Cause.NODE_FAILURE, reason=reason) if verdict else None
     return Observation(
         Phase.LOST,
@@ -100,12 +100,12 @@ def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]
         reason,
         exit_,
         ended_at=(verdict.ended_at if verdict else None) or records.last_sign,
-        culprits=tuple(node.host for node in culprits),
+        failed_hosts=tuple(node.host for node in failed_hosts),
         **common,
     )
 
 
-def _culprits(verdict: AttemptExit | None, nodes: Sequence[Node], lost: Sequence[Node]) -> list[Node]:
+def _failed_hosts(verdict: AttemptExit | None, nodes: Sequence[Node], lost: Sequence[Node]) -> list[Node]:
     """The nodes that went away, as far as anybody can tell: those without a record, else those that others lost."""
     if lost:
         away = [node for node in lost if not node.reached]
@@ -114,10 +114,10 @@ def _culprits(verdict: AttemptExit | None, nodes: Sequence[Node], lost: Sequence
     return [node for number, node in enumerate(nodes) if number in named]
 
 
-def _why(culprits: Sequence[Node], nodes: Sequence[Node], verdict: AttemptExit | None) -> str:
+def _why(failed_hosts: Sequence[Node], nodes: Sequence[Node], verdict: AttemptExit | None) -> str:
     said = verdict.reason if verdict else ""
     parts = []
-    for node in culprits:
+    for node in failed_hosts:
         if node.ended:
             continue  # the record of the one that missed it says more
         if not node.reached:

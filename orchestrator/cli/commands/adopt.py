@@ -10,7 +10,7 @@ import click
 from orc.orchestrator.cli.options import json_option
 
 if TYPE_CHECKING:
-    from orc.orchestrator.engine.adoption import Found
+    from orc.orchestrator.engine.adoption import AdoptionResult
 
 
 @click.command("adopt")
@@ -31,7 +31,7 @@ def command(dry_run: bool, as_json: bool) -> int:
     ws = client.workspace
     kept = job_files.unknown(ws)
     if dry_run:
-        found = [adoption.Found(one.job.id, one.job.cluster, 0) for one in kept]
+        found = [adoption.AdoptionResult(one.job.id, one.job.cluster, 0) for one in kept]
     else:
         found = [adoption.adopt(ws, one) for one in kept]
         client.refresh([one.job for one in found if one.attempts])
@@ -46,7 +46,7 @@ def command(dry_run: bool, as_json: bool) -> int:
     return int(any(one.error for one in found))
 
 
-def _result(found: Found, dry_run: bool) -> str:
+def _result(found: AdoptionResult, dry_run: bool) -> str:
     if dry_run:
         return "not in the ledger"
     if found.error:

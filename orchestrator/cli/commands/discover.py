@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Kinds(click.Group):
-    """One sub-command for each kind of cluster that can describe itself; its options are the backend's."""
+    """Sub-commands, one for each kind of cluster that can describe itself; its options are the backend's."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the kinds, in alphabetical order."""

@@ -57,10 +57,10 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     from orc.launchers.transfer.targets import Targets, collect_garbage
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.engine.retention import needs
+    from orc.orchestrator.engine.retention import snapshot_needs
 
     client = open_client()
-    needed = needs(client.workspace.ledger)
+    needed = snapshot_needs(client.workspace.ledger)
     request = GcRequest("", older_than, needed.digests, needed.ended, work, dry_run)
     if cluster is None:
         here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})

@@ -46,14 +46,14 @@ def command(
     wanted = dict(tag_pair(tag) for tag in tags)
     client = open_client()
 
-    def look() -> list[JobRow]:
+    def read_rows() -> list[JobRow]:
         return client.jobs(states=states or None, name=name, tags=wanted or None, limit=limit)
 
-    rows = look()
+    rows = read_rows()
     stale = [row.id for row in rows if row.age_from is not None and time.time() - row.age_from > STALE_S]
     if stale and refresh:
         client.refresh_within(stale, WITHIN_S)
-        rows = look()
+        rows = read_rows()
     if as_json:
         output.echo_json({"jobs": [job.to_dict() for job in rows]})
         return

@@ -41,18 +41,18 @@ def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_js
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.engine import sweeping
+    from orc.orchestrator.engine import cleanup
 
     ws = open_client().workspace
-    names, silent = ([cluster], {}) if cluster is not None else sweeping.sweepable_clusters(ws)
-    wanted = {*sweeping.OVER, *(["kept"] if kept else []), *(["unknown"] if unknown else [])}
+    names, silent = ([cluster], {}) if cluster is not None else cleanup.sweepable_clusters(ws)
+    wanted = {*cleanup.OVER, *(["kept"] if kept else []), *(["unknown"] if unknown else [])}
     rows: list[tuple[str, Leftover, str]] = []
     failed: dict[str, LaunchError] = {}
     for name in names:
         try:
-            found = sweeping.leftovers(ws, name)
+            found = cleanup.leftovers(ws, name)
             chosen = [one for one in found if one.why in wanted]
-            errors = {} if dry_run else sweeping.sweep(ws, name, chosen)
+            errors = {} if dry_run else cleanup.sweep(ws, name, chosen)
         except LaunchError as error:
             if cluster is not None:
                 raise

@@ -104,8 +104,8 @@ def _attempt(attempt: AttemptView, now: float) -> Iterator[str]:
         yield f"    native id    {attempt.native_id}"
     if attempt.hosts:
         yield f"    hosts        {', '.join(attempt.hosts)}"
-    if attempt.culprits:
-        yield f"    to blame     {', '.join(attempt.culprits)}; later attempts keep away"
+    if attempt.failed_hosts:
+        yield f"    to blame     {', '.join(attempt.failed_hosts)}; later attempts keep away"
     if attempt.restarts:
         yield f"    requeued     {attempt.restarts} times by the cluster"
     if attempt.progress and not ended_at:

@@ -68,7 +68,7 @@ def test_a_host_that_cannot_be_asked_is_named() -> None:
     assert (finding.level, finding.where) == ("error", "b")
 
 
-def test_pairs_are_told_once_and_the_culprits_are_few() -> None:
+def test_pairs_are_told_once_and_the_failed_hosts_are_few() -> None:
     star = [
         BlockedConnection(a, b, "no answer")
         for a, b in (("n1", "n2"), ("n2", "n1"), ("n2", "n3"), ("n4", "n2"), ("n5", "n6"))

@@ -8,7 +8,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import job_files
-from orc.orchestrator.engine.adoption import Found, adopt
+from orc.orchestrator.engine.adoption import AdoptionResult, adopt
 from orc.orchestrator.ledger.records import Reservation
 
 
@@ -28,7 +28,7 @@ def lose(orc_home, backend, clock):
         client.close()
 
 
-def adopt_all(client: Client) -> list[Found]:
+def adopt_all(client: Client) -> list[AdoptionResult]:
     return [adopt(client.workspace, kept) for kept in job_files.unknown(client.workspace)]
 
 
@@ -37,7 +37,7 @@ def test_a_running_job_is_in_the_ledger_again_and_goes_on_to_its_end(client, bac
     backend.set(job.attempt.marker, Phase.RUNNING)
     clock.now += 100
     again = lose()
-    assert adopt_all(again) == [Found(job.id, "local", 1)]
+    assert adopt_all(again) == [AdoptionResult(job.id, "local", 1)]
     adopted = again.job(job.id)
     for same in ("name", "cluster", "backend", "tags", "spec", "digests", "source", "created_at"):
         assert getattr(adopted, same) == getattr(job, same)
@@ -55,7 +55,7 @@ def test_the_attempts_before_the_last_are_known_and_are_not_looked_at_again(clie
     backend.set(job.attempt.marker, Phase.FAILED, cause="crash")
     client.refresh()
     again = lose()
-    assert adopt_all(again) == [Found(job.id, "local", 2)]
+    assert adopt_all(again) == [AdoptionResult(job.id, "local", 2)]
     assert [(a.number, a.state) for a in again.job(job.id).attempts] == [(1, "LOST"), (2, "PENDING")]
 
 
@@ -65,7 +65,7 @@ def test_a_job_that_was_cancelled_before_its_retry_is_not_run_again(client, back
     client.refresh()
     assert client.cancel([job.id])[0].state == "CANCELLED"
     again = lose()
-    assert adopt_all(again) == [Found(job.id, "local", 1)]
+    assert adopt_all(again) == [AdoptionResult(job.id, "local", 1)]
     for _ in range(3):
         again.refresh()
         clock.now += 100
@@ -88,10 +88,10 @@ def test_a_job_of_which_its_cluster_has_nothing_or_does_not_answer_is_left(clien
     job = client.submit(job_file())
     backend.behave(find="unreachable")
     again = lose()
-    assert adopt_all(again) == [Found(job.id, "local", 0, "no answer while looking")]
+    assert adopt_all(again) == [AdoptionResult(job.id, "local", 0, "no answer while looking")]
     backend.behave(find=None)
     (backend.root / "jobs" / f"{job.attempt.marker}.json").unlink()
-    assert adopt_all(again) == [Found(job.id, "local", 0)]
+    assert adopt_all(again) == [AdoptionResult(job.id, "local", 0)]
     assert again.jobs() == []
 
 

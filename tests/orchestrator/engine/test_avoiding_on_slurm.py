@@ -70,17 +70,17 @@ def retried(client: Client, tmp_path: Path):
 def test_the_next_attempt_runs_on_other_nodes(client: Client, slurm: SlurmTestbed, retried) -> None:
     view = retried()
     first, second = view.attempts
-    assert (first.cause, first.culprits) == ("node_failure", first.hosts[1:])
-    assert f"ExcNodeList={first.culprits[0]}" in slurm.run("scontrol", "show", "job", str(second.native_id))
+    assert (first.cause, first.failed_hosts) == ("node_failure", first.hosts[1:])
+    assert f"ExcNodeList={first.failed_hosts[0]}" in slurm.run("scontrol", "show", "job", str(second.native_id))
     (ended,) = client.wait([view.id], timeout_s=90)
     assert ended.state == "SUCCEEDED"
-    assert first.culprits[0] not in ended.attempts[1].hosts
+    assert first.failed_hosts[0] not in ended.attempts[1].hosts
 
 
 @pytest.mark.slow
 def test_where_there_are_no_other_nodes_the_same_are_used_again(client: Client, slurm: SlurmTestbed, retried) -> None:
     view = retried(nodelist="node1,node2")
-    assert view.attempts[0].culprits
+    assert view.attempts[0].failed_hosts
     (ended,) = client.wait([view.id], timeout_s=90)
     assert ended.state == "SUCCEEDED"
     assert set(ended.attempts[1].hosts) == {"node1", "node2"}

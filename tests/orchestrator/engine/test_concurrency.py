@@ -12,7 +12,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase, Placement
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.lifecycle import Event, Kind, fold
+from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.records import NewJob
 
 # Up to eight processes at once import what PostgreSQL needs, on a machine that may be busy.

@@ -147,17 +147,17 @@ def test_a_queued_job_keeps_its_secrets_until_it_has_ended(client, backend, subm
 
 def test_a_retry_keeps_away_from_the_host_that_failed(client, backend, submit, held):
     view = submit(2, 2)
-    backend.set(view.attempt.marker, Phase.LOST, culprits=["n2"])
+    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n2"])
     client.refresh()
     client.refresh()
     view = client.job(view.id)
-    assert [(a.state, a.hosts, a.culprits) for a in view.attempts] == [
+    assert [(a.state, a.hosts, a.failed_hosts) for a in view.attempts] == [
         ("LOST", ("n1", "n2"), ("n2",)),
         ("PENDING", ("n1", "n3"), ()),
     ]
     assert held() == {"n1": [view.attempt.marker], "n3": [view.attempt.marker]}
     (lost,) = [event for event in client.events(view.id) if event.kind == "lost"]
-    assert lost.data["culprits"] == ["n2"]
+    assert lost.data["failed_hosts"] == ["n2"]
 
 
 def test_nodes_that_the_agents_missed_are_blamed_by_their_place_in_the_placement(client, backend, submit):
@@ -172,7 +172,7 @@ def test_nodes_that_the_agents_missed_are_blamed_by_their_place_in_the_placement
 def test_an_elastic_job_goes_on_with_what_is_left(client, backend, submit):
     view = submit("2:3", 2)
     assert view.attempt.hosts == ("n1", "n2", "n3")
-    backend.set(view.attempt.marker, Phase.LOST, culprits=["n1"])
+    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n1"])
     client.refresh()
     client.refresh()
     assert client.job(view.id).attempt.hosts == ("n2", "n3")
@@ -181,7 +181,7 @@ def test_an_elastic_job_goes_on_with_what_is_left(client, backend, submit):
 def test_an_elastic_job_takes_a_host_back_with_the_attempt_after(client, backend, submit):
     view = submit("2:3", 2)
     used = []
-    for ended in ({"culprits": ["n1"]}, {"culprits": []}, {"culprits": ["n3"]}):
+    for ended in ({"failed_hosts": ["n1"]}, {"failed_hosts": []}, {"failed_hosts": ["n3"]}):
         used.append(client.job(view.id).attempt.hosts)
         backend.set(client.job(view.id).attempt.marker, Phase.LOST, **ended)
         client.refresh()
@@ -192,7 +192,7 @@ def test_an_elastic_job_takes_a_host_back_with_the_attempt_after(client, backend
 
 def test_a_host_that_failed_is_used_again_when_there_is_no_other(client, backend, submit):
     view = submit(3, 2)
-    backend.set(view.attempt.marker, Phase.LOST, culprits=["n1"])
+    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n1"])
     client.refresh()
     client.refresh()
     assert set(client.job(view.id).attempt.hosts) == {"n1", "n2", "n3"}
@@ -200,7 +200,7 @@ def test_a_host_that_failed_is_used_again_when_there_is_no_other(client, backend
 
 def test_a_crash_blames_no_host(client, backend, submit):
     view = submit(2, 2)
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", culprits=["n1"])
+    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", failed_hosts=["n1"])
     client.refresh()
     client.refresh()
     assert client.job(view.id).attempt.hosts == ("n1", "n2")
@@ -384,7 +384,7 @@ def test_a_cluster_that_chooses_hosts_itself_is_told_which_to_avoid(orc_home, tm
     with Client(backend_of=lambda _: backend, clock=clock, sleep=clock.sleep) as client:
         view = client.submit(job_file(retry={"max_attempts": 3, "on": ["node_failure"], "backoff": 0}))
         first = client.job(view.id).attempt.marker
-        backend.set(first, Phase.FAILED, cause="node_failure", culprits=["node7"])
+        backend.set(first, Phase.FAILED, cause="node_failure", failed_hosts=["node7"])
         backend.behave(submit="refuse-avoid")
         client.refresh()
         view = client.job(view.id)

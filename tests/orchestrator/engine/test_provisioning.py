@@ -22,7 +22,7 @@ from tpu_testbed import OTHER_ZONE, PROJECT, ZONE, cluster_of, no_later_than
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec import LoadedJob, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import fault_points, sweeping
+from orc.orchestrator.engine import cleanup, fault_points
 
 if TYPE_CHECKING:
     from fake_tpu_server import FakeTpuServer
@@ -281,9 +281,9 @@ def test_the_end_does_not_wait_for_ever_for_a_deletion(cloud: Cloud) -> None:
     assert "orc prune --cluster pod" in ended.reason
     assert not cloud.is_empty()
     cloud.server.cloud.faults.clear()
-    (left,) = sweeping.leftovers(cloud.client.workspace, "pod")
+    (left,) = cleanup.leftovers(cloud.client.workspace, "pod")
     assert (left.marker, left.why) == (f"orc-{view.id}-a1", "over")
-    assert sweeping.sweep(cloud.client.workspace, "pod", [left]) == {}
+    assert cleanup.sweep(cloud.client.workspace, "pod", [left]) == {}
     assert cloud.is_empty()
 
 
@@ -291,7 +291,7 @@ def test_one_bad_entry_keeps_no_other_cluster_from_being_pruned(cloud: Cloud) ->
     file = Path(os.environ["ORC_CONFIG_DIR"]) / "clusters.yaml"
     good = file.read_text()
     file.write_text(f"odd: {{kind: slumr}}\nother: {{kind: tpu, options: {{zones: a}}}}\n{good}")
-    names, wrong = sweeping.sweepable_clusters(Client().workspace)
+    names, wrong = cleanup.sweepable_clusters(Client().workspace)
     assert (names, sorted(wrong)) == (["pod"], ["odd", "other"])
 
 

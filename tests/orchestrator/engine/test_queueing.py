@@ -6,7 +6,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from orc.launchers.errors import NoRoom, RenderError
-from orc.orchestrator.engine.queueing import Waiting, room, room_backoff, slots_taken, why
+from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, room_backoff, taken_slots, waiting_reason
 from orc.orchestrator.ledger.records import Reservation
 
 
@@ -28,62 +28,67 @@ def reservation(host, job_id="a-aaaaaa", slots=1):
 
 
 def test_a_job_gets_hosts_with_enough_free_slots(four):
-    assert room(four, job(2, 2), {"n1": 1, "n3": 2}).hosts == ("n2", "n4")
+    assert placement_in_turn(four, job(2, 2), {"n1": 1, "n3": 2}).hosts == ("n2", "n4")
 
 
 def test_an_elastic_job_takes_what_there_is(four):
-    assert room(four, job("2:4", 2), {"n2": 1}).hosts == ("n1", "n3", "n4")
+    assert placement_in_turn(four, job("2:4", 2), {"n2": 1}).hosts == ("n1", "n3", "n4")
 
 
 def test_a_job_that_can_never_run_is_told_so_even_while_others_wait(four):
     with pytest.raises(RenderError):
-        room(four, job(5), {}, ahead=[Waiting("old", job(4, 2))])
+        placement_in_turn(four, job(5), {}, ahead=[WaitingJob("old", job(4, 2))])
 
 
 def test_an_older_job_that_waits_keeps_younger_ones_off_its_hosts(four):
-    older = Waiting("old-aaaaaa", job(4, 2))
+    older = WaitingJob("old-aaaaaa", job(4, 2))
     with pytest.raises(NoRoom, match="old-aaaaaa is older and waits for the same hosts"):
-        room(four, job(1), {"n1": 1}, ahead=[older])
+        placement_in_turn(four, job(1), {"n1": 1}, ahead=[older])
 
 
 def test_a_younger_job_passes_on_hosts_that_the_older_one_cannot_use(four):
-    older = Waiting("old", job(2, 2, hosts=["n1", "n2"]))
-    assert room(four, job(1), {"n1": 1}, ahead=[older]).hosts == ("n3",)
+    older = WaitingJob("old", job(2, 2, hosts=["n1", "n2"]))
+    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[older]).hosts == ("n3",)
 
 
 def test_an_older_job_that_somebody_is_placing_gets_its_hosts_first(four):
-    older = Waiting("old", job(2, 2), in_hand=True)
-    assert room(four, job(1), {}, ahead=[older]).hosts == ("n3",)
+    older = WaitingJob("old", job(2, 2), in_hand=True)
+    assert placement_in_turn(four, job(1), {}, ahead=[older]).hosts == ("n3",)
 
 
 def test_an_older_job_that_fits_and_that_nobody_sends_stops_nobody(four):
-    assert room(four, job(1), {}, ahead=[Waiting("old", job(4, 2))]).hosts == ("n1",)
+    assert placement_in_turn(four, job(1), {}, ahead=[WaitingJob("old", job(4, 2))]).hosts == ("n1",)
 
 
 def test_a_third_job_waits_behind_the_second_as_well(four):
-    first, second = Waiting("first", job(2, 2, hosts=["n1", "n2"])), Waiting("second", job(2, 2, hosts=["n2", "n3"]))
-    assert room(four, job(1), {"n1": 2}, ahead=[first, second]).hosts == ("n4",)
+    first, second = (
+        WaitingJob("first", job(2, 2, hosts=["n1", "n2"])),
+        WaitingJob("second", job(2, 2, hosts=["n2", "n3"])),
+    )
+    assert placement_in_turn(four, job(1), {"n1": 2}, ahead=[first, second]).hosts == ("n4",)
     with pytest.raises(NoRoom):
-        room(four, job(1, hosts=["n3"]), {"n1": 2}, ahead=[first, second])
+        placement_in_turn(four, job(1, hosts=["n3"]), {"n1": 2}, ahead=[first, second])
 
 
 def test_a_job_that_does_not_fit_anyway_says_what_is_missing_and_not_who_is_older(four):
     with pytest.raises(NoRoom, match="2 hosts with 2 free slots"):
-        room(four, job(2, 2), dict.fromkeys(("n1", "n2", "n3"), 1), ahead=[Waiting("old", job(1, 2, hosts=["n1"]))])
+        placement_in_turn(
+            four, job(2, 2), dict.fromkeys(("n1", "n2", "n3"), 1), ahead=[WaitingJob("old", job(1, 2, hosts=["n1"]))]
+        )
 
 
 def test_slots_of_one_host_add_up_but_for_the_jobs_own():
     held = [reservation("n1"), reservation("n1", "b-bbbbbb", 2), reservation("n2", "me-cccccc")]
-    assert slots_taken(held, besides="me-cccccc") == {"n1": 3}
+    assert taken_slots(held, besides="me-cccccc") == {"n1": 3}
 
 
 def test_the_reason_names_those_who_hold_the_hosts():
     held = [reservation("n1"), reservation("n2", "b-bbbbbb"), reservation("n9", "far-dddddd")]
-    text = why(NoRoom("1 host is needed"), ["n1", "n2"], held, besides="b-bbbbbb")
+    text = waiting_reason(NoRoom("1 host is needed"), ["n1", "n2"], held, besides="b-bbbbbb")
     assert text == "waiting for room: 1 host is needed (held by a-aaaaaa)"
-    assert why(NoRoom("waiting for 1 host"), [], held) == "waiting for 1 host"
+    assert waiting_reason(NoRoom("waiting for 1 host"), [], held) == "waiting for 1 host"
     many = [reservation("n1", f"j{i}") for i in range(7)]
-    assert why(NoRoom("waiting"), ["n1"], many).endswith("(held by j0, j1, j2, j3, j4 and 2 more)")
+    assert waiting_reason(NoRoom("waiting"), ["n1"], many).endswith("(held by j0, j1, j2, j3, j4 and 2 more)")
 
 
 def test_the_time_between_tries_grows_with_the_wait_and_is_bounded():
@@ -94,22 +99,22 @@ def test_the_time_between_tries_grows_with_the_wait_and_is_bounded():
 
 
 def test_hosts_that_failed_a_job_are_left_out_whoever_waits(four):
-    assert room(four, job(1), {}, avoid=["n1"]).hosts == ("n2",)
-    older = Waiting("old", job(2, 2, hosts=["n1", "n2"]))
-    assert room(four, job(1), {"n1": 1}, ahead=[older], avoid=["n3"]).hosts == ("n4",)
+    assert placement_in_turn(four, job(1), {}, avoid=["n1"]).hosts == ("n2",)
+    older = WaitingJob("old", job(2, 2, hosts=["n1", "n2"]))
+    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[older], avoid=["n3"]).hosts == ("n4",)
     # The older job would fit but for the host that failed it: it waits, and closes what it could run on.
-    failed = Waiting("old", job(2, 2, hosts=["n1", "n2", "n3"]), ("n1",))
-    assert room(four, job(1), {"n2": 1}, ahead=[failed]).hosts == ("n4",)
-    waits = Waiting("old", job(1, 2, hosts=["n3"]))
+    failed = WaitingJob("old", job(2, 2, hosts=["n1", "n2", "n3"]), ("n1",))
+    assert placement_in_turn(four, job(1), {"n2": 1}, ahead=[failed]).hosts == ("n4",)
+    waits = WaitingJob("old", job(1, 2, hosts=["n3"]))
     with pytest.raises(NoRoom, match="1 hosts with 1 free slots"):
-        room(four, job(1, hosts=["n1", "n2"]), {"n2": 2, "n3": 1}, ahead=[waits], avoid=["n1"])
+        placement_in_turn(four, job(1, hosts=["n1", "n2"]), {"n2": 2, "n3": 1}, ahead=[waits], avoid=["n1"])
 
 
 def test_an_older_job_that_can_never_run_does_not_hide_those_behind_it(four):
-    never, waits = Waiting("never", job(5)), Waiting("waits", job(2, 2, hosts=["n1", "n2"]))
-    assert room(four, job(1), {"n1": 1}, ahead=[never, waits]).hosts == ("n3",)
+    never, waits = WaitingJob("never", job(5)), WaitingJob("waits", job(2, 2, hosts=["n1", "n2"]))
+    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[never, waits]).hosts == ("n3",)
 
 
 def test_as_many_holders_as_are_shown_are_all():
     several = [reservation("n1", f"j{i}") for i in range(5)]
-    assert why(NoRoom("waiting"), ["n1"], several) == "waiting (held by j0, j1, j2, j3, j4)"
+    assert waiting_reason(NoRoom("waiting"), ["n1"], several) == "waiting (held by j0, j1, j2, j3, j4)"

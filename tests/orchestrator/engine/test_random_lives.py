@@ -23,9 +23,9 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.lifecycle import Event, Kind, fold
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.engine.submission import start
+from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
 JOB = """\
 name: j
@@ -125,7 +125,7 @@ class RandomLives(RuleBasedStateMachine):
         marker = data.draw(st.sampled_from(self.backend.calls("run")))
         if self.backend._observe(marker).phase in (Phase.PENDING, Phase.RUNNING, Phase.UNKNOWN):
             blamed = [host for host in self.backend.hosts if data.draw(st.booleans())] if end[0] is Phase.LOST else []
-            self.backend.set(marker, end[0], cause=end[1], culprits=blamed)
+            self.backend.set(marker, end[0], cause=end[1], failed_hosts=blamed)
 
     @invariant()
     def columns_equal_events(self) -> None:

@@ -69,7 +69,7 @@ def test_an_elastic_job_whose_host_loses_its_power_runs_again_on_the_others(lapt
     hosts.fault("crash", lost)
     laptop("wait", job)
     one, two = laptop.job(job)["attempts"]
-    assert (one["cause"], one["culprits"]) == ("node_failure", [lost])
+    assert (one["cause"], one["failed_hosts"]) == ("node_failure", [lost])
     assert (two["state"], two["hosts"]) == ("SUCCEEDED", ["node1", "node2", "node4"])
     assert lost in one["reason"]
     assert json.loads(laptop("events", job, "--json"))["events"][-1]["kind"] == "job_succeeded"

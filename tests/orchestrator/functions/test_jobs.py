@@ -50,7 +50,7 @@ def power() -> Callable[..., Any]:
     return compute
 
 
-def refuse() -> Callable[..., Any]:
+def reject() -> Callable[..., Any]:
     class OutOfCheese(ValueError):
         pass
 
@@ -92,7 +92,7 @@ def test_a_function_gets_its_arguments_and_returns_its_result(client: Client, wh
 
 @pytest.mark.parametrize("where", WHERE)
 def test_an_exception_comes_back_with_its_traceback(client: Client, where: str) -> None:
-    job = client.submit_function(refuse(), "no cheddar", cluster=where)
+    job = client.submit_function(reject(), "no cheddar", cluster=where)
     with pytest.raises(FunctionFailed, match="OutOfCheese: no cheddar") as caught:
         job.result(timeout_s=90)
     assert "in fails" in caught.value.traceback

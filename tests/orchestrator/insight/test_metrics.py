@@ -77,7 +77,7 @@ def test_reading_goes_on_where_it_stopped_and_leaves_half_a_line(client, job, wr
 
 def test_attempts_on_other_hosts_have_left_a_file_each(client, backend, job, write):
     write("n1", json.dumps(line(1)) + "\n" + json.dumps(line(2)) + "\n")
-    backend.set(job.attempt.marker, Phase.LOST, culprits=["n1"])
+    backend.set(job.attempt.marker, Phase.LOST, failed_hosts=["n1"])
     client.refresh()
     client.refresh()
     assert client.job(job.id).attempt.hosts == ("n2",)
@@ -87,7 +87,7 @@ def test_attempts_on_other_hosts_have_left_a_file_each(client, backend, job, wri
 
 
 def test_a_host_that_is_gone_does_not_hide_what_the_others_have(client, backend, job, write, monkeypatch):
-    backend.set(job.attempt.marker, Phase.LOST, culprits=["n1"])
+    backend.set(job.attempt.marker, Phase.LOST, failed_hosts=["n1"])
     client.refresh()
     client.refresh()
     write("n1", json.dumps(line(1)) + "\n")

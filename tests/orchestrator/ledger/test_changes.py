@@ -8,8 +8,8 @@ import sqlite3
 import pytest
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.engine.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, NewJob, Reservation, dump
 from orc.orchestrator.ledger.store import Ledger
@@ -277,11 +277,11 @@ def test_a_job_without_an_attempt_is_changed_by_itself(ledger):
         Event(Kind.JOB_CANCELLED),
         job_set={"ended_at": 1.0},
         attempt_set={"reason": "nobody"},
-        culprits=["n1"],
+        failed_hosts=["n1"],
         vacate=True,
     )
     assert (job.state, job.ended_at, job.attempt) == ("CANCELLED", 1.0, None)
-    assert ledger.culprits(A) == {}
+    assert ledger.failed_hosts(A) == {}
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_hosts_are_given_back_at_the_end_or_when_that_is_wanted(ledger, events, 
     assert len(ledger.reservations()) == kept
 
 
-def test_culprits_are_of_the_attempt_that_ended(ledger):
+def test_failed_hosts_are_of_the_attempt_that_ended(ledger):
     create(ledger, placement=TWO)
-    record(ledger, A, Event(Kind.FAILED, 1), Event(Kind.RETRY), culprits=("n2", "n1", "n2"))
+    record(ledger, A, Event(Kind.FAILED, 1), Event(Kind.RETRY), failed_hosts=("n2", "n1", "n2"))
     with ledger.transaction() as tx:
-        assert tx.culprits(A) == {1: ("n1", "n2")}
-        assert tx.culprits(B) == {}
+        assert tx.failed_hosts(A) == {1: ("n1", "n2")}
+        assert tx.failed_hosts(B) == {}
     assert cells(ledger, "SELECT job_id, attempt, host FROM culprits ORDER BY host") == [(A, 1, "n1"), (A, 1, "n2")]
 
 
@@ -322,9 +322,9 @@ def test_a_refused_change_is_found_before_anything_else_is_written(ledger):
     record(ledger, A, Event(Kind.SUBMITTING, 1))
     with ledger.transaction() as tx:
         with pytest.raises(Conflict, match=f"^{A}$"):
-            tx.record(stale, Event(Kind.FAILED, 1), attempt_set={"reason": "x"}, culprits=["n1"])
+            tx.record(stale, Event(Kind.FAILED, 1), attempt_set={"reason": "x"}, failed_hosts=["n1"])
         assert tx.reload(stale).state == "SUBMITTING"
-    assert (ledger.job(A).attempt.reason, ledger.culprits(A), len(ledger.reservations())) == ("", {}, 2)
+    assert (ledger.job(A).attempt.reason, ledger.failed_hosts(A), len(ledger.reservations())) == ("", {}, 2)
 
 
 def test_each_change_counts_one_revision_from_the_one_that_was_read(ledger):

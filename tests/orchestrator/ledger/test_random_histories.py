@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orc.orchestrator.engine.lifecycle import ATTEMPT_KINDS, Event, IllegalTransition, Kind, advance, fold
+from orc.orchestrator.ledger.lifecycle import ATTEMPT_KINDS, Event, IllegalTransition, Kind, advance, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.engine.lifecycle import Event, Kind
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
@@ -264,17 +264,17 @@ def test_reservations_of_a_cluster_come_by_host_then_by_age_job_and_node(ledger,
     assert [r.job for r in ledger.reservations("far")] == ["far"]
 
 
-def test_culprits_come_by_attempt_and_host(ledger, put):
+def test_failed_hosts_come_by_attempt_and_host(ledger, put):
     put("a")
     put("b")
     with ledger.transaction() as tx:
-        tx.record(tx.find("b"), Event(Kind.FAILED, 1), culprits=["n7"])
-        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY), culprits=["n3", "n1"])
+        tx.record(tx.find("b"), Event(Kind.FAILED, 1), failed_hosts=["n7"])
+        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY), failed_hosts=["n3", "n1"])
         job = tx.prepare(job, "orc-a-a2", "plan")
-        tx.record(job, Event(Kind.FAILED, 2), culprits=["n1", "n0"])
-    assert list(ledger.culprits("a").items()) == [(1, ("n1", "n3")), (2, ("n0", "n1"))]
-    assert ledger.culprits("b") == {1: ("n7",)}
-    assert ledger.culprits("unknown") == {}
+        tx.record(job, Event(Kind.FAILED, 2), failed_hosts=["n1", "n0"])
+    assert list(ledger.failed_hosts("a").items()) == [(1, ("n1", "n3")), (2, ("n0", "n1"))]
+    assert ledger.failed_hosts("b") == {1: ("n7",)}
+    assert ledger.failed_hosts("unknown") == {}
 
 
 def test_a_job_was_seen_when_its_cluster_last_spoke_of_it(ledger, put, clock):

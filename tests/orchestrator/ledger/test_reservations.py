@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.engine.lifecycle import Event, Kind
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 
 TWO = Placement(("n1", "n2"), 2)
@@ -96,11 +96,11 @@ def test_a_waiting_job_says_why_and_where_it_came_from(ledger, create):
     assert (prepared.state, prepared.number, prepared.reason) == ("PREPARED", 1, "")
 
 
-def test_culprits_are_kept_by_attempt_and_named_once(ledger, create):
+def test_failed_hosts_are_kept_by_attempt_and_named_once(ledger, create):
     job = create("a-aaaaaa", TWO)
     with ledger.transaction() as tx:
-        tx.record(job, Event(Kind.FAILED, 1), Event(Kind.RETRY), culprits=["n2", "n1", "n2"])
+        tx.record(job, Event(Kind.FAILED, 1), Event(Kind.RETRY), failed_hosts=["n2", "n1", "n2"])
         tx.prepare(tx.reload(job), "orc-a-aaaaaa-a2", "p", TWO)
-        tx.record(tx.reload(job), Event(Kind.FAILED, 2), Event(Kind.JOB_FAILED), culprits=["n2"])
-    assert ledger.culprits(job.id) == {1: ("n1", "n2"), 2: ("n2",)}
-    assert ledger.culprits("other") == {}
+        tx.record(tx.reload(job), Event(Kind.FAILED, 2), Event(Kind.JOB_FAILED), failed_hosts=["n2"])
+    assert ledger.failed_hosts(job.id) == {1: ("n1", "n2"), 2: ("n2",)}
+    assert ledger.failed_hosts("other") == {}

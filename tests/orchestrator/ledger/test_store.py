@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from orc.orchestrator.engine.lifecycle import Event, Kind
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger

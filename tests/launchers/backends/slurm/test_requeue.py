@@ -223,7 +223,7 @@ def test_a_killed_srun_puts_the_blame_on_no_node(runs) -> None:
                 process.kill()
     seen = run.ended()
     assert seen.phase is Phase.FAILED
-    assert seen.culprits == ()
+    assert seen.failed_hosts == ()
 
 
 def test_a_completed_job_that_is_requeued_by_hand_has_still_succeeded(runs) -> None:

@@ -123,35 +123,37 @@ def test_a_crash_while_another_node_fell_silent_is_a_node_failure() -> None:
 def test_a_preemption_notice_that_slurm_knows_nothing_of_came_from_srun_because_another_agent_died() -> None:
     left = record(Cause.PREEMPTED, complete=False, reason="preempted (SIGTERM)")
     seen = look(row("FAILED", exit_code=137), AgentEvidence(exit=left, silent=("node2",), hosts=("node1", "node2")))
-    assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ("node2",))
+    assert (seen.cause, seen.failed_hosts) == (Cause.NODE_FAILURE, ("node2",))
     assert look(row("PREEMPTED"), AgentEvidence(exit=left, silent=("node2",))).cause is Cause.PREEMPTED
     assert look(row("FAILED"), AgentEvidence(exit=record(Cause.PREEMPTED))).cause is Cause.PREEMPTED
 
 
 def test_the_node_that_failed_is_blamed_by_slurm_s_word_else_by_the_agents() -> None:
     both = ("node1", "node2")
-    assert look(row("NODE_FAIL", failed_node="node2"), AgentEvidence(silent=both)).culprits == ("node2",)
-    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("node1",), hosts=both)).culprits == (
+    assert look(row("NODE_FAIL", failed_node="node2"), AgentEvidence(silent=both)).failed_hosts == ("node2",)
+    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("node1",), hosts=both)).failed_hosts == (
         "node1",
     )
     missed = dataclasses.replace(record(Cause.NODE_FAILURE), lost_nodes=(1,))
-    assert look(row("FAILED", exit_code=1), AgentEvidence(exit=missed, hosts=both)).culprits == ("node2",)
+    assert look(row("FAILED", exit_code=1), AgentEvidence(exit=missed, hosts=both)).failed_hosts == ("node2",)
     # A host name that Slurm does not know as a node is of no use to it.
-    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("other",))).culprits == ()
+    assert look(row("FAILED", exit_code=1), AgentEvidence(seen=True, silent=("other",))).failed_hosts == ()
 
 
 def test_where_all_nodes_fell_silent_none_is_blamed_unless_slurm_says_so() -> None:
     both = ("node1", "node2")
     silent = AgentEvidence(seen=True, silent=both, hosts=both)
     seen = look(row("FAILED", exit_code=137), silent)
-    assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ())
+    assert (seen.cause, seen.failed_hosts) == (Cause.NODE_FAILURE, ())
     assert seen.reason == "the agents on node1, node2 left no exit record; Slurm says FAILED (exit code 137)"
     # One had said that it stops, and did not live to write its record.
     told = dataclasses.replace(silent, exit=record(Cause.PREEMPTED, complete=False))
-    assert look(row("FAILED", exit_code=137), told).culprits == ()
+    assert look(row("FAILED", exit_code=137), told).failed_hosts == ()
     alone = JobRow("12", "orc-d-a1", "NODE_FAIL", T0, T0 + 10, T0 + 100, nodes=("node1",))
-    assert look(alone, AgentEvidence(seen=True, silent=("node1",), hosts=("node1",))).culprits == ("node1",)
-    assert look(dataclasses.replace(alone, state="FAILED"), AgentEvidence(seen=True, silent=("node1",))).culprits == ()
+    assert look(alone, AgentEvidence(seen=True, silent=("node1",), hosts=("node1",))).failed_hosts == ("node1",)
+    assert (
+        look(dataclasses.replace(alone, state="FAILED"), AgentEvidence(seen=True, silent=("node1",))).failed_hosts == ()
+    )
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
@@ -172,7 +174,7 @@ def test_a_completed_job_that_somebody_has_requeued_keeps_its_records() -> None:
 
 @pytest.mark.parametrize("state", ["TIMEOUT", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"])
 def test_no_node_is_blamed_for_any_other_end(state: str) -> None:
-    assert look(row(state, failed_node="node2"), AgentEvidence(silent=("node2",))).culprits == ()
+    assert look(row(state, failed_node="node2"), AgentEvidence(silent=("node2",))).failed_hosts == ()
 
 
 def test_the_agents_time_limit_is_a_time_limit() -> None:

@@ -399,7 +399,7 @@ def test_a_killed_agent_is_a_lost_attempt_that_names_its_host_and_leaves_nothing
     lease = json.loads((lab.directory("b", plan) / "node-1" / "lease.json").read_text())
     os.kill(int(lease["pid"]), signal.SIGKILL)
     seen = lab.wait(handle)
-    assert (seen.phase, seen.cause, seen.culprits) == (Phase.LOST, Cause.NODE_FAILURE, ("b",))
+    assert (seen.phase, seen.cause, seen.failed_hosts) == (Phase.LOST, Cause.NODE_FAILURE, ("b",))
     assert "b" in seen.reason
     lab.backend.reap(handle)
     assert not lab.left()

@@ -128,7 +128,7 @@ def test_an_attempt_is_lost_only_when_a_silent_host_must_have_ended_its_part(age
     seen = verdict(host("a", lease(0), lease(1), beat(0), beat(1), peer, age=age), silent("b"))
     assert seen.phase is phase
     if phase is Phase.LOST:
-        assert (seen.cause, seen.culprits) == (Cause.NODE_FAILURE, ("b",))
+        assert (seen.cause, seen.failed_hosts) == (Cause.NODE_FAILURE, ("b",))
         assert "no answer from b (timed out)" in seen.reason
     else:
         assert "no answer from b" in seen.reason
@@ -141,14 +141,14 @@ def test_a_host_that_never_joined_may_be_waiting_for_the_others_much_longer() ->
 
 def test_a_crash_beside_a_host_that_went_away_is_a_node_failure() -> None:
     seen = verdict(host("a", lease(0), lease(1), beat(1), crashed(0), age=60), silent("b"))
-    assert (seen.phase, seen.cause, seen.culprits) == (Phase.LOST, Cause.NODE_FAILURE, ("b",))
+    assert (seen.phase, seen.cause, seen.failed_hosts) == (Phase.LOST, Cause.NODE_FAILURE, ("b",))
     assert "rank 0 on a exited with 42" in seen.reason
 
 
 def test_a_killed_agent_is_a_node_failure_that_names_its_host() -> None:
     peer = ended(0, "peer", peer_lost=True, lost_node=1, reason="node 1 has gone away")
     seen = verdict(host("a", lease(0), peer), host("b", lease(1), beat(1)))
-    assert (seen.phase, seen.culprits) == (Phase.LOST, ("b",))
+    assert (seen.phase, seen.failed_hosts) == (Phase.LOST, ("b",))
     assert seen.reason.startswith("the agent on b was killed or the host restarted")
 
 

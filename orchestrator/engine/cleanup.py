@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB
+from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Leftover, SupportsCleanup

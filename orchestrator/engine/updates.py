@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.orchestrator.engine.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
 
 
 @dataclass(frozen=True)
-class Change:
+class JobUpdate:
     """Update of one job: events, and columns of the job and of its newest attempt."""
 
     events: tuple[Event, ...] = ()
     job_set: Mapping[str, Any] = field(default_factory=dict)
     attempt_set: Mapping[str, Any] = field(default_factory=dict)
-    culprits: tuple[str, ...] = ()  # hosts to blame for the attempt's end
+    failed_hosts: tuple[str, ...] = ()  # hosts to blame for the attempt's end
     vacate: bool = False  # the attempt gives its hosts back although it has not ended
 
     def __bool__(self) -> bool:
@@ -32,9 +32,9 @@ def retry_policy(spec: Mapping[str, Any]) -> RetryPolicy:
     return RetryPolicy(int(retry["max_attempts"]), tuple(retry["on"]), float(retry["backoff"]))
 
 
-def of_observation(
+def update_from_observation(
     job: JobRecord, seen: Observation, now: float, *, policy: RetryPolicy | None = None, earlier: Sequence[str] = ()
-) -> Change:
+) -> JobUpdate:
     """Return the update of *job*, whose newest attempt was *seen* at the backend.
 
     *policy* and *earlier* (causes of the attempts before this one, oldest first) are needed when the attempt has ended.
@@ -43,7 +43,7 @@ def of_observation(
     if attempt is None:
         raise ValueError(f"{job.id} has no attempt that could be seen")
     if seen.phase is Phase.UNKNOWN:
-        return Change(job_set=_changed(job, reason=seen.reason) if seen.reason else {})
+        return JobUpdate(job_set=_changed(job, reason=seen.reason) if seen.reason else {})
     if seen.phase.ended:
         if policy is None:
             raise ValueError("the end of an attempt needs the retry policy")
@@ -57,7 +57,7 @@ def of_observation(
         started_at=_in_order(attempt.submitted_at, seen.started_at) or attempt.started_at,
     )
     job_set = _changed(job, reason=seen.reason, poll_error_at=None)
-    return Change(_moves(attempt.state, attempt.restarts, attempt.number, seen), job_set, attempt_set)
+    return JobUpdate(_moves(attempt.state, attempt.restarts, attempt.number, seen), job_set, attempt_set)
 
 
 def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -> tuple[Event, ...]:
@@ -71,7 +71,7 @@ def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -
     return tuple(events)
 
 
-def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, earlier: Sequence[str]) -> Change:
+def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, earlier: Sequence[str]) -> JobUpdate:
     submitted_at = job.attempt.submitted_at if job.attempt else None
     started_at = _in_order(submitted_at, seen.started_at)
     ended_at = _in_order(started_at or submitted_at, seen.ended_at) or now
@@ -89,14 +89,14 @@ def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, 
         attempt_set["progress"] = dict(seen.progress)
     if seen.phase is Phase.SUCCEEDED:
         events = (Event(Kind.SUCCEEDED, job.number), Event(Kind.JOB_SUCCEEDED))
-        return Change(events, _over(seen.reason, ended_at), attempt_set)
+        return JobUpdate(events, _over(seen.reason, ended_at), attempt_set)
     kind, cause = _end_of_attempt(seen)
     counts_as = retry_cause(str(cause), seen.exit.ranks if seen.exit else {})
-    follow_up = after_end(job, cause, seen.reason, now, ended_at, policy, earlier, counts_as=counts_as)
+    follow_up = update_after_end(job, cause, seen.reason, now, ended_at, policy, earlier, counts_as=counts_as)
     blamed = blamed_hosts(job, seen) if cause is Cause.NODE_FAILURE else ()
     told = {"cause": str(cause), "reason": seen.reason}
-    ended = Event(kind, job.number, {**told, "culprits": list(blamed)} if blamed else told)
-    return Change((ended, *follow_up.events), follow_up.job_set, {**attempt_set, "cause": str(cause)}, blamed)
+    ended = Event(kind, job.number, {**told, "failed_hosts": list(blamed)} if blamed else told)
+    return JobUpdate((ended, *follow_up.events), follow_up.job_set, {**attempt_set, "cause": str(cause)}, blamed)
 
 
 def blamed_hosts(job: JobRecord, seen: Observation) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def blamed_hosts(job: JobRecord, seen: Observation) -> tuple[str, ...]:
     handle = job.attempt.handle if job.attempt else None
     hosts = (handle or {}).get("hosts", ())
     lost = seen.exit.lost_nodes if seen.exit else ()
-    return tuple(dict.fromkeys([*seen.culprits, *(hosts[node] for node in lost if node < len(hosts))]))
+    return tuple(dict.fromkeys([*seen.failed_hosts, *(hosts[node] for node in lost if node < len(hosts))]))
 
 
 def _end_of_attempt(seen: Observation) -> tuple[Kind, Cause]:
@@ -117,7 +117,7 @@ def _end_of_attempt(seen: Observation) -> tuple[Kind, Cause]:
     return Kind.FAILED, seen.cause or Cause.CRASH
 
 
-def after_end(
+def update_after_end(
     job: JobRecord,
     cause: Cause,
     reason: str,
@@ -127,44 +127,44 @@ def after_end(
     earlier: Sequence[str],
     *,
     counts_as: str = "",
-) -> Change:
+) -> JobUpdate:
     """Return the update of a job whose newest attempt has ended for *cause*: cancelled, another attempt, or failed.
 
     *counts_as* is what the retry policy takes for the cause, where that is something else (`retry_cause`).
     """
     if cause is Cause.CANCELLED or job.cancel_requested_at is not None:
         why = reason if job.cancel_requested_at is None or cause is not Cause.CANCELLED else "on request"
-        return Change((Event(Kind.JOB_CANCELLED, None, {"reason": why}),), _over(why, ended_at))
+        return JobUpdate((Event(Kind.JOB_CANCELLED, None, {"reason": why}),), _over(why, ended_at))
     decision = decide(policy, [*earlier, counts_as or str(cause)])
     if isinstance(decision, GiveUp):
         why = f"{reason} ({decision.reason})" if decision.reason else reason
-        return Change((Event(Kind.JOB_FAILED, None, {"cause": str(cause), "reason": why}),), _over(why, ended_at))
+        return JobUpdate((Event(Kind.JOB_FAILED, None, {"cause": str(cause), "reason": why}),), _over(why, ended_at))
     at = now + decision.delay_s
     retry = Event(Kind.RETRY, None, {"cause": str(cause), "reason": decision.reason, "at": at})
     why = f"waiting to run again after {reason}" if reason else f"waiting to run again after {cause}"
-    return Change((retry,), {"reason": why, "next_attempt_at": at, "poll_error_at": None})
+    return JobUpdate((retry,), {"reason": why, "next_attempt_at": at, "poll_error_at": None})
 
 
-def of_refusal(job: JobRecord, reason: str, now: float) -> Change:
+def update_for_rejection(job: JobRecord, reason: str, now: float) -> JobUpdate:
     """The newest attempt could not be started at all: the job has failed, trying again would not help."""
     cause = str(Cause.LAUNCH)
     events = (
         Event(Kind.FAILED, job.number, {"cause": cause, "reason": reason}),
         Event(Kind.JOB_FAILED, None, {"cause": cause, "reason": reason}),
     )
-    return Change(events, _over(reason, now), {"cause": cause, "reason": reason, "ended_at": now})
+    return JobUpdate(events, _over(reason, now), {"cause": cause, "reason": reason, "ended_at": now})
 
 
-def of_cancellation_before_start(job: JobRecord, now: float) -> Change:
+def update_for_early_cancel(job: JobRecord, now: float) -> JobUpdate:
     """A person cancelled the job while the backend certainly had nothing of it."""
     again = job.attempt is not None and job.attempt.state.terminal
     why = f"cancelled before it was submitted{' again' if again else ''}"
     over = Event(Kind.JOB_CANCELLED, None, {"reason": why})
     if job.attempt is None or job.attempt.state.terminal:
-        return Change((over,), _over(why, now))
+        return JobUpdate((over,), _over(why, now))
     cause = str(Cause.CANCELLED)
     cancelled = Event(Kind.CANCELLED, job.number, {"cause": cause, "reason": why})
-    return Change((cancelled, over), _over(why, now), {"cause": cause, "reason": why, "ended_at": now})
+    return JobUpdate((cancelled, over), _over(why, now), {"cause": cause, "reason": why, "ended_at": now})
 
 
 def _over(reason: str, ended_at: float) -> dict[str, Any]:

@@ -29,10 +29,10 @@ def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
         ) from None
 
 
-def ingredients(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mapping[str, str]]:
+def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mapping[str, str]]:
     """Return the specification, snapshots and secrets of another attempt of *job*.
 
-    Raises `Elsewhere` when it lies on another machine that shares the ledger, `LaunchError` when it is nowhere.
+    Raises `InputsUnavailable` when it lies on another machine that shares the ledger, `LaunchError` when it is nowhere.
     """
     spec = stored_spec(ws, job.id)
     try:
@@ -43,7 +43,7 @@ def ingredients(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mappi
         if origin in ("", ws.origin):
             raise
         host, _, directory = origin.partition(":")
-        raise Elsewhere(
+        raise InputsUnavailable(
             f"waiting for {host}, where its snapshot and secrets are ({directory}); here: {error.what}", where=job.id
         ) from error
 
@@ -75,7 +75,7 @@ def _recalled(ws: Workspace, job: JobRecord) -> bool:
     return False
 
 
-class Elsewhere(LaunchError):
+class InputsUnavailable(LaunchError):
     """Another attempt can only be made where the job was submitted."""
 
 

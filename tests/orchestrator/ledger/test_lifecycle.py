@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orc.orchestrator.engine.lifecycle import (
+from orc.orchestrator.ledger.lifecycle import (
     ATTEMPT_KINDS,
     RULES,
     AttemptState,
