@@ -41,5 +41,5 @@ class Network(FrozenModel):
 
 def fence(job: Network, cluster: Network) -> dict[str, str]:
     """Return the ``network`` of ``agent.json``: each value of the job goes over the cluster's."""
-    said = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
-    return {name: value for name, value in said.items() if value}
+    chosen = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
+    return {name: value for name, value in chosen.items() if value}

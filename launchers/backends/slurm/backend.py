@@ -69,7 +69,7 @@ class SlurmBackend(Backend):
         super().__init__(cluster, state_dir=state_dir)
         self._settings = read_settings(cluster.options, where=self._options_where)
         self._transport = transport or open_transport(cluster, self._settings)
-        # Behind SSH the home directory is known over there alone; rendering asks nobody.
+        # Behind SSH the home directory is known over there alone; rendering contacts no machine.
         root = root_of(cluster, self._settings, state_dir)
         self.layout = Layout.at(root if self._settings.login else self._transport.expand(root))
 

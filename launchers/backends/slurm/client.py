@@ -31,7 +31,7 @@ _DROP = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTR
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _CHUNK = 1000  # ids per call: an argument may not be longer than 128 KiB
 
-# Messages after which nobody knows whether the controller took the request.
+# Messages that leave open whether the controller took the request.
 _CUT_OFF = re.compile(
     r"Unable to contact slurm|Socket timed out|Zero Bytes were transmitted|Transport endpoint is not connected|"
     r"Connection (?:refused|timed out|reset)|Communication (?:connection|shutdown) failure|"
@@ -85,7 +85,7 @@ class SlurmClient:
     def submit(self, argv: Sequence[str]) -> str:
         """Run a rendered ``sbatch --parsable`` once; return the new job's id.
 
-        Raises `BackendError` with Slurm's own words when it was refused, `AmbiguousSubmit` when nobody can tell.
+        Raises `BackendError` with Slurm's own words when it was refused, `AmbiguousSubmit` when that is open.
         """
         try:
             done = self._run(argv, self._settings.submit_timeout)
@@ -98,12 +98,12 @@ class SlurmClient:
         job_id = done.stdout.strip().split(";")[0]
         if done.status == 0 and job_id.isdigit():
             return job_id
-        said = _stderr_of(done)
+        message = _stderr_of(done)
         # A signal, or a success without a job id, says nothing about what the controller did.
-        if done.status <= 0 or _CUT_OFF.search(said):
-            raise AmbiguousSubmit(f"sbatch was cut off: {said}", where=self._where)
-        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, said, re.IGNORECASE)), "")
-        raise BackendError(f"Slurm refused the job: {said}", where=self._where, hint=hint)
+        if done.status <= 0 or _CUT_OFF.search(message):
+            raise AmbiguousSubmit(f"sbatch was cut off: {message}", where=self._where)
+        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, message, re.IGNORECASE)), "")
+        raise BackendError(f"Slurm refused the job: {message}", where=self._where, hint=hint)
 
     def queue(self, job_ids: Iterable[str]) -> list[JobRow]:
         """Return the rows of the jobs that the controller remembers, ended ones (for some minutes) included."""
@@ -164,13 +164,13 @@ class SlurmClient:
             done = self._run(
                 (self._settings.program("scancel"), "--quiet", *flags, *some), self._settings.submit_timeout
             )
-            said = _stderr_of(done)
-            if done.status != 0 and _CUT_OFF.search(said):
-                raise BackendUnreachable(f"scancel failed: {said}", where=self._where)
+            message = _stderr_of(done)
+            if done.status != 0 and _CUT_OFF.search(message):
+                raise BackendUnreachable(f"scancel failed: {message}", where=self._where)
             # With --quiet it says nothing about jobs that have just ended, and exits with a number all the same.
             gone = done.status > 0 and not done.stderr.strip()
-            if done.status != 0 and not gone and not _GONE.search(said):
-                raise BackendError(f"scancel failed: {said}", where=self._where)
+            if done.status != 0 and not gone and not _GONE.search(message):
+                raise BackendError(f"scancel failed: {message}", where=self._where)
 
     def set_apart(self, job_ids: Iterable[str]) -> None:
         """Split pending elements of arrays into job records of their own.

@@ -25,7 +25,7 @@ def dependency_options(
     """Return the dependency options for *plan*, which may have a dependency of its own.
 
     *seen* is what became of the attempts, *known* are those that the controller knows by their number. Raises
-    `BackendError` for a dependency that can never be met, `BackendUnreachable` for one that nobody can judge.
+    `BackendError` for a dependency that can never be met, `BackendUnreachable` for one that cannot be judged now.
     """
     clauses = []
     for one in after:
@@ -39,7 +39,7 @@ def dependency_options(
         if met is None and one.handle in known:
             clauses.append(f"{_CONDITIONS[one.condition]}:{one.handle.native_id}")
         elif met is None:
-            raise BackendUnreachable(f"nobody can say what became of {one.handle.marker}", where=plan.marker)
+            raise BackendUnreachable(f"the state of {one.handle.marker} is unknown", where=plan.marker)
         elif not met:
             what = f"{plan.marker} waits for {one.handle.marker} to have {one.condition}, and it is "
             raise BackendError(f"{what}{seen[one.handle].phase} ({seen[one.handle].reason})", where=plan.marker)

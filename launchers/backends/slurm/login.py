@@ -1,7 +1,8 @@
 """Login node on another machine: its transport, and the expansion of its home directory.
 
-The root may begin with ``~``, which only the login node can resolve. Plans keep it as it is, for rendering asks nobody:
-the batch script leaves it to the shell of the node, ``agent.json`` and the command line of sbatch get it at submission.
+The root may begin with ``~``, which only the login node can resolve. Plans keep it, because rendering contacts no
+machine: the batch script leaves it to the shell of the node, ``agent.json`` and the command line of sbatch get it at
+submission.
 """
 
 from __future__ import annotations

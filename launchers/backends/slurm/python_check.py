@@ -21,7 +21,7 @@ _OLDEST = (3, 9)
 
 def check_python(transport: Transport, python: str, modules: Sequence[str], cluster: str) -> list[Finding]:
     """Return what is wrong with *python*, which may begin with ``~``. Raises `LaunchError`."""
-    where, told = f"cluster {cluster}", "It was looked for where the cluster is entered; jobs use the one of the nodes."
+    where, note = f"cluster {cluster}", "It was looked for where the cluster is entered; jobs use the one of the nodes."
     load = f"module load {shlex.join(modules)} && " if modules else ""
     shell = ("/bin/bash", "-lc") if modules else ("/bin/sh", "-c")
     path = transport.expand(python)
@@ -29,13 +29,13 @@ def check_python(transport: Transport, python: str, modules: Sequence[str], clus
     version, _, torch = done.stdout.strip().rpartition("\n")[2].partition(" ")
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
     if done.status or len(numbers) != 2:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.status}"])[-1]
+        message = (done.stderr.strip().splitlines() or [f"exit status {done.status}"])[-1]
         hint = "Set `python:` of the cluster to a Python of the nodes that has torch."
-        return [Finding("error", f"the Python {python} cannot be started: {said}", where, f"{hint} {told}")]
+        return [Finding("error", f"the Python {python} cannot be started: {message}", where, f"{hint} {note}")]
     if numbers < _OLDEST:
-        hint = f"Set `python:` of the cluster to a Python of the nodes, 3.9 or newer. {told}"
+        hint = f"Set `python:` of the cluster to a Python of the nodes, 3.9 or newer. {note}"
         return [Finding("error", f"the Python {python} is {version}, agents need 3.9 or newer", where, hint)]
     if torch != "torch":
-        hint = f"Set `python:` of the cluster to one that has it, or give jobs an `environment:`. {told}"
+        hint = f"Set `python:` of the cluster to one that has it, or give jobs an `environment:`. {note}"
         return [Finding("warning", f"the Python {python} has no torch", where, hint)]
     return []

@@ -76,7 +76,7 @@ class AgentEvidence:
     seen: bool = False  # an agent has been there at all
     silent: tuple[str, ...] = ()  # nodes that started and left no exit record
     last_sign: float | None = None  # when an agent last showed that it lives
-    cancelled: bool = False  # somebody has asked orc to cancel it
+    cancelled: bool = False  # orc was asked to cancel it
 
 
 def judge(

@@ -302,9 +302,7 @@ class TpuBackend(Backend):
                 return Observation(Phase.PENDING, reason=f"the TPU is up in {node.zone}", due=True)
             local.mark_started()
         own = replace(handle, backend=inner.kind, native_id=inner.hosts.directory(handle.hosts[0], handle.marker))
-        seen = replace(
-            inner.poll([own])[own], failed_hosts=()
-        )  # workers are nobody's to avoid: the next TPU has others
+        seen = replace(inner.poll([own])[own], failed_hosts=())  # nothing to avoid: the next TPU has other workers
         if seen.phase.ended and seen.phase is not Phase.SUCCEEDED:
             # What ranks die of when their TPU is taken away says nothing about them.
             step = self._step(self._list([location]).statuses(location))

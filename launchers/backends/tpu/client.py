@@ -152,12 +152,12 @@ class TpuApi:
             request = {"name": node.name, "query_path": "hostkeys/", "worker_ids": workers}
             with self._errors(node.name):
                 answer = self._client.get_guest_attributes(request=request, **self._reading)
-            told = list(answer.guest_attributes)
-            if len(told) != len(workers):
+            attributes = list(answer.guest_attributes)
+            if len(attributes) != len(workers):
                 raise BackendUnreachable(
-                    f"{len(told)} of {len(workers)} workers have guest attributes so far", where=node.name
+                    f"{len(attributes)} of {len(workers)} workers have guest attributes so far", where=node.name
                 )
-            found += [{item.key: item.value for item in one.query_value.items} for one in told]
+            found += [{item.key: item.value for item in one.query_value.items} for one in attributes]
         return found
 
     def runtime_versions(self, zone: str) -> list[str]:

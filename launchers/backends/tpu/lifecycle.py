@@ -44,7 +44,7 @@ class QueuedResource(_Resource):
     labels: Mapping[str, str] = field(default_factory=dict)  # of the node that it is for
     code: str = ""  # of the error, when it FAILED
     error: str = ""
-    by_user: bool = False  # somebody, not the service, has it suspended
+    by_user: bool = False  # suspended by a user, not by the service
     created_at: float | None = None
 
 
@@ -88,7 +88,7 @@ class State(enum.Enum):
     RESTARTING = enum.auto()  # it is being restarted or repaired: it will be back
     PREEMPTED = enum.auto()
     FAILED = enum.auto()
-    STOPPED = enum.auto()  # by somebody, not by the service
+    STOPPED = enum.auto()  # by a user, not by the service
     DELETING = enum.auto()  # it is being deleted
 
 
@@ -231,9 +231,9 @@ def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s
             return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.message} after {took}")
         return Provisioning(f"the TPU is {waiting.message}")
     for down in by_state[State.STOPPED]:
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"somebody has taken the TPU down ({down.message})")
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU was stopped outside of orc ({down.message})")
     for going in by_state[State.DELETING]:
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"somebody deletes the TPU ({going.message})")
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is being deleted outside of orc ({going.message})")
     return _after_failures(statuses)
 
 
@@ -242,7 +242,7 @@ def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
     failed = [status for status in statuses if status.state is State.FAILED]
     if not failed:
         where = ", ".join(status.zone for status in statuses)
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: somebody has deleted it ({where})")
+        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: it was deleted outside of orc ({where})")
     last = max(number for number, status in enumerate(statuses) if status.state is State.FAILED)
     message = "; ".join(status.message for status in failed)
     for status in statuses[last + 1 :]:

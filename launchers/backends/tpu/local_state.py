@@ -84,8 +84,8 @@ class LocalState:
     def record_end(self, handle: Handle, seen: Observation) -> None:
         """Record the end: no worker is polled any more."""
         text = asdict(seen) | {"exit": seen.exit.to_dict() if seen.exit else None, "progress": dict(seen.progress)}
-        told = {"handle": handle.to_dict(), "observation": text, "at": time.time()}
-        self._write("end.json", json.dumps(told).encode())
+        record = {"handle": handle.to_dict(), "observation": text, "at": time.time()}
+        self._write("end.json", json.dumps(record).encode())
 
     # -- what it left behind
 

@@ -169,7 +169,7 @@ class Options(FrozenModel):
         1800.0, description="A TPU that is still being created after this is given up."
     )
     boot_timeout: Annotated[Number, seconds(1, _DAY)] = Field(
-        900.0, description="Workers nobody can log in to this long after creation are given up."
+        900.0, description="Workers that refuse logins this long after creation are given up."
     )
     delete_timeout: Annotated[Number, seconds(1, _DAY)] = Field(
         900.0, description="How long the end of a job waits for a deletion that does not work."
@@ -295,7 +295,7 @@ def _public_key(options: Options, document: Document) -> str | None:
         raise SpecError(f"ssh_key: {file} does not hold a public key", where=document.origin(("ssh_key",)).where)
     if options.user is None:
         raise SpecError(
-            "ssh_key: the key has to be somebody's on the workers",
+            "ssh_key: the key belongs to a user of the workers, and none is named",
             where=document.origin(("ssh_key",)).where,
             hint="Set `user:` to the name that logs in.",
         )

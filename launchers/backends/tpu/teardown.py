@@ -1,6 +1,6 @@
 """Teardown after the end of an attempt: fetch its logs, then delete or keep its TPU.
 
-The end is reported when that is done, for afterwards nobody looks at the attempt again. What does not work is told, and
+The end is reported when that is done, because an attempt is not polled again afterwards. Failures are reported, and
 tried with every pass; at last the end is reported nevertheless, with what is left to do.
 """
 

@@ -1,6 +1,6 @@
 """Worker machines of one TPU: addresses from the node, host keys from guest attributes.
 
-Nobody has seen a new TPU's machines before, so their keys are in no file of the user's. The service passes on what each
+The machines of a new TPU are new to everyone: their keys are in no file of the user's. The service passes on what each
 machine says about itself (guest attributes ``hostkeys/``); those keys are trusted, and no others.
 """
 

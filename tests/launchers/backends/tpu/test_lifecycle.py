@@ -88,7 +88,7 @@ def test_what_a_zone_has(request_state: str | None, node_state: str | None, expe
 def test_a_tpu_that_somebody_has_deleted_was_not_preempted() -> None:
     found = step(zone_status(A, queued("SUSPENDED", by_user=True), None))
     assert found == Ended(
-        Phase.LOST, Cause.NODE_FAILURE, "somebody has taken the TPU down (SUSPENDED in us-central2-b)"
+        Phase.LOST, Cause.NODE_FAILURE, "the TPU was stopped outside of orc (SUSPENDED in us-central2-b)"
     )
 
 

@@ -88,7 +88,7 @@ def test_the_public_half_of_the_key_is_read(cluster: Make, tmp_path: Path) -> No
     with pytest.raises(SpecError, match="does not hold a public key"):
         read_settings(cluster(ssh_key=str(key), user="me"))
     key.with_suffix(".pub").write_text("ssh-ed25519 AAAAC3Nz me@home\n")
-    with pytest.raises(SpecError, match="has to be somebody's"):
+    with pytest.raises(SpecError, match="belongs to a user of the workers"):
         read_settings(cluster(ssh_key=str(key)))
     assert read_settings(cluster(ssh_key=str(key), user="me")).public_key == "ssh-ed25519 AAAAC3Nz me@home"
 
