@@ -106,13 +106,15 @@ class Fence:
         return self.guard is not None and _clock() - self.renewed > max(1.0, 3 * self.node.heartbeat_s)
 
     def yield_to_guard(self) -> None:
-        """Wait to be killed when the guard is ending this agent: what happens to the ranks now is the guard's doing.
+        """Wait for the guard when it is ending this agent: what happens to the ranks now is the guard's doing.
 
         The guard stops the agent first, but a scheduler that resumes a suspended job continues all of its processes.
+        It comes back only where the guard spares the agent, because a newer run owns the job.
         """
         if self.guard and self.guard.ending():
-            while True:
-                signal.pause()
+            self.guard.wait()
+            self.guard.forget()
+            self.guard = None
 
     # its guard
 
@@ -273,6 +275,10 @@ class Guard:
         """End it."""
         self.forget()
         signal_process(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until its process has ended."""
         try:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
