@@ -1,4 +1,4 @@
-"""`Service` at AWS: boto3 for everything but the creation of a training job, which goes through SageMaker's own SDK."""
+"""`Service` at AWS, by boto3; SageMaker's own SDK knows the stock images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orc.launchers.backends.sagemaker.failures import (
 )
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
-from orc.launchers.backends.sagemaker.sdk import create_training_job, missing, stock_image
+from orc.launchers.backends.sagemaker.sdk import sdk_module, stock_image
 from orc.launchers.backends.sagemaker.service import NameTaken
 from orc.launchers.backends.sagemaker.settings import Place
 from orc.launchers.errors import BackendError
@@ -46,11 +46,18 @@ class AwsService:
         return self._ask("", self._make_session)
 
     def _make_session(self) -> Any:
-        try:
-            import boto3
-        except ModuleNotFoundError as error:
-            raise missing(error) from None
-        session = boto3.Session(profile_name=self._place.profile, region_name=self._region)
+        sdk_module("boto3")  # says what to install
+        import boto3
+
+        endpoint_url = self._place.endpoint_url
+
+        class ClusterSession(boto3.Session):  # type: ignore[misc]
+            """Session whose clients speak to the cluster's endpoint; the SDK's objects make theirs from it."""
+
+            def client(self, *args: Any, **settings: Any) -> Any:
+                return super().client(*args, **{"endpoint_url": endpoint_url, **settings})
+
+        session = ClusterSession(profile_name=self._place.profile, region_name=self._region)
         if session.get_credentials() is None:
             from botocore.exceptions import NoCredentialsError
 
@@ -70,9 +77,7 @@ class AwsService:
                 user_agent_extra="orc-launch",
             )
             session = self._session
-            clients[name] = self._ask(
-                "", lambda: session.client(name, config=config, endpoint_url=self._place.endpoint_url)
-            )
+            clients[name] = self._ask("", lambda: session.client(name, config=config))
         return clients[name]
 
     def _ask(self, asked: str, call: Callable[[], _T]) -> _T:
@@ -224,11 +229,11 @@ class AwsService:
     # -- training jobs
 
     def create(self, request: Mapping[str, Any]) -> None:
-        """Exactly *request*, through the SDK's resource."""
+        """Send exactly *request*: CreateTrainingJob."""
         name = str(request["TrainingJobName"])
         client = self._client("sagemaker")
         try:
-            create_training_job(client, self._region, request)
+            client.create_training_job(**request)
         except aws_errors() as error:
             if code_of(error) == "ResourceInUse":
                 raise NameTaken(message_of(error), where=name) from None
@@ -246,6 +251,14 @@ class AwsService:
             if code_of(error) in _REFUSED and ("not found" in said or "could not find" in said):
                 return None
             raise explain(error, self._where, asked="sagemaker:DescribeTrainingJob") from None
+
+    def training_job(self, name: str) -> Any:
+        """Return the SDK's object of a training job, with this session. Raises `BackendError` when there is none."""
+        resources = sdk_module("sagemaker.core.resources")
+        if self.describe(name) is None:
+            raise BackendError(f"there is no training job {name} in {self._region}", where=self._where)
+        get = resources.TrainingJob.get
+        return self._ask("sagemaker:DescribeTrainingJob", lambda: get(name, session=self._session, region=self._region))
 
     def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
         """Pages of a hundred."""

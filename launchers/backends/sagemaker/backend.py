@@ -23,6 +23,7 @@ from orc.launchers.findings import Finding
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.backends.sagemaker.service import Service
     from orc.launchers.backends.sagemaker.site import Site
     from orc.launchers.ids import AttemptId
@@ -88,15 +89,20 @@ class SagemakerBackend(Backend):
             return str(given)
         return checkpoints_of(JobSpec.model_validate(dict(spec)), job, self.cluster, self.state_dir)
 
+    @property
+    def aws(self) -> AwsService:
+        """AWS itself, with the cluster's profile, region and endpoint."""
+        from orc.launchers.backends.sagemaker.aws import AwsService
+
+        return AwsService(self.place, self.region, f"cluster {self.cluster.name}")
+
     def _site(self, mode: str) -> Site:
         """AWS, or this machine in one of its modes; spoken to when it is first asked."""
         from orc.launchers.backends.sagemaker.site import Site
 
         if mode not in self._sites:
             if mode == AWS:
-                from orc.launchers.backends.sagemaker.aws import AwsService
-
-                service = self._service or AwsService(self.place, self.region, f"cluster {self.cluster.name}")
+                service = self._service or self.aws
             else:
                 from orc.launchers.backends.sagemaker.local import open_local_service
 

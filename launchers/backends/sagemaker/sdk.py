@@ -1,141 +1,74 @@
-"""SageMaker's own SDK, version 3, as far as orc uses it: to create training jobs and to look up stock images.
-
-Its telemetry is off, and no defaults of configuration files get into a request: what was rendered is what is sent.
-"""
+"""Objects of SageMaker's own SDK, version 3: the URIs of its stock images, and training jobs as its `TrainingJob`."""
 
 from __future__ import annotations
 
-import logging
-import os
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.errors import BackendError
 
-# The SDK reads its configuration from files named here, at every call. Whoever administers the machine, or the user,
-# may have defaults there; a request with them would not be the one that the plan shows.
-_CONFIG_VARIABLES = ("SAGEMAKER_USER_CONFIG_OVERRIDE", "SAGEMAKER_ADMIN_CONFIG_OVERRIDE")
-_CONFIG = """\
-SchemaVersion: '1.0'
-SageMaker:
-  PythonSDK:
-    Modules:
-      TelemetryOptOut: true
-"""
-_lock = threading.RLock()
+if TYPE_CHECKING:
+    from orc.launchers.spec.clusters import Cluster
 
 
-def create_training_job(client: Any, region: str, request: Mapping[str, Any]) -> None:
-    """`TrainingJob.create` with exactly *request*, by *client*. Raises what the SDK and botocore raise."""
-    import boto3
+def training_job(cluster: Cluster | str, name: str) -> Any:
+    """Return a training job as an object of the SDK: to wait for it, to register its model, to deploy it.
 
-    class OneClient(boto3.Session):  # type: ignore[misc]
-        """The SDK makes its clients from a session; it gets the one with the cluster's settings."""
+        job = training_job("aws", "orc-digits-k3f9a2-a1")
+        job.wait()
+        job.model_artifacts.s3_model_artifacts
 
-        def client(self, *_: Any, **__: Any) -> Any:
-            return client
+    Args:
+        cluster: A cluster of kind sagemaker, or its name in clusters.yaml. Its profile and region are those of the job.
+        name: The native id of an attempt, as ``orc status`` shows it.
 
-    seen: dict[str, Any] = {}
+    Returns:
+        The `sagemaker.core.resources.TrainingJob`.
 
-    def exactly(**_: Any) -> dict[str, Any]:
-        # The SDK's way from its own objects to the API's loses what is false or zero, and respells keys of mappings.
-        return dict(request)
+    Raises:
+        BackendError: There is no such training job, AWS refuses to show it, or the SDK is not installed.
+        BackendUnreachable: AWS does not answer.
+    """
+    from orc.launchers.backends.sagemaker.backend import SagemakerBackend
+    from orc.launchers.spec.clusters import get_cluster
 
-    def after(http_response: Any, **_: Any) -> None:
-        seen["status"] = http_response.status_code
-
-    events = client.meta.events
-    events.register_first("provide-client-params.sagemaker.CreateTrainingJob", exactly, "orc-before")
-    events.register("after-call.sagemaker.CreateTrainingJob", after, "orc-after")
-    try:
-        with quiet():
-            resources, transform = _resources()
-            resources.TrainingJob.create(
-                session=OneClient(region_name=region),
-                region=region,
-                **transform(dict(request), "CreateTrainingJobRequest"),
-            )
-    except Exception:
-        # The SDK describes the new job; that this fails does not unmake it.
-        if seen.get("status") != 200:
-            raise
-    finally:
-        events.unregister("provide-client-params.sagemaker.CreateTrainingJob", exactly, "orc-before")
-        events.unregister("after-call.sagemaker.CreateTrainingJob", after, "orc-after")
+    backend = SagemakerBackend(get_cluster(cluster) if isinstance(cluster, str) else cluster)
+    return backend.aws.training_job(name)
 
 
 def stock_image(image: Image, where: str) -> str:
-    """The URI of a stock image, from the tables of the SDK that is installed. Raises `BackendError`."""
+    """Return the URI of a stock image, from the tables of the SDK that is installed. Raises `BackendError`."""
     framework, version, base = "pytorch", image.pytorch, None
     if image.transformers:
         framework, version = "huggingface", image.transformers
         base = f"pytorch{image.pytorch}" if image.pytorch else None
-    with quiet():
-        image_uris = _module("sagemaker.core.image_uris")
-        try:
-            return str(
-                image_uris.retrieve(
-                    framework,
-                    image.region,
-                    version=version,
-                    base_framework_version=base,
-                    py_version=image.python,
-                    instance_type=image.instance_type,
-                    image_scope="training",
-                )
+    try:
+        return str(
+            sdk_module("sagemaker.core.image_uris").retrieve(
+                framework,
+                image.region,
+                version=version,
+                base_framework_version=base,
+                py_version=image.python,
+                instance_type=image.instance_type,
+                image_scope="training",
             )
-        except (ValueError, KeyError) as error:
-            raise BackendError(
-                f"there is no stock image for that: {' '.join(str(error).split())}",
-                where=where,
-                hint="Correct the versions, or give an image_uri.",
-            ) from None
+        )
+    except (ValueError, KeyError) as error:
+        raise BackendError(
+            f"there is no stock image for that: {' '.join(str(error).split())}",
+            where=where,
+            hint="Correct the versions, or give an image_uri.",
+        ) from None
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """The SDK with its telemetry off, without configuration files, and without remarks about them."""
-    with _lock, tempfile.NamedTemporaryFile("w", prefix="orc-sagemaker-", suffix=".yaml") as file:
-        file.write(_CONFIG)
-        file.flush()
-        before = {name: os.environ.get(name) for name in _CONFIG_VARIABLES}
-        loggers = [logging.getLogger(name) for name in ("sagemaker", "sagemaker.config", "sagemaker.core")]
-        levels = [logger.level for logger in loggers]
-        os.environ.update(dict.fromkeys(_CONFIG_VARIABLES, file.name))
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-
-def _resources() -> tuple[Any, Any]:
-    return _module("sagemaker.core.resources"), _module("sagemaker.core.utils.code_injection.codec").transform
-
-
-def _module(name: str) -> Any:
-    import importlib
-
+def sdk_module(name: str) -> Any:
+    """Import a module of the SDK, or boto3. Raises `BackendError` when it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise missing(error) from None
-
-
-def missing(error: ModuleNotFoundError) -> BackendError:
-    """What to do about a package that is not installed."""
-    return BackendError(
-        f"clusters of kind sagemaker need the package {error.name or 'sagemaker'}, version 3 of the SDK",
-        hint="Install it: pip install 'orc-launch[aws]'",
-    )
+        raise BackendError(
+            f"clusters of kind sagemaker need the package {error.name or 'sagemaker'}, version 3 of the SDK",
+            hint="Install it: pip install 'orc-launch[aws]'",
+        ) from None

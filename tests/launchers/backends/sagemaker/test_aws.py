@@ -14,7 +14,7 @@ import pytest
 from sagemaker_testbed import ACCOUNT, BUCKET, REGION, ROLE, SagemakerTestbed
 
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snapshot
-from orc.launchers.backends.sagemaker import SagemakerBackend
+from orc.launchers.backends.sagemaker import SagemakerBackend, training_job
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.rendering import request_of
 from orc.launchers.errors import BackendError
@@ -290,6 +290,20 @@ def test_what_only_aws_knows_is_filled_in_at_submission(sagemaker, backend, snap
     assert found["RoleArn"] == f"arn:aws:iam::{ACCOUNT}:role/{ROLE}"
     assert found["OutputDataConfig"]["S3OutputPath"].startswith(f"s3://sagemaker-{REGION}-{ACCOUNT}/orc/jobs/")
     assert here.find(handle.marker) is not None
+
+
+def test_a_training_job_is_handed_back_as_an_object_of_the_sdk(sagemaker, backend, snapshot) -> None:
+    here = backend()
+    handle = submit(here, snapshot)
+    job = training_job(here.cluster, handle.native_id)
+    assert type(job).__module__ == "sagemaker.core.resources"
+    assert (job.training_job_name, job.training_job_status) == (handle.native_id, "InProgress")
+    job.stop()
+    assert ended(here, handle).phase is Phase.CANCELLED
+    job.refresh()
+    assert job.training_job_status == "Stopped"
+    with pytest.raises(BackendError, match="there is no training job nothing in "):
+        training_job(here.cluster, "nothing")
 
 
 def test_an_image_that_the_table_does_not_know_comes_from_the_sdk(backend) -> None:
