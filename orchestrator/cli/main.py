@@ -14,49 +14,55 @@ from typing import Any, NoReturn
 
 import click
 
-# name -> (module below this package, one-line help). Static, so that `orc --help` imports none of them.
-SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+# name -> one-line help, by section of `orc --help`. Static, so that it imports none of their modules.
+SECTIONS: dict[str, dict[str, str]] = {
     "Run": {
-        "submit": ("submit", "Send a job to its cluster."),
-        "render": ("render", "Print exactly what would be sent; touches no network."),
-        "launch": ("launch", "Run a script on this machine, on N processes."),
-        "resubmit": ("resubmit", "Run a job again from the same code snapshot."),
-        "cancel": ("cancel", "Stop jobs, with grace."),
+        "submit": "Send a job to its cluster.",
+        "render": "Print exactly what would be sent; touches no network.",
+        "launch": "Run a script on this machine, on N processes.",
+        "resubmit": "Run a job again from the same code snapshot.",
+        "cancel": "Stop jobs, with grace.",
     },
     "Look": {
-        "status": ("status", "What became of jobs: attempts, hosts, first failure."),
-        "list": ("list", "Jobs, newest first."),
-        "logs": ("logs", "Print or follow the logs of a job, by rank."),
-        "metrics": ("metrics", "What the training measures: newest values and curves."),
-        "queue": ("queue", "Queues of clusters: partitions, why jobs wait, expected starts."),
-        "wait": ("wait", "Wait until jobs have ended."),
-        "top": ("top", "What the nodes of running jobs are busy with."),
-        "stacks": ("stacks", "Where the ranks of a running job stand."),
-        "exec": ("exec", "Run a program beside a running job, on its node."),
-        "ssh": ("ssh", "A shell on a node of a running job."),
-        "events": ("events", "The history of a job."),
+        "status": "What became of jobs: attempts, hosts, first failure.",
+        "list": "Jobs, newest first.",
+        "logs": "Print or follow the logs of a job, by rank.",
+        "metrics": "What the training measures: newest values and curves.",
+        "queue": "Queues of clusters: partitions, why jobs wait, expected starts.",
+        "wait": "Wait until jobs have ended.",
+        "top": "What the nodes of running jobs are busy with.",
+        "stacks": "Where the ranks of a running job stand.",
+        "exec": "Run a program beside a running job, on its node.",
+        "ssh": "A shell on a node of a running job.",
+        "events": "The history of a job.",
     },
     "Set up": {
-        "init": ("init", "Copy a starter job."),
-        "clusters": ("clusters", "Show and check the clusters."),
-        "hosts": ("hosts", "Run a command on all hosts of a cluster."),
-        "tpu-config": ("tpu_config", "Run commands on all workers of a TPU, to set it up."),
-        "sync": ("sync", "Bring a job's snapshot to a cluster, or say what would be sent."),
-        "gc": ("gc", "Remove snapshots and environments that no job needs."),
-        "adopt": ("adopt", "Write jobs into the ledger again that it has lost."),
-        "prune": ("prune", "Delete what jobs have left in the cloud."),
-        "doctor": ("doctor", "Check this machine, the state directory and the clusters."),
-        "completion": ("completion", "Print the shell completion script."),
-        "version": ("version", "Print the version."),
+        "init": "Copy a starter job.",
+        "clusters": "Show and check the clusters.",
+        "hosts": "Run a command on all hosts of a cluster.",
+        "tpu-config": "Run commands on all workers of a TPU, to set it up.",
+        "sync": "Bring a job's snapshot to a cluster, or say what would be sent.",
+        "gc": "Remove snapshots and environments that no job needs.",
+        "adopt": "Write jobs into the ledger again that it has lost.",
+        "prune": "Delete what jobs have left in the cloud.",
+        "doctor": "Check this machine, the state directory and the clusters.",
+        "completion": "Print the shell completion script.",
+        "version": "Print the version.",
     },
 }
 # Whoever presses Ctrl-C once more so soon means the same: the command is ending.
 REPEAT_S = 1.0
 HIDDEN = {
-    "tick": ("tick", "One reconciler pass; started by local agents."),
-    "reconcile": ("reconcile", "Passes until no job is live; started by `orc submit`."),
+    "tick": "One reconciler pass; started by local agents.",
+    "reconcile": "Passes until no job is live; started by `orc submit`.",
 }
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
+
+
+def load(name: str) -> click.Command:
+    """Import the command *name* from the module of that name."""
+    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{name.replace('-', '_')}").command
+    return command
 
 
 class LazyGroup(click.Group):
@@ -70,9 +76,7 @@ class LazyGroup(click.Group):
         """Import the module of one command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[cmd_name][0]}")
-        command: click.Command = module.command
-        return command
+        return load(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -91,7 +95,7 @@ class LazyGroup(click.Group):
         """The table of commands by section."""
         for section, commands in SECTIONS.items():
             with formatter.section(section):
-                formatter.write_dl([(name.ljust(10), text) for name, (_, text) in commands.items()])
+                formatter.write_dl([(name.ljust(10), text) for name, text in commands.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete command names from the table; click's own version imports every command."""
@@ -99,7 +103,7 @@ class LazyGroup(click.Group):
 
         names = [n for n in self.list_commands(ctx) if n.startswith(incomplete)]
         options = [] if names else click.Command.shell_complete(self, ctx, incomplete)
-        return [CompletionItem(n, help=COMMANDS[n][1]) for n in names] + options
+        return [CompletionItem(n, help=COMMANDS[n]) for n in names] + options
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

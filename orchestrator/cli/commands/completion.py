@@ -1,4 +1,4 @@
-"""`orc completion`: what the shell evaluates to complete commands, options, job ids and cluster names."""
+"""`orc completion`: shell code that completes commands, options, job ids and cluster names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def command(shell: str | None, as_json: bool) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from orc.orchestrator.cli.main import cli
     from orc.orchestrator.cli.ui.output import echo_json
 
     name = shell or PurePath(os.environ.get("SHELL", "bash")).name
@@ -38,7 +37,7 @@ def command(shell: str | None, as_json: bool) -> None:
     if completer is None:
         raise click.UsageError(f"no completion for {name!r}; there is {', '.join(sorted(_INSTALL))}")
     # Not `source()`: for bash that starts a bash to look at its version.
-    instance = completer(cli, {}, "orc", "_ORC_COMPLETE")
+    instance = completer(click.get_current_context().find_root().command, {}, "orc", "_ORC_COMPLETE")
     script = instance.source_template % instance.source_vars()
     if as_json:
         echo_json({"shell": name, "script": script, "install": _INSTALL[name]})

@@ -258,7 +258,7 @@ def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, a
     from orc.orchestrator.cli.ui import output
 
     if cluster is not None:
-        from orc.orchestrator.cli.commands.doctor_hosts import run
+        from orc.orchestrator.cli.host_diagnostics import run
 
         return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
     if exclude_bad or not network:

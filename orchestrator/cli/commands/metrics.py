@@ -106,7 +106,7 @@ def _growth(client: Client, job_id: str, reader: Reader) -> Iterator[list[Line]]
 
     watch = Watch(client, job_id)
     while True:
-        ended = watch.look().ended
+        ended = watch.poll().ended
         try:
             if new := reader.read():
                 yield new

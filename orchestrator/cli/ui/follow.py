@@ -26,7 +26,7 @@ class Watch:
         self._client, self._job_id = client, job_id
         self._due, self._silent = 0.0, False
 
-    def look(self) -> JobView:
+    def poll(self) -> JobView:
         """The job, refreshed when that is due."""
         began = time.monotonic()
         if began >= self._due:
@@ -50,14 +50,14 @@ def follow(
     first_attempt: int = 0,
     only: bool = False,
 ) -> JobView:
-    """Copy logs until the job has ended, or *first_attempt* has if it is the *only* one; returns the last look.
+    """Copy logs until the job has ended, or *first_attempt* has if it is the *only* one; returns the last view.
 
     Without *first_attempt* it begins with the newest.
     """
     watch = Watch(client, job_id)
     current = first_attempt
     while True:
-        view = watch.look()
+        view = watch.poll()
         newest = len(view.attempts)
         current = current or newest
         moved = False
@@ -83,7 +83,7 @@ def _copy(client: Client, job_id: str, cursor: Cursor, attempt: int, selection: 
         selectors = selection.of(client.log_selectors(job_id, attempt=attempt), final=final)
         return cursor.copy(attempt, selectors) > 0
     except BackendUnreachable:
-        return False  # `Watch.look` has said so
+        return False  # `Watch.poll` has printed it
 
 
 def _boundary(view: JobView, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -15,8 +14,8 @@ import click
 import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
-from orc.orchestrator.cli import exit_codes
-from orc.orchestrator.cli.main import COMMANDS, HIDDEN, cli
+from orc.orchestrator.cli import exit_codes, main
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, cli, load
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.reporting import wants_json
 
@@ -25,19 +24,21 @@ from .conftest import Run
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_of_the_table_exists_and_takes_json(name: str, orc: Run) -> None:
-    command = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[name][0]}").command
+    command = load(name)
     assert isinstance(command, click.Command)
     shown = orc(name, "--help")
     assert shown.code == 0
     # What a person types at, or what another program prints, is passed on as it is.
-    assert ("--json" in shown.out) == (name not in ("exec", "ssh"))
+    below = command.commands if isinstance(command, click.Group) else {}
+    takes_json = "--json" in shown.out or any("--json" in orc(name, one, "--help").out for one in below)
+    assert takes_json == (name not in ("exec", "ssh"))
     assert command.name == name
 
 
 def test_help_lists_every_command_with_its_line(orc: Run) -> None:
     shown = orc("--help")
     assert shown.code == 0
-    for name, (_, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         assert (f"  {name} " in shown.out and line in shown.out) == (name not in HIDDEN)
 
 
@@ -299,3 +300,8 @@ def test_closed_standard_streams_do_no_harm(closed: str, orc_home: Path) -> None
     assert "internal" not in done.stderr
     status = subprocess.run(["/bin/sh", "-c", f"{orc} list {closed}"], capture_output=True, check=False)
     assert status.returncode == 0
+
+
+def test_each_command_has_a_file_of_its_name() -> None:
+    files = {path.stem for path in (Path(main.__file__).parent / "commands").glob("[a-z]*.py")}
+    assert files == {name.replace("-", "_") for name in COMMANDS} | {"discover"}  # `orc clusters discover`

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
 import click
 import pytest
 
-from orc.orchestrator.cli.main import COMMANDS, HIDDEN
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, load
 
 REFERENCE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 SHARED = {"submit": set(), "resubmit": {"--follow", "--rank", "--all-ranks", "--reconciler", "--no-reconciler"}}
@@ -22,7 +21,7 @@ def _section(name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN])
 def test_the_reference_names_every_option(name: str) -> None:
-    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{COMMANDS[name][0]}").command
+    command = load(name)
     below = list(command.commands.values()) if isinstance(command, click.Group) else []
     options = [p for each in (command, *below) for p in each.params if isinstance(p, click.Option)]
     taken = {text for option in options for text in (*option.opts, *option.secondary_opts)} - {"--json"}
