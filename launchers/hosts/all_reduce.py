@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.findings import Finding
-from orc.launchers.remote.programs import source
+from orc.launchers.remote.programs import Program
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Process, Transport
 
+PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors"))
 TIMEOUT_S = 120.0
 # Of the median: a host below is named.
 SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
@@ -39,19 +40,21 @@ def run_all_reduce(
 
     names = list(transports)
 
-    def argv(rank: int) -> list[str]:
-        python = transports[names[rank]].expand(pythons.get(names[rank]) or "python3")
-        return [python, "-c", source("hosts.all_reduce_probe"), str(rank), str(len(names)), backend]
+    def arguments(rank: int) -> tuple[str, ...]:
+        return str(rank), str(len(names)), backend
 
-    env = {"OMP_NUM_THREADS": "1"}
-    with transports[names[0]].stream(argv(0), timeout_s=TIMEOUT_S, env=env) as first:
+    def python(rank: int) -> str:
+        return pythons.get(names[rank]) or "python3"
+
+    with transports[names[0]].stream_program(PROBE, arguments(0), python=python(0), timeout_s=TIMEOUT_S) as first:
         place = _line(first, names[0])
 
         def follow(rank: int) -> dict[str, Any]:
             if rank == 0:
                 return dict(json.loads(_line(first, names[0])))
-            where = place + b"\n"
-            done = transports[names[rank]].run(argv(rank), timeout_s=TIMEOUT_S, env=env, stdin=where)
+            done = transports[names[rank]].run_program(
+                PROBE, arguments(rank), python=python(rank), timeout_s=TIMEOUT_S, stdin=place + b"\n"
+            )
             if done.status:
                 raise BackendError(_last(done.stderr, done.status), where=names[rank])
             return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""One rank of the all-reduce probe. Sent as text to ``python -c``; needs torch and nothing else.
+"""One rank of the all-reduce probe, on a host whose Python has torch.
 
 <rank> <world size> <backend>     the first rank prints {"port", "addresses"} and then its result; the others read
                                   that line from standard input first. Result: {"rank", "latency_us", "mb_s",
@@ -11,14 +11,15 @@ import datetime
 import importlib
 import json
 import os
-import re
+import site
 import socket
 import sys
 import time
 
+from orc.launchers.agent.network import interface_of, reachable_addresses
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
 BIG = 16 << 20  # bytes of the bandwidth probe
@@ -26,41 +27,6 @@ PAIR = 1 << 20
 ROUNDS = 15  # of pairs, at most
 TIMEOUT = datetime.timedelta(seconds=30)
 ARRIVAL = datetime.timedelta(seconds=80)  # importing torch takes long from a cold disk, or beside other programs
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address."""
-    import fcntl
-    import struct
-
-    if ":" in address:
-        with open("/proc/net/if_inet6") as file:
-            for line in file:
-                digits, _, _, _, _, name = line.split()
-                if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)) == address:
-                    return name
-        return None
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-            except OSError:
-                continue
-        if socket.inet_ntoa(packed[20:24]) == address:
-            return name
-    return None
-
-
-def addresses() -> list[str]:
-    """Return the addresses at which others may reach this machine."""
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    found = [connection[2]] if len(connection) == 4 else []
-    try:
-        with open("/proc/net/fib_trie") as file:
-            found += re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", file.read())
-    except OSError:
-        pass
-    return [a for a in dict.fromkeys(found) if not a.startswith(("127.", "::1"))] + ["127.0.0.1"]
 
 
 def partner(rank: int, world: int, turn: int) -> int:
@@ -75,9 +41,18 @@ def partner(rank: int, world: int, turn: int) -> int:
     return other if other < world else rank
 
 
-def main(arguments: Sequence[str]) -> None:
+def addresses() -> list[str]:
+    """Return the addresses of this host: that of the SSH connection first, and the loopback's last."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return list(dict.fromkeys([*connection[2:3], *reachable_addresses(), "127.0.0.1"]))
+
+
+def main() -> None:
     """Join the process group, measure, print."""
-    rank, world, backend = int(arguments[0]), int(arguments[1]), arguments[2]
+    rank, world, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if sys.flags.no_site:
+        site.main()  # programs of ours start without the packages of their Python
     # The host's torch: nothing of the launch layer imports one.
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
@@ -159,7 +134,3 @@ def main(arguments: Sequence[str]) -> None:
     dist.destroy_process_group()
     result = {"rank": rank, "latency_us": latency * 1e6, "mb_s": speed, "pairs": pairs, "gflops": gflops}
     print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
