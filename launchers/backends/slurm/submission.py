@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Dependency, Handle, Observation
+from orc.launchers.backends.base import Dependency, Handle, Observation, require_secrets
 from orc.launchers.backends.slurm import arrays
 from orc.launchers.backends.slurm.dependencies import dependency_options
 from orc.launchers.backends.slurm.login import expand_agent_paths
@@ -48,7 +48,7 @@ class Submitter:
 
     def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
         """Submit one attempt; see `Backend.submit` and `SupportsDependencies.submit_after`."""
-        _require_secrets(secrets, [plan])
+        require_secrets(plan, secrets)
         if found := self._lookup.known([plan.marker]).get(plan.marker):
             return found
         held_back = self._dependency_options(plan, after)
@@ -70,7 +70,8 @@ class Submitter:
         """Submit attempts as one array; see `SupportsArrays.submit_array`."""
         if at_once is not None and at_once < 1:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
-        _require_secrets(secrets, plans)
+        for plan in plans:
+            require_secrets(plan, secrets)
         known = self._lookup.known([plan.marker for plan in plans])
         if new := [plan for plan in plans if plan.marker not in known]:
             arrays.check_alike(new)
@@ -157,13 +158,6 @@ class Submitter:
     def _expand_home(self, word: str) -> str:
         option, equals, value = word.rpartition("=")
         return f"{option}{equals}{self._transport.expand(value)}" if value.startswith("~/") else word
-
-
-def _require_secrets(secrets: Mapping[str, str], plans: Sequence[Plan]) -> None:
-    for plan in plans:
-        missing = [name for name in plan.secrets if name not in secrets]
-        if missing:
-            raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
 
 
 def _json(data: Mapping[str, Any]) -> bytes:
