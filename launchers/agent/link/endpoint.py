@@ -59,7 +59,8 @@ class LinkEndpoint:
 
     def run(self, woken: int) -> None:
         """Run until this process is killed: it dies with its agent, which writes to *woken* when something is new."""
-        asyncio.run(self._run(woken))
+        # Not `asyncio.run`: on SIGTERM it would wait for tasks to be cancelled, and `wait_for` may miss that it was.
+        asyncio.new_event_loop().run_until_complete(self._run(woken))
 
     async def _run(self, woken: int) -> None:
         self.wake = asyncio.Event()
@@ -132,6 +133,7 @@ class LinkEndpoint:
                     del channel.pending[name]
                     self.send_record(channel, name)
                     await channel.drain()
+                await channel.drain()  # raises when the connection is gone
                 try:
                     await asyncio.wait_for(channel.due.wait(), self.heartbeat_s / 2)
                 except asyncio.TimeoutError:
