@@ -184,7 +184,7 @@ class RemoteCalls:
         """Seconds until the next look: launchers call at their start, one node after the other."""
         return FAST_POLL_S if time.monotonic() - self.since < HURRY_FOR_S else POLL_S
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start what is new, end what is to end, tell what has ended."""
         for call, pid in list(self.running.items()):
             if pid in self.node.ended:
@@ -209,7 +209,7 @@ class RemoteCalls:
         now = time.monotonic()
         if now >= self.next_callers:
             self.next_callers = now + POLL_S
-            self.look_at_callers()
+            self.end_abandoned_calls()
 
     def consider(self, call: str) -> None:
         """Take note of a new call, and start it when it is for this node."""
@@ -227,7 +227,7 @@ class RemoteCalls:
         elif record["from"] != self.node.node:
             self.settled.add(call)  # between two others
 
-    def look_at_callers(self) -> None:
+    def end_abandoned_calls(self) -> None:
         """End calls whose caller is gone."""
         for call, record in list(self.asked.items()):
             caller = record.get("caller") or {}

@@ -28,7 +28,7 @@ def on_failure(node: NodeState, failure: dict[str, Any]) -> None:
         reason += f"; {failure['stall']}"
     status = shell_exit_status(failure["exit_code"], failure["signal"]) or 1
     grace = min(node.grace_s, FAILURE_GRACE_S)
-    node.request(StopRequest("crash", reason, grace, failure=failure, exit_status=status))
+    node.request_stop(StopRequest("crash", reason, grace, failure=failure, exit_status=status))
 
 
 def on_service_end(node: NodeState, service: Rank) -> None:
@@ -37,10 +37,10 @@ def on_service_end(node: NodeState, service: Rank) -> None:
     failure = failure_of(node, service)
     if not node.ranks and (node.peer_record(0, "heartbeat.json") or {}).get("state") != "running":
         reason = f"{how}\n{failure['log_tail']}".rstrip()
-        node.request(StopRequest("launch", reason, 0.0, exit_status=EXIT_LAUNCH))
+        node.request_stop(StopRequest("launch", reason, 0.0, exit_status=EXIT_LAUNCH))
         return
     reason, grace = f"{how} (node failure; {node.me['host']})", min(node.grace_s, FAILURE_GRACE_S)
-    node.request(StopRequest("node_failure", reason, grace, failure=failure, lost_node=node.node))
+    node.request_stop(StopRequest("node_failure", reason, grace, failure=failure, lost_node=node.node))
 
 
 def failure_of(node: NodeState, rank: Rank | None) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def launcher_preempted(node: NodeState) -> bool:
         return False
     first = min(records, key=lambda r: r["at"])
     reason = f"rank {first['rank']} asked to be run again (exit code {node.preempt_exit})"
-    node.request(StopRequest("preempted", reason, node.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+    node.request_stop(StopRequest("preempted", reason, node.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
     return True
 
 
@@ -115,7 +115,7 @@ def check_launcher(node: NodeState) -> None:
         return
     if node.calls and (failure := node.calls.failure(CALL_PATIENCE_S)):
         reason = f"node {node.node} could not start what the launcher asked for (exit status {failure['exit_code']})"
-        node.request(StopRequest("crash", reason, 0.0, failure=failure, exit_status=failure["exit_code"]))
+        node.request_stop(StopRequest("crash", reason, 0.0, failure=failure, exit_status=failure["exit_code"]))
         return
     settle = float(node.config.command.get("settle_s") or FAILURE_GRACE_S)
     if first is None or time.time() - first["at"] < settle:

@@ -88,7 +88,7 @@ class Node(Supervisor):
         kill_descendants(self.config.marker, spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
         if self.link:
-            self.link.settle(others_go_on=ending["outcome"] == "succeeded")
+            self.link.await_delivery(others_go_on=ending["outcome"] == "succeeded")
             self.link.close()
         elif ending["exit_status"] and not (self.stop and self.stop.lost):
             self.await_peers()
@@ -113,7 +113,7 @@ class Node(Supervisor):
 
     def run_ranks(self) -> dict[str, Any]:
         """Prepare the node, start the ranks and wait for their end."""
-        self.beat("setup")
+        self.write_heartbeat("setup")
         try:
             load_secrets(self)
             cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
@@ -126,7 +126,7 @@ class Node(Supervisor):
         except LaunchFailure:
             stop_ranks_now(self)
             raise
-        self.beat("running" if self.ranks or self.calls or self.services else "stopping")
+        self.write_heartbeat("running" if self.ranks or self.calls or self.services else "stopping")
         return self.supervise()
 
     def await_predecessors(self) -> bool:
@@ -155,7 +155,7 @@ class Node(Supervisor):
         stop = self.stop
         if stop is None:
             raise AssertionError("neither ranks nor a reason to stop")
-        self.beat("stopping")
+        self.write_heartbeat("stopping")
         if not stop.forward:
             deadline = time.monotonic() + stop.grace_s
             while rank_processes(self) and time.monotonic() < min(deadline, self.kill_at):
@@ -171,15 +171,15 @@ class Node(Supervisor):
         """Return the verdict of a node without a program when the first node, which has it, has ended."""
         record = self.peer_record(0, "exit.json") or {}
         if record.get("outcome") != "succeeded":
-            self.look(time.monotonic())  # a cancellation may be the reason of both
+            self.poll(time.monotonic())  # a cancellation may be the reason of both
             # Otherwise it has left no word, or that has not come yet.
-            self.request(StopRequest("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
+            self.request_stop(StopRequest("peer", f"node 0 has ended: {record.get('reason')}", 0.0, announced=True))
             end_processes(self, lambda: rank_processes(self))
             return verdict(self, self.stop)  # type: ignore[arg-type]
         end_services(self)
         deadline = time.monotonic() + FAILURE_GRACE_S
         while self.sessions and time.monotonic() < deadline:  # the launcher's daemons
-            self.next_look = time.monotonic() + FAST_POLL_S
+            self.next_poll = time.monotonic() + FAST_POLL_S
             self.tick()
         check_rank_records(self)
         return verdict(self, self.stop) if self.stop else make_verdict("succeeded", "", 0)

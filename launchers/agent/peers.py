@@ -87,7 +87,7 @@ def on_lost_peer(node: NodeState, peer: int, reason: str) -> None:
         lost_node=peer,
         announced=bool(node.node) and node.min_nodes < node.nnodes,  # the others may go on without this one
     )
-    node.request(stop)
+    node.request_stop(stop)
 
 
 def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
         return
     reason = f"node {told.get('node')} ({told.get('host')}): {told.get('reason')}"
     own = outcome in ("preempted", "cancelled", "timeout")
-    node.request(
+    node.request_stop(
         StopRequest(
             outcome if own else "peer",
             str(told.get("reason")) if own else f"stopped because of {reason}",

@@ -121,5 +121,5 @@ def end_containers(node: NodeState) -> None:
     deadline = time.monotonic() + 30.0
     while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
         if time.monotonic() >= node.next_beat:
-            node.beat(node.state)
+            node.write_heartbeat(node.state)
         time.sleep(FAST_POLL_S)

@@ -28,8 +28,8 @@ def join_rendezvous(node: Supervisor) -> tuple[str, int] | None:
         return "127.0.0.1", node.port.number
     if node.config.network:
         node.fence = fenced_address(node.config.network)
-    node.beat("waiting")
-    node.next_look = 0.0
+    node.write_heartbeat("waiting")
+    node.next_poll = 0.0
     if node.node == 0:
         peers = list(range(1, node.nnodes))
         late = list(peers)

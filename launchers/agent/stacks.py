@@ -54,7 +54,7 @@ class StackRequests:
         self.directory = os.path.join(node.attempt_dir, "stacks")
         self.answered: set[str] = set()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Answer what is new."""
         try:
             names = os.listdir(self.directory)
@@ -78,7 +78,7 @@ class StackRequests:
         while pid not in node.ended and time.monotonic() < deadline:
             time.sleep(FAST_POLL_S)
             if time.monotonic() >= node.next_beat:  # the other nodes must not take this for silence
-                node.beat(node.state)
+                node.write_heartbeat(node.state)
             node.reap()
 
     def answer(self, request: str) -> None:

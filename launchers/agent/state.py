@@ -111,14 +111,14 @@ class NodeState:
         self.unexplained: tuple[Rank, float] | None = None  # a failed launcher, until (monotonic) another node says why
         self.watch = [0] if node else list(range(1, self.nnodes))
         self.seen: dict[int, tuple[object, float]] = {}  # peer -> (its last heartbeat, when it was new, monotonic)
-        self.next_beat = self.next_look = self.last_look = 0.0
+        self.next_beat = self.next_poll = self.last_poll = 0.0
         self.log_fd = -1
 
     def rendezvous_id(self) -> str:
         """Return the rendezvous id, which is fresh for every incarnation."""
         return f"{self.config.marker}-r{self.restart}"
 
-    def request(self, stop: StopRequest) -> None:
+    def request_stop(self, stop: StopRequest) -> None:
         """Begin to stop; the first reason counts."""
         if self.stop is None:
             self.stop = stop
@@ -199,7 +199,7 @@ class NodeState:
         except OSError as error:  # a full disk must not stop the agent from ending its ranks
             log_stderr(f"{message} (not in the log: {error})")
 
-    def beat(self, state: str) -> None:
+    def write_heartbeat(self, state: str) -> None:
         """Show the others that this node is alive, if the job is still its own: raises `Superseded`."""
         self.state = state
         self.next_beat = time.monotonic() + self.heartbeat_s
@@ -223,7 +223,7 @@ class NodeState:
             self.owner_fence.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
-            self.request(StopRequest("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
+            self.request_stop(StopRequest("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
         except OSError as error:
             self.log(f"cannot write a heartbeat: {error}")
         self.notify_link()
@@ -231,7 +231,7 @@ class NodeState:
     def notify_link(self) -> None:
         """Wake the link: there is a new record for other hosts."""
         if self.link:
-            self.link.poke()
+            self.link.wake()
 
     def record_pids(self) -> None:
         """Note what has to be killed should this agent be killed."""

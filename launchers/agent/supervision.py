@@ -36,24 +36,24 @@ class Supervisor(NodeState):
     def tick(self) -> None:
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
-        received = next_signal(min(self.next_beat, self.next_look) - now)
+        received = next_signal(min(self.next_beat, self.next_poll) - now)
         if self.owner_fence and self.owner_fence.slept:
             self.owner_fence.yield_to_guard()
-            self.beat(self.state)  # who else runs comes before everything that has happened meanwhile
+            self.write_heartbeat(self.state)  # who else runs comes before everything that has happened meanwhile
         if received is not None:
             if received.si_signo in ENDING:
                 self.on_signal(signal.Signals(received.si_signo))
             if received.si_signo == NEWS:  # however many there are, no more than some looks in a second
-                self.next_look = min(self.next_look, self.last_look + FAST_POLL_S)
+                self.next_poll = min(self.next_poll, self.last_poll + FAST_POLL_S)
             self.reap(received.si_pid if received.si_signo == signal.SIGCHLD else 0)
         now = time.monotonic()
         if self.calls:
-            self.calls.look()
-            self.next_look = min(self.next_look, now + self.calls.pace())
+            self.calls.poll()
+            self.next_poll = min(self.next_poll, now + self.calls.pace())
         if now >= self.next_beat:
-            self.beat(self.state)
-        if now >= self.next_look:
-            self.look(now)
+            self.write_heartbeat(self.state)
+        if now >= self.next_poll:
+            self.poll(now)
 
     def until(self, done: Callable[[], bool]) -> bool:
         """Tick until *done*; False when a stop came first or with it (the last rank may be the one that failed)."""
@@ -73,9 +73,9 @@ class Supervisor(NodeState):
         elif told is not None:
             on_peer_stop(self, told)
         elif number == signal.SIGINT:
-            self.request(StopRequest("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
+            self.request_stop(StopRequest("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
         else:
-            self.request(
+            self.request_stop(
                 StopRequest("preempted", f"preempted ({number.name})", self.grace_s, exit_status=EXIT_PREEMPTED)
             )
 
@@ -83,7 +83,7 @@ class Supervisor(NodeState):
         """React to ``cancel.json``."""
         grace = cancel.get("grace_s")
         reason = str(cancel.get("reason") or "cancelled")
-        self.request(
+        self.request_stop(
             StopRequest(
                 "cancelled",
                 reason,
@@ -116,7 +116,7 @@ class Supervisor(NodeState):
                 return
         if code == self.preempt_exit and rank.rank is not None:
             reason = f"rank {rank.rank} asked to be run again (exit code {code})"
-            self.request(StopRequest("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+            self.request_stop(StopRequest("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
             return
         if rank.rank is None and launcher_preempted(self):
             return
@@ -125,19 +125,19 @@ class Supervisor(NodeState):
         else:
             on_failure(self, failure_of(self, rank))
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Check the records of others: a cancellation, a stop, silence."""
-        asleep = now - self.last_look if self.last_look else 0.0
+        asleep = now - self.last_poll if self.last_poll else 0.0
         slept = asleep > 5.0  # this process itself was stopped for a while
-        self.last_look = now
+        self.last_poll = now
         # The link tells when something comes; files that hosts share do not.
         hurry = self.state == "waiting" and now - self.begun < 10 and not self.link
-        self.next_look = now + (FAST_POLL_S if hurry else POLL_S)
+        self.next_poll = now + (FAST_POLL_S if hurry else POLL_S)
         deadline = self.config.deadline_s
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
             stall = self.stall()
             reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")
-            self.request(StopRequest("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
+            self.request_stop(StopRequest("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
         if cancel is not None and self.stop is None:
             self.on_cancel(cancel)
@@ -156,7 +156,7 @@ class Supervisor(NodeState):
             return
         if self.link and asleep > self.peer_timeout_s:  # nobody counts on this node any more
             reason = f"node {self.node} was stopped for {asleep:.0f} s (node failure; {self.me['host']})"
-            self.request(StopRequest("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
+            self.request_stop(StopRequest("node_failure", reason, 0.0, lost=True, lost_node=self.node, announced=True))
             return
         watch_peers(self, now, slept)
 
@@ -175,4 +175,4 @@ class Supervisor(NodeState):
 
             self.stacks = StackRequests(self)
         if self.stacks is not None:
-            self.stacks.look()
+            self.stacks.poll()

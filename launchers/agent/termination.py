@@ -26,7 +26,7 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
                 if pid not in told:  # a launcher's turn comes when its ranks are gone
                     signal_process(pid, signal.SIGTERM)
             told.update(left)
-        node.next_look = min(node.next_look, node.kill_at)
+        node.next_poll = min(node.next_poll, node.kill_at)
         node.tick()
     if left:
         node.log("still running at the end of the grace period: killed")
@@ -39,7 +39,7 @@ def stop_ranks_now(node: Supervisor) -> None:
     deadline = time.monotonic() + 10.0
     kill_sessions(node)
     while node.sessions and time.monotonic() < deadline:
-        node.next_look = time.monotonic() + FAST_POLL_S
+        node.next_poll = time.monotonic() + FAST_POLL_S
         node.tick()
 
 
@@ -51,7 +51,7 @@ def end_services(node: Supervisor) -> None:
         if service.status is None:
             signal_process(service.pid, signal.SIGTERM)
     while any(service.pid in node.sessions for service in services) and time.monotonic() < deadline:
-        node.next_look = time.monotonic() + FAST_POLL_S
+        node.next_poll = time.monotonic() + FAST_POLL_S
         node.tick()
 
 

@@ -112,7 +112,7 @@ class Link:
                 os.close(self.waker)
             self.waker = waker
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wake the process: there is a new record here."""
         try:
             os.write(self.waker, b"x")
@@ -148,7 +148,7 @@ class Link:
         interface = self.state().get("interface")
         return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
 
-    def settle(self, others_go_on: bool) -> None:
+    def await_delivery(self, others_go_on: bool) -> None:
         """Stay until the other side has what this one has recorded, as far as it can be reached.
 
         Node 0 stays for the others, whose way to each other it is, until each has ended or is lost. *others_go_on*:
@@ -166,7 +166,9 @@ class Link:
             now = time.monotonic()
             state = self.state()
             if others_go_on and not node.node and now >= node.next_beat:
-                node.beat(node.state)  # its silence would be taken for a cut, which ends what does not hear of its end
+                node.write_heartbeat(
+                    node.state
+                )  # its silence would be taken for a cut, which ends what does not hear of its end
             if node.node:
                 over = bool(state.get("delivered")) and bool(state.get("connected"))
                 over = over or bool(state.get("handed_over"))
