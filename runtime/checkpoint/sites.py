@@ -110,7 +110,7 @@ class Survey:
         finally:
             if machines.leads:
                 with suppress(OSError):
-                    marks[machines.rank].unlink(missing_ok=True)
+                    marks[machines.rank].unlink()
         by_leader = dict(zip(machines.leaders, sites, strict=True))
         return Sites(machines.rank, tuple(by_leader[leader] for leader in machines.of_rank))
 

@@ -266,6 +266,12 @@ def test_a_rank_parts_with_a_word_and_rank_0_waits_for_it(board):
     assert board.list_keys() == ["orc/meeting/1/2/1"]
 
 
+def test_who_has_agreed_on_nothing_may_part_too(board):
+    board.set("orc/meeting/1/1/1", "")
+    Meeting(Context(0, 2, board)).part()
+    assert board.waits == [(["orc/meeting/1/1/1"], 10.0)]
+
+
 def test_rank_0_parts_from_nobody_for_long(board):
     meeting = rank_0(board, 7)
     meeting.hold("saving", 5, len)

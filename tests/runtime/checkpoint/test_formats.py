@@ -58,7 +58,11 @@ def test_other_things_are_no_arrays():
     assert [is_array(one) for one in (*others, np.zeros(1).view(Own))] == [False] * 7
 
 
-def test_what_could_run_code_is_not_read():
+@pytest.mark.parametrize("environment", [{}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}])
+def test_what_could_run_code_is_not_read_whatever_the_environment_allows(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
     class Code:
         def __reduce__(self):
             return print, ("run",)
