@@ -61,7 +61,7 @@ class Handle:
     group: str = ""  # what the cluster calls the array that the attempt is an element of
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         found: dict[str, Any] = {
             "cluster": self.cluster,
             "backend": self.backend,
@@ -75,7 +75,7 @@ class Handle:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Handle:
-        """Inverse of `to_dict`."""
+        """Return the handle of which `to_dict` gave *data*."""
         return cls(
             data["cluster"],
             data["backend"],
@@ -398,7 +398,7 @@ class SupportsDependencies(Protocol):
     """Backend that holds an attempt back until others have ended."""
 
     def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """`Backend.submit` of an attempt that the cluster holds back until all of *after* are met.
+        """Submit an attempt that the cluster holds back until all of *after* are met.
 
         Dependencies that are met already are left out. Raises `BackendError` for one that never can be (nothing is
         submitted), `BackendUnreachable` where that cannot be known. An attempt whose dependency turns out to be
@@ -442,7 +442,7 @@ class SupportsProvisioning(Protocol):
     """
 
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
-        """Take the next step towards the start, and look again. The snapshot is in the state directory's store.
+        """Take the next step towards the start, and observe again. The snapshot is in the state directory's store.
 
         Idempotent; what cannot be done now is tried by the next pass. Raises `BackendUnreachable`.
         """

@@ -41,7 +41,7 @@ class Program:
     It takes no arguments, reads ``sys.argv[1:]``, and returns or raises `SystemExit`.
     """
 
-    module: str  # such as "backends.ssh.on_host"
+    module: str  # such as "backends.ssh.host_program"
     others: tuple[str, ...] = ()  # those of the runtime under their full names, such as "orc.runtime.names"
 
     def packed(self, code: str = "") -> bytes:

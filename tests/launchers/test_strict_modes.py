@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orc.launchers.backends.ssh import on_host
+from orc.launchers.backends.ssh import host_program
 from orc.launchers.backends.ssh.hostfile import read_hostfile
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.launchers.paths import state_dir
@@ -171,9 +171,9 @@ def test_a_host_takes_no_orders_from_a_directory_of_others(tmp_path: Path, place
     directory.mkdir(parents=True)
     (tmp_path / place).chmod(0o777)
     request = {"directory": str(directory), "host": "a", "node": 0, "agent": "{}", "argv": ["python3", str(directory)]}
-    for operation in (on_host.prepare, on_host.start):
+    for operation in (host_program.prepare, host_program.start):
         with pytest.raises(Untrusted) as caught:
             operation(request)
         assert caught.value.filename == str(tmp_path / place)
     with pytest.raises(Untrusted):
-        on_host.end(str(directory), {"runtime_tree": str(tmp_path)})
+        host_program.end(str(directory), {"runtime_tree": str(tmp_path)})

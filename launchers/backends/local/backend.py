@@ -1,4 +1,4 @@
-"""Backend ``local``: this machine. N simulated nodes are N agents; nothing needs to keep running but they."""
+"""Backend for this machine. N simulated nodes are N agents; nothing needs to keep running but they."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LocalBackend(Backend):
     # -- before the start
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
-        """One file, ``agent.json``, and one command that starts all agents and returns."""
+        """Return one file, ``agent.json``, and one command that starts all agents and returns."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
 
         if job.resources.min_nodes != job.resources.max_nodes:
@@ -132,7 +132,7 @@ class LocalBackend(Backend):
         )
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Can the root be written, is there a Python, are there enough cores and GPUs?"""
+        """Check that the root can be written, the Python is there, and cores and GPUs are enough."""
         import json
         import shutil
 
@@ -157,7 +157,7 @@ class LocalBackend(Backend):
         return [*findings, *self._too_much(config.get("asked", {}))]
 
     def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
-        """What this machine does not have."""
+        """Yield what the job asks for and this machine does not have."""
         gpus = _gpu_count()
         if gpus is not None and asked.get("gpus", 0) > gpus:
             what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
@@ -185,7 +185,7 @@ class LocalBackend(Backend):
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Write the files, start the gang, return when it holds the attempt."""
+        """Write the files, start the gang, and return when it holds the attempt."""
         import subprocess
 
         from orc.launchers.agent.variables import DERIVED
@@ -228,7 +228,7 @@ class LocalBackend(Backend):
         raise BackendError(f"the agent could not start: {said or f'exit status {done.returncode}'}", where=directory)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """The gang's lease shows that it started; a process with the marker in its arguments that it is about to."""
+        """Look for the gang's lease, and for a process with the marker in its arguments that is about to write one."""
 
         from orc.launchers.agent.records import read_json
 
@@ -244,7 +244,7 @@ class LocalBackend(Backend):
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Read what the agents wrote. An attempt that is reported as lost has no process left on this machine."""
+        """Read the records of the agents. An attempt that is reported as lost has no process left on this machine."""
         from orc.launchers.attempts.confidential import remove_confidential
         from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.remote.transport import LocalTransport
@@ -281,7 +281,7 @@ class LocalBackend(Backend):
         return LocalTransport(), handle.native_id
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
-        """Every node is this machine."""
+        """Return entries without a prefix: every node is this machine."""
         from orc.launchers.agent.records import read_json
 
         config = read_json(f"{handle.native_id}/agent.json") or {}
@@ -291,7 +291,7 @@ class LocalBackend(Backend):
         ]
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Leave word for the agents; where they are gone, end what they have left behind."""
+        """Write a request for the agents; where they are gone, end what they have left behind."""
         from orc.launchers.agent.cleanup import kill_attempt
         from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.remote.transport import LocalTransport
@@ -315,7 +315,7 @@ _STARTING = Observation(Phase.PENDING, reason="starting")
 
 
 def _gpu_count(root: Path = Path("/")) -> int | None:
-    """GPUs whose driver is loaded, NVIDIA's or AMD's; `None` where they cannot be counted without a library (WSL)."""
+    """Return the number of GPUs with a driver, NVIDIA's or AMD's; `None` where counting needs a library (WSL)."""
     if (root / "dev/dxg").exists():
         return None
     nvidia = list(root.glob("proc/driver/nvidia/gpus/*")) or list(root.glob("dev/nvidia[0-9]*"))
@@ -325,7 +325,7 @@ def _gpu_count(root: Path = Path("/")) -> int | None:
 
 
 def _is_starting(marker: str, directory: str) -> bool:
-    """Whether there is a process that was started as this attempt's gang, with or without a lease yet."""
+    """Return True while there is a process that was started as this attempt's gang, with or without a lease yet."""
     if not Path(directory).is_dir():
         return False  # it is there before the gang: somebody has removed it since
     wanted = {os.fsencode(f"local:{marker}"), os.fsencode(f"{directory}/agent.json")}
@@ -347,7 +347,7 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 
 def _agents(records: AttemptRecords) -> str:
-    """``alive``, ``gone``, or ``elsewhere``: the root is shared and the attempt was started on another machine."""
+    """Return ``alive``, ``gone``, or ``elsewhere``: started on another machine that shares the root."""
     from orc.launchers.agent.procfs import is_running
 
     leases = [*records.leases.values(), *([records.gang] if records.gang else [])]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers import paths
+from orc.launchers.attempts import home
 from orc.launchers.attempts.reader import LAUNCHER_LOG
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
@@ -73,7 +74,5 @@ def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], .
 
 def expand_agent_paths(agent: str, expand: Callable[[str], str]) -> str:
     """Return the content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
-    from orc.launchers.backends.ssh.on_host import at_home
-
-    config: dict[str, Any] = at_home(json.loads(agent), expand)
+    config: dict[str, Any] = home.at_home(json.loads(agent), expand)
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"

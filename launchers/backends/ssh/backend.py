@@ -1,4 +1,4 @@
-"""The backend of kind ssh: a thin shell around pure placement, rendering and judgement."""
+"""Backend for bare hosts: a thin shell around pure placement, rendering and judgement."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from orc.launchers.plan import Plan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orc.launchers.backends.ssh.hosts import Hosts
-    from orc.launchers.backends.ssh.sights import Sight
+    from orc.launchers.backends.ssh.hosts import HostConnections
+    from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.ids import AttemptId
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
@@ -60,16 +60,16 @@ class SshBackend(Backend):
         self._homes: dict[tuple[str, int | None], str] = {}  # marker, rank -> the host that has its log
 
     @cached_property
-    def hosts(self) -> Hosts:
-        """The cluster's hosts, connected when they are first asked."""
-        from orc.launchers.backends.ssh.hosts import Hosts
+    def hosts(self) -> HostConnections:
+        """Connections to the cluster's hosts, made when they are first needed."""
+        from orc.launchers.backends.ssh.hosts import HostConnections
 
         def open_all() -> Mapping[str, Transport]:
             from orc.launchers.backends.ssh.transports import open_transports
 
             return open_transports(self.cluster)
 
-        return Hosts(self.settings, self._open_all or open_all)
+        return HostConnections(self.settings, self._open_all or open_all)
 
     @property
     def root(self) -> str:
@@ -89,26 +89,26 @@ class SshBackend(Backend):
     # -- before the start
 
     def place(self, job: JobSpec, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
-        """Hosts in the order of the cluster's list, as many as are free up to the job's maximum."""
+        """Return hosts in the order of the cluster's list, as many as are free up to the job's maximum."""
         return placing.place(job, self.settings, taken, avoid)
 
     def candidates(self, job: JobSpec) -> Collection[str]:
-        """Every host that has the slots and labels that *job* asks for."""
+        """Return every host that has the slots and labels that *job* asks for."""
         return placing.candidates(job, self.settings)
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
-        """``agent.json`` for every host, and one command on each that starts its agent and returns."""
+        """Return ``agent.json`` for every host, and one command on each that starts its agent and returns."""
         where = placement or self.place(job, {})
         return render_plan(job, snapshot, attempt, self.cluster, self.settings, where)
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Do the hosts of the plan answer, is the Python there, can the root be written?"""
+        """Check that the hosts of the plan answer, have the Python and a root that can be written."""
         from orc.launchers.backends.ssh.preflight import check
 
         return check(self.hosts, plan)
 
     def survey(self) -> list[HostReport]:
-        """What the hosts are, all asked at once."""
+        """Return a report of each host, all asked at once."""
         from orc.launchers.backends.ssh.preflight import report
 
         return report(self.hosts)
@@ -125,7 +125,7 @@ class SshBackend(Backend):
         )
 
     def recall(self, digest: str, handle: Handle) -> None:
-        """From the first of the attempt's hosts that has it."""
+        """Fetch it from the first of the attempt's hosts that has it."""
         from orc.launchers.transfer.recall import recall
 
         errors: list[LaunchError] = []
@@ -141,8 +141,8 @@ class SshBackend(Backend):
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """The files on every host, then the agent of node 0, then the others. What is held already is left."""
-        from orc.launchers.backends.ssh.starting import start
+        """Write the files on every host, start the agent of node 0, then the others. What is held already is left."""
+        from orc.launchers.backends.ssh.start import start
 
         values = require_secrets(plan, secrets)
         at = time.time()
@@ -154,23 +154,23 @@ class SshBackend(Backend):
 
         Hosts that do not answer matter only when the attempt may be theirs. Without *complete* nothing is started.
         """
-        from orc.launchers.backends.ssh.starting import placement, undo
+        from orc.launchers.backends.ssh.start import placement, undo
 
-        seen = self.hosts.look(dict.fromkeys(hosts or self.settings.names, (marker,))).get(marker, {})
-        away = {name: sight for name, sight in seen.items() if sight.answer is None}
+        seen = self.hosts.statuses(dict.fromkeys(hosts or self.settings.names, (marker,))).get(marker, {})
+        away = {name: status for name, status in seen.items() if status.answer is None}
         placed = placement(seen)
         if not placed:
             if away:
                 raise _no_answer(away)
             return None
-        started = {name: sight for name, sight in seen.items() if sight.present and _lease(sight)}
+        started = {name: status for name, status in seen.items() if status.present and _lease(status)}
         if started:
             if complete:
                 self._complete(marker, seen)
-            at = min(float((_lease(sight) or {}).get("at") or 0.0) - sight.ahead_s for sight in started.values())
+            at = min(float((_lease(status) or {}).get("at") or 0.0) - status.ahead_s for status in started.values())
             return self._handle(marker, placed, at)
         # Agents are started in the order of the nodes, once all files are there.
-        unknown = {name: sight for name, sight in away.items() if name == placed[0]}
+        unknown = {name: status for name, status in away.items() if name == placed[0]}
         prepared = all(seen[name].present for name in placed if name in seen and name not in away)
         if unknown and prepared and not _fenced(seen):
             raise _no_answer(unknown)
@@ -184,8 +184,8 @@ class SshBackend(Backend):
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """One round trip per host for all attempts, all hosts at once; those that do not answer are tolerated."""
-        from orc.launchers.backends.ssh.sights import merge_records, nodes_of
+        """Ask all hosts at once, in one round trip each for all attempts; those that do not answer are tolerated."""
+        from orc.launchers.backends.ssh.status import merge_records, nodes_of
         from orc.launchers.backends.ssh.verdict import judge
 
         if not handles:
@@ -194,9 +194,9 @@ class SshBackend(Backend):
         refused = {handle: self._complete(handle.marker, seen[handle.marker]) for handle in handles}
         found = {}
         for handle in handles:
-            sights = seen[handle.marker]
-            records = merge_records(handle.native_id, handle.hosts, sights)
-            nodes = nodes_of(handle.hosts, sights)
+            statuses = seen[handle.marker]
+            records = merge_records(handle.native_id, handle.hosts, statuses)
+            nodes = nodes_of(handle.hosts, statuses)
             found[handle] = judge(
                 records, nodes, peer_timeout_s=self.settings.options.peer_timeout, refused=refused[handle]
             )
@@ -206,25 +206,25 @@ class SshBackend(Backend):
             self._on_each(left, "reap", {})
         return found
 
-    def _look(self, handles: Sequence[Handle]) -> dict[str, dict[str, Sight]]:
+    def _look(self, handles: Sequence[Handle]) -> dict[str, dict[str, HostStatus]]:
         wanted: dict[str, list[str]] = {}
         for handle in handles:
             for name in handle.hosts:
                 wanted.setdefault(name, []).append(handle.marker)
-        return self.hosts.look(wanted)
+        return self.hosts.statuses(wanted)
 
-    def _complete(self, marker: str, sights: Mapping[str, Sight]) -> str:
-        """Start what a submission that was cut off has not; why it cannot be done now. The next look tries again."""
-        from orc.launchers.backends.ssh.starting import complete
+    def _complete(self, marker: str, statuses: Mapping[str, HostStatus]) -> str:
+        """Start what a submission that was cut off has not; return why it cannot be done now."""
+        from orc.launchers.backends.ssh.start import complete
 
         try:
-            complete(self.hosts, marker, sights)
+            complete(self.hosts, marker, statuses)
         except LaunchError as error:
             return f"{error.where}: {error.what}" if error.where else error.what
         return ""
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """The files below ``logs/`` of all hosts that answer. Raises `BackendUnreachable` when none does."""
+        """Return the logs on all hosts that answer. Raises `BackendUnreachable` when none does."""
         found, errors = self._logs(handle)
         if not found:
             raise errors[0]
@@ -246,7 +246,7 @@ class SshBackend(Backend):
         return transport, transport.expand(self.hosts.directory(name, handle.marker))
 
     def _host_of(self, handle: Handle, selector: LogSelector) -> str:
-        """The host that has the log. A launcher may give a rank to another node than its number suggests."""
+        """Return the host that has the log. A launcher may give a rank to another node than its number suggests."""
         if selector.node is not None:
             if selector.node >= len(handle.hosts):
                 raise BackendError(f"there is no node {selector.node}", where=handle.marker)
@@ -263,7 +263,7 @@ class SshBackend(Backend):
         return self._homes[key]
 
     def _logs(self, handle: Handle) -> tuple[dict[str, list[LogSelector]], list[LaunchError]]:
-        """The logs that each host has, and why others do not tell."""
+        """Return the logs that each host has, and the errors of the others."""
         from orc.launchers.attempts.reader import log_selectors
 
         def names(name: str) -> list[LogSelector]:
@@ -274,8 +274,8 @@ class SshBackend(Backend):
         return {name: result for name, result in results.items() if not isinstance(result, LaunchError)}, errors
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
-        """OpenSSH's own client, with the options of the cluster."""
-        from orc.launchers.backends.ssh.entering import entry
+        """Return OpenSSH command lines, with the options of the cluster."""
+        from orc.launchers.backends.ssh.exec import entry
 
         directories = [self.hosts.directory(name, handle.marker) for name in handle.hosts]
         return [
@@ -289,9 +289,9 @@ class SshBackend(Backend):
         return place if given.startswith("/") or "://" in given else f"{place} on each host"
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Leave word on every host that answers; the agents pass it on to the others.
+        """Write the request on every host that answers; the agents pass it on to the others.
 
-        Raises `PartlyUnreachable` for the attempts none of whose hosts could be told; the others are told.
+        Raises `PartlyUnreachable` for the attempts none of whose hosts could be reached; the others are cancelled.
         """
         results = self._on_each(handles, "cancel", {"request": cancel_request(grace)})
         untold: dict[str, LaunchError] = {}
@@ -311,7 +311,7 @@ class SshBackend(Backend):
     def _on_each(
         self, handles: Sequence[Handle], do: str, request: Mapping[str, Any]
     ) -> dict[str, dict[str, Any] | LaunchError]:
-        from orc.launchers.backends.ssh.calls import WRITE_TIMEOUT_S
+        from orc.launchers.backends.ssh.rpc import WRITE_TIMEOUT_S
 
         wanted: dict[str, list[str]] = {}
         for handle in handles:
@@ -323,24 +323,24 @@ class SshBackend(Backend):
         )
 
 
-def _left(sight: Sight) -> bool:
+def _left(status: HostStatus) -> bool:
     """Return whether secrets or the token lie there, and no agent that would remove them runs."""
-    return not sight.alive and bool((sight.answer or {}).get("confidential"))
+    return not status.alive and bool((status.answer or {}).get("confidential"))
 
 
-def _lease(sight: Sight) -> Mapping[str, Any] | None:
-    return sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json")
+def _lease(status: HostStatus) -> Mapping[str, Any] | None:
+    return status.record(f"node-{(status.answer or {}).get('node')}/lease.json")
 
 
-def _fenced(seen: Mapping[str, Sight]) -> bool:
-    """Whether a node 0 that nobody can see, and that none of its peers ever joined, must have given up by now."""
-    from orc.launchers.backends.ssh.verdict import Node, fence_s
+def _fenced(seen: Mapping[str, HostStatus]) -> bool:
+    """Return True when a node 0 that cannot be reached, and that none of its peers ever joined, has given up by now."""
+    from orc.launchers.backends.ssh.verdict import NodeStatus, fence_s
 
-    ages = [float((sight.answer or {})["age"]) for sight in seen.values() if sight.present]
-    return min(ages) > fence_s(Node("", reached=False), 0.0)
+    ages = [float((status.answer or {})["age"]) for status in seen.values() if status.present]
+    return min(ages) > fence_s(NodeStatus("", reached=False), 0.0)
 
 
-def _no_answer(away: Mapping[str, Sight]) -> BackendUnreachable:
-    name, sight = next(iter(away.items()))
+def _no_answer(away: Mapping[str, HostStatus]) -> BackendUnreachable:
+    name, status = next(iter(away.items()))
     others = f" (and {len(away) - 1} more)" if len(away) > 1 else ""
-    return BackendUnreachable(f"{name}{others} does not answer: {sight.why}", where=name)
+    return BackendUnreachable(f"{name}{others} does not answer: {status.why}", where=name)

@@ -24,7 +24,7 @@ Labels = Annotated[tuple[Argument, ...], several]
 
 
 def _names(value: Any) -> str:
-    """A name, or a range of names."""
+    """Return a name, or a range of names."""
     text = grammar.scalar_text(value).strip()
     for name in expand(text):
         host_name(name)
@@ -32,7 +32,7 @@ def _names(value: Any) -> str:
 
 
 class Host(Machine):
-    """One machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
+    """Host in clusters.yaml. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
 
     name: Annotated[str, Reader(_names)] = Field(description="What it is called here, and in ~/.ssh/config.")
     slots: Slots | None = Field(None, description="Processes (or GPUs) for jobs; 0: one job at a time.")
@@ -41,7 +41,7 @@ class Host(Machine):
 
 
 def expand(name: str) -> list[str]:
-    """``node[01-03]`` (or ``node[01:03]``) as three names; any other name as itself. Raises `ValueError`."""
+    """Return ``node[01-03]`` (or ``node[01:03]``) as three names; any other name as itself. Raises `ValueError`."""
     match = re.fullmatch(r"([^\[\]]*)\[([0-9]+)[-:]([0-9]+)\]([^\[\]]*)", name)
     if not match:
         return [name]
@@ -69,7 +69,7 @@ _KNOWN = ("address", "user", "port", "slots", "labels", "python", "root", "via")
 
 
 def read_hostfile(path: str, where: str) -> list[Host]:
-    """The hosts in the file, in its order; groups of an inventory become labels. *where* names the file first.
+    """Return the hosts in the file, in its order; groups of an inventory become labels. *where* names the file first.
 
     Raises `SpecError` with file and line.
     """
@@ -85,7 +85,7 @@ def read_hostfile(path: str, where: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """The hosts in *text*, which is called *name* in messages. Raises `SpecError`."""
+    """Return the hosts in *text*, which is called *name* in messages. Raises `SpecError`."""
     hosts: dict[str, Host] = {}
     group = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -150,7 +150,7 @@ def _list(value: object) -> list[str]:
 
 
 def _joined(before: Host, again: Host, where: str) -> Host:
-    """A host that stands in several groups of an inventory has all their labels."""
+    """Return each host once: one that stands in several groups of an inventory has all their labels."""
     data = before.model_dump()
     for key, value in again.model_dump(exclude_defaults=True).items():
         if key == "labels":

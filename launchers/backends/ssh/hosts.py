@@ -1,4 +1,4 @@
-"""The hosts of one cluster as this backend uses them: by name, several at a time, one question each."""
+"""Hosts of one cluster: connections by name, and requests to several of them at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.backends.ssh import calls
-from orc.launchers.backends.ssh.sights import Sight
+from orc.launchers.backends.ssh import rpc
+from orc.launchers.backends.ssh.status import HostStatus
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -22,8 +22,8 @@ T = TypeVar("T")
 Open = Callable[[], Mapping[str, "Transport"]]
 
 
-class Hosts:
-    """Connected when they are first asked, and then kept."""
+class HostConnections:
+    """Connections to the hosts of a cluster, made when they are first needed and then kept."""
 
     def __init__(self, settings: Settings, open_all: Open) -> None:
         self.settings = settings
@@ -32,7 +32,7 @@ class Hosts:
         self._opening = threading.Lock()
 
     def transport(self, name: str) -> Transport:
-        """The way to one host. Raises `BackendError` for one that the cluster does not have (any more)."""
+        """Return the transport of one host. Raises `BackendError` for one that the cluster does not have (any more)."""
         with self._opening:
             if self._transports is None:
                 self._transports = self._open()
@@ -46,28 +46,28 @@ class Hosts:
         return transports[name]
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for transport in (self._transports or {}).values():
             transport.close()
 
     def each(self, names: Iterable[str], work: Callable[[str], T]) -> dict[str, T | LaunchError]:
-        """What *work* returned or refused for each host, which is then blamed for it; many at a time."""
+        """Return the result or the error of *work* for each host, many at a time; errors name their host."""
         from orc.launchers.remote.ssh.fanout import each
 
         results = each({name: name for name in names}, work)
         return {name: r.of(name) if isinstance(r, LaunchError) else r for name, r in results.items()}
 
     def call(self, name: str, do: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One question to one host (`on_host`). Raises `BackendUnreachable`, `BackendError`."""
-        return calls.call(self.transport(name), self.settings, do, request, timeout_s=timeout_s)
+        """Send one request to `host_program` on one host. Raises `BackendUnreachable`, `BackendError`."""
+        return rpc.call(self.transport(name), self.settings, do, request, timeout_s=timeout_s)
 
     def directory(self, name: str, marker: str) -> str:
-        """The attempt's directory on that host; may begin with ``~``."""
+        """Return the attempt's directory on that host; may begin with ``~``."""
         root = self.settings.root_of(name) if name in self.settings.names else self.settings.root
         return str(Layout.at(root).attempt(AttemptId.from_marker(marker)))
 
     def token(self, name: str, marker: str) -> str:
-        """The secret of the link between the agents of an attempt, from a host that has it."""
+        """Return the token of the link between the agents of an attempt, from a host that has it."""
         path = f"{self.directory(name, marker)}/link.json"
         transport = self.transport(name)
         found = transport.read_many([transport.expand(path)])
@@ -77,25 +77,25 @@ class Hosts:
         except (ValueError, KeyError):
             raise BackendError(f"{path} is gone", where=name) from None
 
-    def look(self, wanted: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Sight]]:
-        """What each host says about the attempts (markers) it is asked for: ``{marker: {host: sight}}``.
+    def statuses(self, wanted: Mapping[str, Sequence[str]]) -> dict[str, dict[str, HostStatus]]:
+        """Return the status of attempts (markers) on their hosts: ``{marker: {host: status}}``.
 
-        One round trip per host, all at once; a host that does not answer has a sight without an answer.
+        One round trip per host, all at once; a host that does not answer has a status without an answer.
         """
 
         def ask(name: str) -> tuple[dict[str, Any], float]:
             directories = {marker: self.directory(name, marker) for marker in wanted[name]}
             began = time.time()
-            answer = self.call(name, "look", {"directories": list(directories.values())}, calls.LOOK_TIMEOUT_S)
+            answer = self.call(name, "status", {"directories": list(directories.values())}, rpc.STATUS_TIMEOUT_S)
             ahead = float(answer["now"]) - (began + time.time()) / 2
             return {marker: answer["attempts"][directory] for marker, directory in directories.items()}, ahead
 
-        seen: dict[str, dict[str, Sight]] = {}
+        seen: dict[str, dict[str, HostStatus]] = {}
         for name, result in self.each(wanted, ask).items():
             for marker in wanted[name]:
                 if isinstance(result, LaunchError):
-                    sight = Sight(name, why=result.what)
+                    status = HostStatus(name, why=result.what)
                 else:
-                    sight = Sight(name, result[0][marker], ahead_s=result[1])
-                seen.setdefault(marker, {})[name] = sight
+                    status = HostStatus(name, result[0][marker], ahead_s=result[1])
+                seen.setdefault(marker, {})[name] = status
         return seen

@@ -1,4 +1,4 @@
-"""Which hosts a job runs on. Pure: the same job and the same free slots always give the same hosts."""
+"""Choice of the hosts of a job. Pure: the same job and the same free slots always give the same hosts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def slots_of(job: JobSpec, options: JobOptions) -> int:
-    """The slots that *job* takes on each of its hosts: one for each GPU, or for each process without GPUs."""
+    """Return the slots that *job* takes on each of its hosts: one for each GPU, or for each process without GPUs."""
     return options.slots or job.resources.gpus_per_node or job.resources.nproc
 
 
 def candidates(job: JobSpec, settings: Settings) -> tuple[str, ...]:
-    """Every host that *job* could run on, were nothing else there, in order of preference."""
+    """Return every host that *job* could run on, were nothing else there, in order of preference."""
     options = read_job_options(job, settings)
     return tuple(host.name for host in _fitting(options, slots_of(job, options), settings))
 
 
 def place(job: JobSpec, settings: Settings, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
-    """Hosts for *job*, given the slots of each host that others hold: as many as are free, up to its maximum.
+    """Choose hosts for *job* beside the slots that others hold: as many as are free, up to its maximum.
 
     Hosts are filled in the order of the cluster's list. Raises `NoRoom` when too few are free now, `RenderError`
     when there are too few at all.
@@ -48,7 +48,7 @@ def place(job: JobSpec, settings: Settings, taken: Mapping[str, int], avoid: Col
 
 
 def capacity(host: Host, slots: int) -> int:
-    """All the slots of *host*, as the agents of a job that takes *slots* there count them."""
+    """Return all the slots of *host*, as the agents of a job that takes *slots* there count them."""
     return host.slots or slots
 
 

@@ -1,4 +1,4 @@
-"""Looking before leaping: do the hosts of a plan answer, are they alike, is there room, can they talk to each other?"""
+"""Checks of the hosts of a plan: they answer, are alike, have room, and can talk to each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.ssh.hosts import Hosts
+    from orc.launchers.backends.ssh.hosts import HostConnections
     from orc.launchers.hosts.checks import HostFacts
     from orc.launchers.plan import Plan
 
 _ORDER = ("error", "warning", "info")
 
 
-def check(hosts: Hosts, plan: Plan) -> list[Finding]:
-    """What can be said about the hosts of *plan*; errors first. Nothing when the cluster wants no preflight."""
+def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
+    """Return the findings about the hosts of *plan*, errors first; none when the cluster wants no preflight."""
     from orc.launchers.hosts import checks
     from orc.launchers.remote.ssh.fanout import each
 
@@ -44,8 +44,8 @@ def check(hosts: Hosts, plan: Plan) -> list[Finding]:
     return sorted(found, key=lambda finding: _ORDER.index(finding.level))
 
 
-def gather_facts(hosts: Hosts, names: Sequence[str]) -> list[HostFacts]:
-    """What the hosts say about themselves, all asked at once."""
+def gather_facts(hosts: HostConnections, names: Sequence[str]) -> list[HostFacts]:
+    """Return the facts about each host, all asked at once."""
     from orc.launchers.hosts import checks
 
     return checks.gather_facts(
@@ -55,13 +55,13 @@ def gather_facts(hosts: Hosts, names: Sequence[str]) -> list[HostFacts]:
     )
 
 
-def pythons(hosts: Hosts, names: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each host; may begin with ``~``."""
+def pythons(hosts: HostConnections, names: Sequence[str]) -> dict[str, str]:
+    """Return the interpreter of each host; may begin with ``~``."""
     return {name: hosts.settings.python_of(name) or DEFAULT_PYTHON for name in names}
 
 
-def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
-    """The pairs of hosts that cannot talk; each names the host that is most likely to blame."""
+def _talk(hosts: HostConnections, names: Sequence[str]) -> list[Finding]:
+    """Return the pairs of hosts that cannot talk; each names the host that is most likely to blame."""
     from orc.launchers.hosts import ports
 
     blocked, failed = ports.probe_ports({name: hosts.transport(name) for name in names}, pythons(hosts, names))
@@ -75,8 +75,8 @@ def _talk(hosts: Hosts, names: Sequence[str]) -> list[Finding]:
     return found
 
 
-def report(hosts: Hosts) -> list[HostReport]:
-    """What all hosts of the cluster are, compared with each other."""
+def report(hosts: HostConnections) -> list[HostReport]:
+    """Return a report of all hosts of the cluster, compared with each other."""
     from orc.launchers.hosts import checks
 
     facts_by_host = gather_facts(hosts, hosts.settings.names)

@@ -1,4 +1,4 @@
-"""The plan of one attempt on SSH hosts: ``agent.json`` for them, and one command on each. Pure.
+"""Plan of one attempt on SSH hosts: ``agent.json`` for them, and one command on each. Pure.
 
 Paths may begin with ``~``: the home directory is known on the host alone, and agents and transports fill it in there.
 """
@@ -26,7 +26,7 @@ OWNER = "ssh"
 def render_plan(
     job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, placement: Placement
 ) -> Plan:
-    """One file per host that differs, and the start of one agent per host, node 0 first.
+    """Return the plan: one file per host that differs, and the start of one agent per host, node 0 first.
 
     Raises `RenderError` for a job that its command cannot carry.
     """
@@ -49,7 +49,7 @@ def render_plan(
 
 
 def start_command(settings: Settings, name: str, node: int, tree: str, file: str, marker: str) -> PlanCommand:
-    """Starts the agent of one node from the snapshot *tree* with the orders in *file*, and returns."""
+    """Return the command that starts the agent of one node from the snapshot *tree*, configured by *file*."""
     # -I -S: nothing of the user's Python environment can get into the agent.
     interpreter = (settings.python_of(name) or DEFAULT_PYTHON, "-I", "-S", tree)
     argv = (*interpreter, "start", file, "--node-rank", str(node), "--owner", f"{OWNER}:{marker}")
@@ -90,23 +90,23 @@ def _config(
 
 
 def _placed(files: list[PlanFile], hosts: tuple[str, ...]) -> tuple[PlanFile, ...]:
-    """One file for all hosts when it is the same everywhere, else one for each."""
+    """Return one file for all hosts when it is the same everywhere, else one for each."""
     if len(set(files)) == 1:
         return (files[0],)
     return tuple(PlanFile(f.path, f.content, f.mode, host) for f, host in zip(files, hosts, strict=True))
 
 
 def file_for(plan: Plan, host: str) -> PlanFile:
-    """The ``agent.json`` that *plan* has for one of its hosts."""
+    """Return the ``agent.json`` that *plan* has for one of its hosts."""
     return next(file for file in plan.files if file.host in (None, host))
 
 
 def hosts_of(plan: Plan) -> tuple[str, ...]:
-    """The hosts that *plan* uses, in node order."""
+    """Return the hosts that *plan* uses, in node order."""
     return tuple(str(command.host) for command in plan.commands)
 
 
 def config_of(plan: Plan, host: str) -> dict[str, Any]:
-    """What the agent on *host* is told."""
+    """Return the configuration of the agent on *host*."""
     config: dict[str, Any] = json.loads(file_for(plan, host).content)
     return config

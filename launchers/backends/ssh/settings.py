@@ -1,4 +1,4 @@
-"""The hosts of a cluster of kind ssh, and what a job may say about them. Checked once; mistakes are named by place."""
+"""Options of a cluster of hosts, and those of a job for it. Checked once; mistakes are named by place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JobOptions(FrozenModel):
 
 @dataclass(frozen=True)
 class Settings:
-    """A cluster of kind ssh: its options, and its hosts with the cluster's defaults filled in."""
+    """Settings of a cluster of hosts: its options, and its hosts with the cluster's defaults filled in."""
 
     options: Options
     hosts: tuple[Host, ...]
@@ -56,7 +56,7 @@ class Settings:
     python: str | None  # of the ranks; `None`: whatever runs the agent
 
     def host(self, name: str) -> Host:
-        """The host of that name. Raises `KeyError`."""
+        """Return the host of that name. Raises `KeyError`."""
         return self._by_name[name]
 
     @cached_property
@@ -69,20 +69,20 @@ class Settings:
         return tuple(host.name for host in self.hosts)
 
     def root_of(self, name: str) -> str:
-        """orc's directory on that host; may begin with ``~``."""
+        """Return orc's directory on that host; may begin with ``~``."""
         return self.host(name).root or self.root
 
     def spec(self, name: str) -> HostSpec:
-        """How that host is reached."""
+        """Return the address of that host and the way to it."""
         return self.host(name).spec(self.python)
 
     def python_of(self, name: str) -> str | None:
-        """The interpreter of ranks that is configured for that host."""
+        """Return the interpreter of ranks that is configured for that host."""
         return self.host(name).python or self.python
 
 
 def read_settings(cluster: Cluster) -> Settings:
-    """The settings of *cluster*, its hostfile included. Raises `SpecError` that lists every mistake with its place."""
+    """Return the settings of *cluster*, its hostfile included. Raises `SpecError` with every mistake and its place."""
     from orc.launchers.spec.clusters import options_document
 
     document = options_document(cluster)
@@ -104,7 +104,7 @@ def read_settings(cluster: Cluster) -> Settings:
 
 
 def read_job_options(job: JobSpec, settings: Settings) -> JobOptions:
-    """What the job says about its hosts. Raises `SpecError`."""
+    """Return the job's options for its hosts. Raises `SpecError`."""
     from orc.launchers.spec.source import document_of
 
     given = job.resources.options.get("ssh", {})

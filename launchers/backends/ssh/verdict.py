@@ -1,7 +1,7 @@
-"""What became of an attempt on SSH hosts, judged from its merged records and from who could be reached. Pure.
+"""Verdict on an attempt on SSH hosts, from its merged records and the hosts that could be reached. Pure.
 
-A host that does not answer says nothing: its agent may well be alive, with others watching it. Only when everybody
-who can be asked has ended, and the silent ones must have noticed and ended themselves, is the attempt over.
+A host that does not answer says nothing: its agent may well be alive, with others watching it. Only when all
+that can be asked have ended, and the silent ones must have noticed and ended themselves, is the attempt over.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STARTUP_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Node:
-    """What is known of one node of an attempt."""
+class NodeStatus:
+    """Status of one node of an attempt."""
 
     host: str  # by its name in the cluster
     reached: bool
@@ -40,13 +40,15 @@ class Node:
     silent_why: str = ""  # why it was not reached
 
 
-def fence_s(node: Node, peer_timeout_s: float) -> float:
-    """How long after the last contact with an unreachable node it has certainly ended, in seconds."""
+def fence_s(node: NodeStatus, peer_timeout_s: float) -> float:
+    """Return how long after the last contact an unreachable node has certainly ended, in seconds."""
     return (peer_timeout_s if node.started else STARTUP_TIMEOUT_S) + FAILURE_GRACE_S + MARGIN_S
 
 
-def judge(records: AttemptRecords, nodes: Sequence[Node], *, peer_timeout_s: float, refused: str = "") -> Observation:
-    """One look at one attempt, whose *records* are the newest of what all hosts that answered have.
+def judge(
+    records: AttemptRecords, nodes: Sequence[NodeStatus], *, peer_timeout_s: float, refused: str = ""
+) -> Observation:
+    """Return the observation of one attempt, whose *records* are the newest of what all hosts that answered have.
 
     *refused* is why an agent that is missing could not be started just now.
     """
@@ -67,7 +69,9 @@ def judge(records: AttemptRecords, nodes: Sequence[Node], *, peer_timeout_s: flo
     return _over(records, nodes, common)
 
 
-def _going_on(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any], refused: str) -> Observation:
+def _going_on(
+    records: AttemptRecords, nodes: Sequence[NodeStatus], common: dict[str, Any], refused: str
+) -> Observation:
     away = [node.host for node in nodes if not node.reached and not node.ended]
     missing = [node.host for node in nodes if node.reached and not node.started]
     reason = next((state for state in records.states if state in ("setup", "waiting")), "")
@@ -79,7 +83,7 @@ def _going_on(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, 
     return Observation(phase, reason=reason, **common)
 
 
-def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]) -> Observation:
+def _over(records: AttemptRecords, nodes: Sequence[NodeStatus], common: dict[str, Any]) -> Observation:
     verdict = records.verdict()
     lost = [node for node in nodes if not node.ended and not node.left_behind]
     behind = [node for node in nodes if node.left_behind]
@@ -105,8 +109,10 @@ def _over(records: AttemptRecords, nodes: Sequence[Node], common: dict[str, Any]
     )
 
 
-def _failed_hosts(verdict: AttemptExit | None, nodes: Sequence[Node], lost: Sequence[Node]) -> list[Node]:
-    """The nodes that went away, as far as anybody can tell: those without a record, else those that others lost."""
+def _failed_hosts(
+    verdict: AttemptExit | None, nodes: Sequence[NodeStatus], lost: Sequence[NodeStatus]
+) -> list[NodeStatus]:
+    """Return the nodes that went away, as far as can be known: those without a record, else those that others lost."""
     if lost:
         away = [node for node in lost if not node.reached]
         return away or list(lost)
@@ -114,7 +120,7 @@ def _failed_hosts(verdict: AttemptExit | None, nodes: Sequence[Node], lost: Sequ
     return [node for number, node in enumerate(nodes) if number in named]
 
 
-def _why(failed_hosts: Sequence[Node], nodes: Sequence[Node], verdict: AttemptExit | None) -> str:
+def _why(failed_hosts: Sequence[NodeStatus], nodes: Sequence[NodeStatus], verdict: AttemptExit | None) -> str:
     said = verdict.reason if verdict else ""
     parts = []
     for node in failed_hosts:
@@ -131,5 +137,5 @@ def _why(failed_hosts: Sequence[Node], nodes: Sequence[Node], verdict: AttemptEx
     return "; ".join(filter(None, [*parts, said])) or "no host knows the attempt any more"
 
 
-def _listed(nodes: Sequence[Node]) -> str:
+def _listed(nodes: Sequence[NodeStatus]) -> str:
     return ", ".join(node.host for node in nodes)

@@ -294,7 +294,7 @@ class TpuBackend(Backend):
                 return Observation(Phase.UNKNOWN, reason=error.what)
             return self._booting(handle, node, error.what)
         if not started:
-            statuses = inner.hosts.look(dict.fromkeys(handle.hosts, (handle.marker,)))[handle.marker]
+            statuses = inner.hosts.statuses(dict.fromkeys(handle.hosts, (handle.marker,)))[handle.marker]
             if not any(has_started(status) for status in statuses.values()):
                 away = [status for status in statuses.values() if status.answer is None]
                 if away:

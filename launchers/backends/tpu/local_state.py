@@ -23,7 +23,7 @@ from orc.launchers.layout import Layout
 from orc.launchers.remote import files
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.ssh.hosts import Hosts
+    from orc.launchers.backends.ssh.hosts import HostConnections
 
 _LAST_WORDS_S = 300.0  # how long the end waits for logs that cannot be had
 _JOB_FILES = (".jsonl",)  # beside the attempt: what the job measures
@@ -103,7 +103,7 @@ class LocalState:
         """True when its logs are here."""
         return (self.directory / "copied").exists()
 
-    def fetch_logs(self, hosts: Hosts, names: Iterable[str], ended_at: float | None) -> str:
+    def fetch_logs(self, hosts: HostConnections, names: Iterable[str], ended_at: float | None) -> str:
         """Copy the logs of all workers and the job's metrics; return the reason when that fails.
 
         What cannot be had is waited for by the caller's next look; a while after the end it is left behind.
@@ -118,7 +118,7 @@ class LocalState:
         self._write("copied", b"")
         return ""
 
-    def _copy(self, hosts: Hosts, name: str, first: bool) -> None:
+    def _copy(self, hosts: HostConnections, name: str, first: bool) -> None:
         transport = hosts.transport(name)
         directory = transport.expand(hosts.directory(name, self.marker))
         own = Path(self.attempt_directory)

@@ -18,7 +18,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote import files
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.ssh.sights import Sight
+    from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Options, Settings
@@ -148,7 +148,7 @@ def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], conf
     )
 
 
-def has_started(sight: Sight) -> bool:
+def has_started(sight: HostStatus) -> bool:
     """Return True when the attempt's agent has been on this worker."""
     return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
 

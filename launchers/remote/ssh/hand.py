@@ -25,7 +25,7 @@ _LOOK_S = 1.0  # one wait for the host; where it takes twice as long, it was we 
 _HOST_PATIENCE = 2  # times as long the host waits for us, before it ends what we run there
 _NOISE = 1 << 20  # bytes that a login may print before our program speaks
 _PROGRAM = Program("remote.ssh.remote_hand", ("remote.files", "remote.shipped", "remote.ssh.remote_fork"))
-# A copy of it that goes on as another program writes its command line over this one (`on_host`): as long as any is.
+# A copy of it that goes on as another program writes its command line over this one (`host_program`): as long as any.
 _ROOM = 1000
 
 

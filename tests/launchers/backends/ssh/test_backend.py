@@ -186,7 +186,7 @@ def test_all_attempts_are_polled_with_one_question_to_each_host(lab: Lab) -> Non
     for host in lab.hosts.values():
         host.asked.clear()
     assert {seen.phase for seen in lab.backend.poll([*handles, both]).values()} == {Phase.SUCCEEDED}
-    assert [host.asked for host in lab.hosts.values()] == [["look"]] * 3
+    assert [host.asked for host in lab.hosts.values()] == [["status"]] * 3
 
 
 def test_a_busy_host_is_named_with_its_holder_and_nothing_is_left(lab: Lab) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.launchers.backends.ssh.sights import Sight, merge_records, nodes_of
+from orc.launchers.backends.ssh.status import HostStatus, merge_records, nodes_of
 from orc.launchers.backends.ssh.verdict import judge
 
 HOSTS = ("a", "b")
@@ -44,7 +44,7 @@ def crashed(node: int, at: float = 119.0) -> dict[str, Any]:
     return ended(node, "crash", first_failure=failure, exit_status=42, reason=f"rank {node} exited with 42")
 
 
-def host(name: str, *records: dict[str, Any], alive: bool = False, age: float = 1.0, **more: Any) -> Sight:
+def host(name: str, *records: dict[str, Any], alive: bool = False, age: float = 1.0, **more: Any) -> HostStatus:
     """A host that answers; *age* is that of all records, in seconds."""
     merged = {key: value for record in records for key, value in record.items()}
     answer = {
@@ -57,14 +57,14 @@ def host(name: str, *records: dict[str, Any], alive: bool = False, age: float = 
         "ages": dict.fromkeys(merged, age),
         "alive": alive,
     }
-    return Sight(name, answer, **more)
+    return HostStatus(name, answer, **more)
 
 
-def silent(name: str) -> Sight:
-    return Sight(name, why="timed out")
+def silent(name: str) -> HostStatus:
+    return HostStatus(name, why="timed out")
 
 
-def verdict(*sights: Sight) -> Observation:
+def verdict(*sights: HostStatus) -> Observation:
     by_name = {sight.host: sight for sight in sights}
     records = merge_records("/r/jobs/j/a1", HOSTS, by_name)
     return judge(records, nodes_of(HOSTS, by_name), peer_timeout_s=PEER_TIMEOUT_S)
@@ -185,7 +185,7 @@ def test_the_words_of_a_node_that_died_after_it_stopped_first_count() -> None:
 
 def test_an_attempt_that_no_host_knows_any_more_is_lost() -> None:
     gone = {"there": False}
-    seen = verdict(Sight("a", gone), Sight("b", gone))
+    seen = verdict(HostStatus("a", gone), HostStatus("b", gone))
     assert (seen.phase, seen.cause) == (Phase.LOST, Cause.NODE_FAILURE)
     assert "was removed" in seen.reason
 

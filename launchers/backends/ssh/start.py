@@ -1,4 +1,4 @@
-"""Starting an attempt on its hosts, finding one that was started half, and undoing one that must not go on.
+"""Start of an attempt on its hosts; completion of one that was started half, removal of one that must not go on.
 
 The order is what makes a cut-off start readable afterwards: first the files on every host, then the agent of node 0,
 then the others. Where a host lacks its files, or node 0 its lease, nothing has been started anywhere. The agents'
@@ -13,24 +13,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.ssh import calls
+from orc.launchers.backends.ssh import rpc
 from orc.launchers.backends.ssh.rendering import file_for, hosts_of, start_command
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.ssh.hosts import Hosts
-    from orc.launchers.backends.ssh.sights import Sight
+    from orc.launchers.backends.ssh.hosts import HostConnections
+    from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.plan import Plan, PlanCommand
 
 _HELD, _BUSY, _TAKEN, _OTHER = "held", "busy", "taken", "other"
 Link = dict[str, Any]
 
 
-def start(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> None:
-    """Bring the agents of *plan* up on all of its hosts; what is up already is left as it is.
+def start(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> None:
+    """Start the agents of *plan* on all of its hosts; those that run already are left as they are.
 
     Raises `NoRoom` when a host's slots are taken, `BackendUnreachable` and `BackendError` when nothing runs,
-    `AmbiguousSubmit` when nobody can tell.
+    `AmbiguousSubmit` when that cannot be known.
     """
     token = prepare(hosts, plan, secrets)
     names = hosts_of(plan)
@@ -57,7 +57,7 @@ def start(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> None:
         raise
 
 
-def prepare(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> str | None:
+def prepare(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> str | None:
     """Write what the agents need on every host. Returns the token of the link between them.
 
     That is `None` when the attempt's first node has been there and has ended.
@@ -75,7 +75,7 @@ def prepare(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> str | None:
             "secrets": {key: secrets[key] for key in plan.secrets},
             "token": token,
         }
-        return hosts.call(name, "prepare", request, calls.WRITE_TIMEOUT_S)
+        return hosts.call(name, "prepare", request, rpc.WRITE_TIMEOUT_S)
 
     written = hosts.each(names, write)
     failed = [result for result in written.values() if isinstance(result, LaunchError)]
@@ -92,22 +92,22 @@ def prepare(hosts: Hosts, plan: Plan, secrets: Mapping[str, str]) -> str | None:
     return str(held) if held else None
 
 
-def complete(hosts: Hosts, marker: str, sights: Mapping[str, Sight]) -> bool:
+def complete(hosts: HostConnections, marker: str, statuses: Mapping[str, HostStatus]) -> bool:
     """Start what is missing of an attempt whose node 0 runs, from the files that are on the hosts.
 
     Returns whether anything was started. Raises `BackendError`.
     """
-    placed = placement(sights)
-    missing = [name for name in placed[1:] if (own := sights.get(name)) and own.present and not _started(own)]
-    first = sights.get(placed[0]) if placed else None
-    if not missing or first is None or not first.alive or any(_is_ending(sight) for sight in sights.values()):
+    placed = placement(statuses)
+    missing = [name for name in placed[1:] if (own := statuses.get(name)) and own.present and not _started(own)]
+    first = statuses.get(placed[0]) if placed else None
+    if not missing or first is None or not first.alive or any(_is_ending(status) for status in statuses.values()):
         return False
     token = hosts.token(placed[0], marker)
     link = _link(token, _start_one(hosts, _command(hosts, placed[0], 0, marker, first), 0, marker, None))
 
     def go_on(name: str) -> Link:
         node = placed.index(name)
-        return _start_one(hosts, _command(hosts, name, node, marker, sights[name]), node, marker, link)
+        return _start_one(hosts, _command(hosts, name, node, marker, statuses[name]), node, marker, link)
 
     for result in hosts.each(missing, go_on).values():
         if isinstance(result, LaunchError):
@@ -115,7 +115,7 @@ def complete(hosts: Hosts, marker: str, sights: Mapping[str, Sight]) -> bool:
     return True
 
 
-def undo(hosts: Hosts, marker: str, names: Sequence[str], *, only_unstarted: bool = False) -> list[str]:
+def undo(hosts: HostConnections, marker: str, names: Sequence[str], *, only_unstarted: bool = False) -> list[str]:
     """End and remove the attempt on *names*; agents on hosts that do not answer miss the others.
 
     Returns the hosts on which that could not be done.
@@ -123,46 +123,46 @@ def undo(hosts: Hosts, marker: str, names: Sequence[str], *, only_unstarted: boo
 
     def remove(name: str) -> None:
         request = {"directory": hosts.directory(name, marker), "only_unstarted": only_unstarted}
-        hosts.call(name, "undo", request, calls.WRITE_TIMEOUT_S)
+        hosts.call(name, "undo", request, rpc.WRITE_TIMEOUT_S)
 
     return [name for name, result in hosts.each(names, remove).items() if isinstance(result, LaunchError)]
 
 
-def placement(sights: Mapping[str, Sight]) -> tuple[str, ...]:
-    """The attempt's hosts in node order, by the files on those that answered; the started ones' word counts most."""
-    there = sorted((s for s in sights.values() if s.present), key=lambda s: (not _started(s), s.answer["age"]))  # type: ignore[index]
+def placement(statuses: Mapping[str, HostStatus]) -> tuple[str, ...]:
+    """Return the attempt's hosts in node order, by the files on those that answered, of started ones first."""
+    there = sorted((s for s in statuses.values() if s.present), key=lambda s: (not _started(s), s.answer["age"]))  # type: ignore[index]
     return tuple(str(host["name"]) for host in there[0].answer["config"]["hosts"]) if there else ()  # type: ignore[index]
 
 
-def _started(sight: Sight) -> bool:
-    """Whether this host's own agent has been there."""
-    return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
+def _started(status: HostStatus) -> bool:
+    """Return True when this host's own agent has been there."""
+    return status.present and status.record(f"node-{(status.answer or {}).get('node')}/lease.json") is not None
 
 
-def _is_ending(sight: Sight) -> bool:
-    """Whether the attempt is over, or about to be: what is not started by now must not be."""
-    records = (sight.answer or {}).get("records", {})
+def _is_ending(status: HostStatus) -> bool:
+    """Return True when the attempt is over, or about to be: what is not started by now must not be."""
+    records = (status.answer or {}).get("records", {})
     return any(name in ("cancel.json", "node-0/exit.json") or name.startswith("stop-r") for name in records)
 
 
 def _is_refusal(result: Link | LaunchError) -> bool:
-    """Whether a host has said that nothing was started there."""
+    """Return True when nothing was started on a host for certain."""
     return isinstance(result, LaunchError) and not isinstance(result, BackendUnreachable)
 
 
-def _command(hosts: Hosts, name: str, node: int, marker: str, sight: Sight) -> PlanCommand:
-    """The command that the plan had for that host, from what lies there."""
-    tree = str((sight.answer or {})["config"]["runtime_tree"])
+def _command(hosts: HostConnections, name: str, node: int, marker: str, status: HostStatus) -> PlanCommand:
+    """Return the command that the plan had for that host, from the files there."""
+    tree = str((status.answer or {})["config"]["runtime_tree"])
     return start_command(hosts.settings, name, node, tree, f"{hosts.directory(name, marker)}/agent.json", marker)
 
 
-def _start_one(hosts: Hosts, command: PlanCommand, node: int, marker: str, link: Link | None) -> Link:
-    """Start one agent; what it says about itself. Raises `NoRoom`, `BackendError`, `BackendUnreachable`."""
+def _start_one(hosts: HostConnections, command: PlanCommand, node: int, marker: str, link: Link | None) -> Link:
+    """Start one agent, and return its answer. Raises `NoRoom`, `BackendError`, `BackendUnreachable`."""
     name = str(command.host)
     request = {"directory": hosts.directory(name, marker), "node": node, "argv": command.argv, "link": link}
-    deadline = time.monotonic() + calls.START_TIMEOUT_S
+    deadline = time.monotonic() + rpc.START_TIMEOUT_S
     while True:
-        answer = hosts.call(name, "start", request, calls.START_TIMEOUT_S)
+        answer = hosts.call(name, "start", request, rpc.START_TIMEOUT_S)
         state = answer.get("state")
         holders = [str(holder) for holder in answer.get("holders", ())]
         if state != _BUSY or marker not in holders or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""One question, one round trip: `on_host` is sent to a host and its answer comes back."""
+"""Remote procedure calls: `host_program` is sent to a host with a request, and its answer comes back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
     from orc.launchers.remote.transport import Transport
 
-LOOK_TIMEOUT_S = 30.0
+STATUS_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
-_PROGRAM = Program("backends.ssh.on_host", ("strict_modes", "agent.procfs"))
+_PROGRAM = Program("backends.ssh.host_program", ("strict_modes", "attempts.home", "agent.procfs"))
 _ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
 
 
 def call(
     transport: Transport, settings: Settings, do: str, request: Mapping[str, Any], *, timeout_s: float
 ) -> dict[str, Any]:
-    """What the host behind *transport* answers.
+    """Return the answer of the host behind *transport* to one request.
 
     Raises `BackendUnreachable` (`CommandTimeout` when it may have been done), `BackendError` when it cannot be done.
     """

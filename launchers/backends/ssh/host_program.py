@@ -1,4 +1,4 @@
-"""What is done on a host, in one round trip each. Standard library only, Python >= 3.9.
+"""Program that runs on a host, once for each request of `rpc`. Standard library only, Python >= 3.9.
 
 This file is sent, with `strict_modes`, to each host that is asked something (`calls`), so nothing has to be on the host
 and it always fits the one who asks. A request and its answer are one JSON object each.
@@ -13,11 +13,11 @@ import sys
 import time
 
 from orc.launchers.agent import procfs
+from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
 _CONFIDENTIAL = ("secrets.json", "link.json")
@@ -26,7 +26,7 @@ _RECORDS = ("lease.json", "heartbeat.json", "exit.json")
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """The JSON object in *path*; `None` when there is none (or, on a crashed disk, no object in it)."""
+    """Return the JSON object in *path*; `None` when there is none (or, on a crashed disk, no object in it)."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
@@ -36,7 +36,7 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def write(path: str, text: str, mode: int) -> None:
-    """A whole file, durably and in one step."""
+    """Write a whole file, durably and in one step."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # hosts may share the directory
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def write(path: str, text: str, mode: int) -> None:
 
 
 def create(path: str, data: dict[str, Any]) -> bool:
-    """A private file, unless it is there; of several who try at once one gets True."""
+    """Create a private file, unless it is there; of several who try at once one gets True."""
     temporary = f"{path}.{os.urandom(4).hex()}.new"
     write(temporary, json.dumps(data), 0o600)
     try:
@@ -63,7 +63,7 @@ def create(path: str, data: dict[str, Any]) -> bool:
 
 
 def unlink(path: str) -> None:
-    """Remove a file; one that is not there is fine."""
+    """Remove a file, if it is there."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -71,20 +71,20 @@ def unlink(path: str) -> None:
 
 
 def is_running(lease: dict[str, Any]) -> bool:
-    """Whether the process that holds *lease* still runs on this machine."""
+    """Return True while the process that holds *lease* runs on this machine."""
     return procfs.is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
 
 
-def look(request: dict[str, Any]) -> dict[str, Any]:
-    """What lies in the directories of some attempts, and whether this host's own agents of them are alive."""
+def status(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the status of some attempts on this host, by their directories."""
     return {
-        "attempts": {given: look_at(os.path.expanduser(given), request["host"]) for given in request["directories"]},
+        "attempts": {given: status_of(os.path.expanduser(given), request["host"]) for given in request["directories"]},
         "now": time.time(),
     }
 
 
-def look_at(directory: str, host: str) -> dict[str, Any]:
-    """The records of one attempt, with the age of each in seconds by this host's clock."""
+def status_of(directory: str, host: str) -> dict[str, Any]:
+    """Return the status of one attempt: its records, the age of each in seconds, and whether its agent runs here."""
     config = read_json(os.path.join(directory, "agent.json"))
     if config is None:
         return {"there": False, "alive": False}
@@ -117,7 +117,7 @@ def look_at(directory: str, host: str) -> dict[str, Any]:
 
 
 def age(path: str) -> float:
-    """How long ago *path* was written, in seconds."""
+    """Return how long ago *path* was written, in seconds."""
     try:
         return max(0.0, time.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def age(path: str) -> float:
 
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
-    """Write what the agent of this host needs, unless it has been started already; the link's token that holds."""
+    """Write the files of this host's agent, unless it was started before; return the token of the link that counts."""
     directory = os.path.expanduser(request["directory"])
     check(directory)  # whoever can write there would have the agent run what they like
     make_private(directory)
@@ -148,34 +148,18 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def hosts_in(agent: dict[str, Any]) -> list[str]:
-    """The names of an attempt's hosts, in the order of its nodes."""
+    """Return the names of an attempt's hosts, in the order of its nodes."""
     return [str(host.get("name")) for host in agent.get("hosts", ())]
 
 
 def own_nodes(before: dict[str, Any] | None, request: dict[str, Any]) -> set[int]:
-    """The node that this host is to be, and the one that it was in a plan that came before."""
+    """Return the numbers of this host's node in this plan, and in one that came before."""
     names = hosts_in(before or {})
     return {request["node"], *([names.index(request["host"])] if request["host"] in names else [])}
 
 
-def at_home(agent: dict[str, Any], expand: Callable[[str], str] = os.path.expanduser) -> dict[str, Any]:
-    """*agent* with this host's home directory in the place of ``~``; what the user wrote stays as it is."""
-    root = str(agent["root"])
-    expanded = dict(agent)
-    if root.startswith("~"):
-        for key, value in agent.items():
-            if isinstance(value, str) and value.startswith(root):
-                expanded[key] = expand(value)
-        expanded["env"] = {
-            name: expand(value) if value.startswith(f"{root}/") else value for name, value in agent["env"].items()
-        }
-    if expanded.get("python"):
-        expanded["python"] = expand(expanded["python"])
-    return expanded
-
-
 def start(request: dict[str, Any]) -> None:
-    """Say where the hub is, and become the program that starts the agent; that one gives the answer."""
+    """Write the address of the hub, and become the program that starts the agent; that one gives the answer."""
     directory = os.path.expanduser(request["directory"])
     argv = [os.path.expanduser(word) for word in request["argv"]]
     for path in (directory, *(word for word in argv[1:4] if word.startswith("/"))):  # its orders, and its code
@@ -192,7 +176,7 @@ def start(request: dict[str, Any]) -> None:
 
 
 def drop_link_if_shared(directory: str) -> None:
-    """Agents that see the same files need no link to keep them in step. All hosts have been here by now."""
+    """Remove the link of agents that see the same files. All hosts have been here by now."""
     path = os.path.join(directory, "agent.json")
     agent = read_json(path)
     if agent is None or not agent.get("link"):
@@ -203,10 +187,10 @@ def drop_link_if_shared(directory: str) -> None:
 
 
 def cancel(request: dict[str, Any]) -> dict[str, Any]:
-    """Leave word for the agents of some attempts; where they are gone, end what they have left behind."""
+    """Write a request to cancel for the agents of some attempts; where they are gone, end what they left behind."""
     for given in request["directories"]:
         directory = os.path.expanduser(given)
-        seen = look_at(directory, request["host"])
+        seen = status_of(directory, request["host"])
         if not seen["there"] or f"node-{seen['node']}/exit.json" in seen["records"]:
             continue
         write(os.path.join(directory, "cancel.json"), json.dumps(request["request"]), 0o600)
@@ -222,7 +206,7 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
     """
     for given in request["directories"]:
         directory = os.path.expanduser(given)
-        seen = look_at(directory, request["host"])
+        seen = status_of(directory, request["host"])
         if seen["alive"] and f"node-{seen['node']}/exit.json" not in seen["records"]:
             write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)
         elif seen["there"] and not seen["alive"]:
@@ -235,14 +219,14 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
 def undo(request: dict[str, Any]) -> dict[str, Any]:
     """End an attempt that must not go on, at once, and remove its directory; another may be started in its place."""
     directory = os.path.expanduser(request["directory"])
-    seen = look_at(directory, request["host"])
+    seen = status_of(directory, request["host"])
     if not seen["there"]:
         return {"state": "gone"}
     if request["only_unstarted"] and f"node-{seen['node']}/lease.json" in seen["records"]:
         return {"state": "held"}
     write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "not all hosts were free"}', 0o600)
     deadline = time.monotonic() + 20.0
-    while look_at(directory, request["host"]).get("alive") and time.monotonic() < deadline:
+    while status_of(directory, request["host"]).get("alive") and time.monotonic() < deadline:
         time.sleep(0.05)
     end(directory, seen["config"])
     trash = f"{directory}.{os.getpid()}.tmp"
@@ -257,7 +241,7 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def end(directory: str, config: dict[str, Any]) -> None:
-    """SIGKILL what is left of an attempt on this host; its own agent's code knows how."""
+    """SIGKILL what is left of an attempt on this host, with the code of its own agent."""
     tree = os.path.expanduser(str(config["runtime_tree"]))
     for path in (directory, tree):
         check(path)
@@ -268,7 +252,7 @@ def main() -> None:
     """Answer one request from standard input."""
     request = json.loads(sys.stdin.buffer.read())
     os.environ[VARIABLE] = request.get("trusted", "")
-    operations = {f.__name__: f for f in (look, prepare, start, cancel, reap, undo)}
+    operations = {f.__name__: f for f in (status, prepare, start, cancel, reap, undo)}
     try:
         answer: dict[str, Any] = operations[request["do"]](request) or {}
     except OSError as error:

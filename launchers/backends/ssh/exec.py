@@ -1,4 +1,4 @@
-"""How a person (and ``orc exec``, ``orc top``) gets to a host. Pure."""
+"""Command lines that reach the node of an attempt, for ``orc exec``, ``orc ssh`` and ``orc top``. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def entry(settings: Settings, name: str, node: int, directory: str) -> NodeEntry:
-    """The way to node *node* of an attempt, which runs on the host *name*."""
+    """Return the way to node *node* of an attempt, which runs on the host *name*."""
     host, access = settings.spec(name), settings.options.access
     return NodeEntry(
         node,
