@@ -6,7 +6,7 @@ component, so that the ranks of the job are too. Every node runs the same number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ class Component:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_components(value: Any) -> tuple[Component, ...]:
-    """Return the checked components. Raises `ValueError`."""
+def read_components(value: Any, checked: Callable[[Mapping[str, Any], int], dict[str, Any]]) -> tuple[Component, ...]:
+    """Return the components, whose options *checked* reads with their number. Raises `ValueError`."""
     from orc.launchers.spec.problems import nearest
 
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value) or len(value) < 2:
@@ -64,20 +64,8 @@ def read_components(value: Any) -> tuple[Component, ...]:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise ValueError(f"component {number}: nodes: expected a whole number from 1, not {nodes!r}")
         own["resources"]["nodes"] = nodes
-        components.append(Component(own["resources"], _checked(own["options"], number)))
+        components.append(Component(own["resources"], checked(own["options"], number)))
     return tuple(components)
-
-
-def _checked(options: Mapping[str, Any], number: int) -> dict[str, Any]:
-    from orc.launchers.backends.slurm.options import SlurmOptions
-    from orc.launchers.errors import SpecError
-    from orc.launchers.spec.options import validate_options
-
-    try:
-        checked = validate_options(SlurmOptions, options, f"component {number}")
-    except SpecError as error:
-        raise ValueError(str(error)) from None
-    return {name: getattr(checked, name) for name in checked.model_fields_set}
 
 
 def components(job: JobSpec, options: SlurmOptions) -> list[tuple[JobSpec, SlurmOptions]]:

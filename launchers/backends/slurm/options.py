@@ -149,7 +149,18 @@ def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
 def _components(value: Any) -> tuple[Component, ...]:
     from orc.launchers.backends.slurm.heterogeneous import read_components
 
-    return read_components(value)
+    return read_components(value, _component_options)
+
+
+def _component_options(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.options import validate_options
+
+    try:
+        checked = validate_options(SlurmOptions, options, f"component {number}")
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
 
 
 CommaList = Annotated[str, Reader(_comma_list)]
