@@ -100,14 +100,14 @@ def find_slow_hosts(speeds: Sequence[HostSpeed]) -> list[Finding]:
 
 
 def _line(process: Process, name: str) -> bytes:
-    said = b""
-    while not said.endswith(b"\n"):
+    received = b""
+    while not received.endswith(b"\n"):
         piece = process.read(65536)
         if not piece:
             done = process.wait()
             raise BackendError(f"the all-reduce probe failed: {_last(done.stderr, done.status)}", where=name)
-        said += piece
-    return said.strip().splitlines()[-1]
+        received += piece
+    return received.strip().splitlines()[-1]
 
 
 def _last(stderr: str, status: int) -> str:

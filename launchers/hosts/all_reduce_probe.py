@@ -114,7 +114,7 @@ def main() -> None:
     piece = torch.ones(PAIR // 4, device=device)
     for turn in range(min(ROUNDS, world + world % 2 - 1)):
         other = partner(rank, world, turn)
-        dist.all_reduce(small)  # everybody begins together
+        dist.all_reduce(small)  # all begin together
         if other == rank:
             continue
 

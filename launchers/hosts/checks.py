@@ -51,8 +51,8 @@ def gather_facts(
         received = time.time()
         if done.status:
             lines = done.stderr.strip().splitlines()
-            said = lines[-1] if lines else f"exit status {done.status}"
-            raise BackendError(f"{python} cannot be used: {said}", where=name, hint="Correct `python:` of the host.")
+            reason = lines[-1] if lines else f"exit status {done.status}"
+            raise BackendError(f"{python} cannot be used: {reason}", where=name, hint="Correct `python:` of the host.")
         try:
             facts = json.loads(done.stdout.splitlines()[-1])
         except (ValueError, IndexError):
@@ -209,9 +209,9 @@ def _differing(facts_by_host: Sequence[HostFacts], what: str, value: Any, level:
     counted = Counter(value for value in values.values() if value != _NO_TORCH)
     common, count = counted.most_common(1)[0]
     hint = f"Give all hosts the same {what}, or leave this one out."
-    if count * 2 <= counted.total():  # nobody can say which is right
-        said = ", ".join(f"{name} {version}" for name, version in values.items())
-        return [Finding(level, f"{what} differs: {said}", next(iter(values)) if level == "error" else "", hint)]
+    if count * 2 <= counted.total():  # no value has a majority
+        listed = ", ".join(f"{name} {version}" for name, version in values.items())
+        return [Finding(level, f"{what} differs: {listed}", next(iter(values)) if level == "error" else "", hint)]
     return [
         Finding(level, f"{what}: it has {version}, the others {common}", name, hint)
         for name, version in values.items()

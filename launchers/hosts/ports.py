@@ -61,14 +61,14 @@ def probe_ports(
         listeners = each({name: name for name in names}, listen)
         failed = {name: answer for name, answer in listeners.items() if isinstance(answer, LaunchError)}
         open_ones = {name: answer for name, answer in listeners.items() if not isinstance(answer, LaunchError)}
-        asked = list(open_ones)
+        reachable = list(open_ones)
 
         def connect(name: str) -> dict[str, str]:
-            targets = [open_ones[peer] for peer in peers_of(asked, asked.index(name))]
+            targets = [open_ones[peer] for peer in peers_of(reachable, reachable.index(name))]
             conversations[name].write(json.dumps(targets).encode() + b"\n")
             return _answer(conversations[name], name)
 
-        answers = each({name: name for name in asked}, connect) if len(asked) > 1 else {}
+        answers = each({name: name for name in reachable}, connect) if len(reachable) > 1 else {}
         for conversation in conversations.values():
             with suppress(LaunchError):
                 conversation.close_stdin()  # all end at the same time, not one after the other
@@ -84,14 +84,14 @@ def probe_ports(
 
 def _answer(conversation: Process, name: str) -> dict[str, Any]:
     """Return the next line that a host prints. Raises `BackendError`, `BackendUnreachable`."""
-    said = b""
-    while not said.endswith(b"\n"):
+    received = b""
+    while not received.endswith(b"\n"):
         piece = conversation.read(1 << 16)
         if not piece:
             lines = conversation.wait().stderr.strip().splitlines()
             raise BackendError(f"cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
-        said += piece
-    return dict(json.loads(said))
+        received += piece
+    return dict(json.loads(received))
 
 
 def find_blocked_pairs(blocked: Sequence[BlockedConnection], failed: Mapping[str, LaunchError]) -> list[Finding]:

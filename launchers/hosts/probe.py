@@ -1,7 +1,7 @@
 """Program on a host for `checks` and `ports`: standard library only, Python >= 3.9.
 
 facts <root>             print one JSON object about this machine and this Python
-ports <token> <seconds>   print {"port", "addresses"}, and answer everybody who connects with the token; when a line
+ports <token> <seconds>   print {"port", "addresses"}, and answer every connection with the token; when a line
                         [{"name", "addresses", "port", "token"}] has come, connect to these and print a line
                         {name: "" or what is wrong}; end when the input does
 
@@ -31,7 +31,7 @@ GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active"
 )
 CONNECT_S = 3.0
-ANSWER_S = 20.0  # where somebody listens, the way is open; under load the answer comes late
+ANSWER_S = 20.0  # where a connection is taken, the way is open; under load the answer comes late
 
 
 def gather_facts(root: str) -> dict[str, Any]:
@@ -147,8 +147,12 @@ def gpus() -> dict[str, Any]:
         return {"gpus": [], "gpus_known": known, "gpu_error": str(error)}
     text = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip() or text
-        return {"gpus": [], "gpus_known": known, "gpu_error": said.splitlines()[-1] if said else "nvidia-smi failed"}
+        reason = done.stderr.decode("utf-8", "replace").strip() or text
+        return {
+            "gpus": [],
+            "gpus_known": known,
+            "gpu_error": reason.splitlines()[-1] if reason else "nvidia-smi failed",
+        }
     names = ("index", "name", "driver", "used", "total", "utilisation", "temperature", "ecc", "throttle")
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
     found = [dict(zip(names, row)) for row in rows]  # noqa: B905 - Python 3.9
@@ -190,16 +194,16 @@ def serve_ports(token: str, seconds: float) -> None:
     poll.register(0, select.POLLIN)
     poll.register(server, select.POLLIN)
     deadline = time.monotonic() + seconds
-    said = b""
+    received = b""
     while time.monotonic() < deadline:
         for ready, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             if ready == 0:
                 piece = os.read(0, 1 << 16)
                 if not piece:
                     return
-                said += piece
-                if said.endswith(b"\n"):
-                    targets, said = json.loads(said), b""
+                received += piece
+                if received.endswith(b"\n"):
+                    targets, received = json.loads(received), b""
                     threading.Thread(target=report, args=(targets,), daemon=True).start()
             else:
                 peer, _ = server.accept()
@@ -228,8 +232,8 @@ def connect(targets: list[dict[str, Any]]) -> dict[str, str]:
             try:
                 with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as link:
                     link.settimeout(ANSWER_S)
-                    said = link.recv(256).decode("utf-8", "replace")
-                if said == target["token"]:
+                    answer = link.recv(256).decode("utf-8", "replace")
+                if answer == target["token"]:
                     result[target["name"]] = ""
                     return
                 problems.append(address + ": another machine answers there")

@@ -57,7 +57,7 @@ def find_agent(config: dict[str, Any]) -> None:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process of this user was started with; empty when it is gone or somebody else's."""
+    """Return the environment that a process of this user was started with; empty when it is gone or another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             words = file.read().split(b"\0")
@@ -111,7 +111,7 @@ def enter(directory: str, node: int, options: Sequence[str], program: Sequence[s
 
 
 def attend(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
-    """Run a program and end it when nobody listens any more: sshd tells only a terminal's programs that it is over."""
+    """Run a program and end it when its output is not read any more: sshd ends the programs of terminals only."""
     import select
     import shutil
     import signal
@@ -284,7 +284,7 @@ def order(number: str) -> tuple[bool, int]:
 
 
 def sample(directory: str, node: int, interval: float, count: int) -> None:
-    """Print *count* measurements, *interval* seconds apart; 0 goes on until nobody reads."""
+    """Print *count* measurements, *interval* seconds apart; 0 goes on until the reader is gone."""
     import select
 
     sampler = Sampler(directory, node)
@@ -293,7 +293,7 @@ def sample(directory: str, node: int, interval: float, count: int) -> None:
     done = 0
     while True:
         if quiet.poll(1000 * interval):
-            return  # nobody reads any more
+            return  # the reader is gone
         print(json.dumps(sampler.sample()), flush=True)
         done += 1
         if done == count:

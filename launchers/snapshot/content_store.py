@@ -13,7 +13,7 @@ from orc.launchers.snapshot.hashing import hash_file
 from orc.launchers.snapshot.listing import encode
 from orc.launchers.snapshot.manifest import EXECUTABLE, SYMLINK, Bundle, Entry
 from orc.launchers.snapshot.scan import SourceTree, format_size, scan
-from orc.launchers.snapshot.tree_store import FULL, Damaged, TreeStore, read_chunks, side_by_side, write_content
+from orc.launchers.snapshot.tree_store import FULL, DamagedContent, TreeStore, read_chunks, side_by_side, write_content
 
 Progress = Callable[[int, int], None]
 
@@ -37,7 +37,7 @@ class ContentStore(TreeStore):
         tree = scan(workdir, patterns, cache=self.scan_cache, skip=skip)
         try:
             self.ingest(tree, on_progress=on_progress)
-        except Damaged:
+        except DamagedContent:
             tree = scan(workdir, patterns, cache=self.scan_cache, skip=skip)
             self.ingest(tree, on_progress=on_progress)
         return tree
@@ -121,9 +121,9 @@ class ContentStore(TreeStore):
 
 
 def _copy_verified(source: bytes, destination: bytes, entry: Entry) -> None:
-    """Copy a content and make it durable. Raises `Damaged` when it is not what *entry* says."""
+    """Copy a content and make it durable. Raises `DamagedContent` when it is not what *entry* says."""
     if not write_content(_reading(source), destination, entry, 0o400):
-        raise Damaged(
+        raise DamagedContent(
             "the file changed while the snapshot was taken",
             where=os.fsdecode(source),
             hint="Submit again when nothing writes to it, or exclude it in .orcignore or workdir.exclude.",
@@ -136,7 +136,7 @@ def _reading(source: bytes) -> Iterator[bytes]:
     try:
         first = next(chunks, b"")
     except OSError as error:
-        raise Damaged(f"cannot read the file any more: {error.strerror}", where=os.fsdecode(source)) from None
+        raise DamagedContent(f"cannot read the file any more: {error.strerror}", where=os.fsdecode(source)) from None
     yield first
     yield from chunks
 

@@ -3,7 +3,7 @@
 Travels to the hosts as it is: standard library only, Python >= 3.9.
 
 Kept is what the ledger names, what an attempt that has not ended for long mentions in its records, and what was used
-lately: storing a snapshot, or finding it there, counts as use. Nothing is removed while somebody writes to the store.
+lately: storing a snapshot, or finding it there, counts as use. Nothing is removed while the store is written to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import SHA256, SYMLINK
 from orc.launchers.snapshot.tree_store import TreeStore, remove
 
-# A snapshot is staged some time before the attempt that needs it leaves a trace, perhaps in somebody else's ledger.
+# A snapshot is staged some time before the attempt that needs it leaves a trace, perhaps in another user's ledger.
 GRACE_S = 3600.0
 _WRITERS_S = 30.0  # to wait for those who write to the store
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")
@@ -39,7 +39,7 @@ class GcRequest:
     root: str  # of the cluster; may begin with ``~``
     older_than_s: float  # since the last use; `GRACE_S` at least
     keep: frozenset[str] = frozenset()  # digests that jobs of the ledger need
-    ended: frozenset[str] = frozenset()  # jobs that have ended for good, says the ledger
+    ended: frozenset[str] = frozenset()  # jobs that have ended for good, by the ledger
     work: bool = False  # the working copies of ended jobs too
     dry_run: bool = False
 
@@ -96,7 +96,7 @@ def collect(request: GcRequest) -> GcReport:
             with store.exclusive(_WRITERS_S) as alone:
                 if alone is False:
                     raise BundleError(
-                        "somebody is writing to the store", where=str(store.root), hint="Try again later."
+                        "another process is writing to the store", where=str(store.root), hint="Try again later."
                     )
                 _collect_store(store, used, now - age, found, alone is True, dry_run=False)
     _collect_environments(root / "envs", used, now - age, found, request.dry_run)

@@ -16,7 +16,7 @@ from orc.launchers.snapshot.ignore import IgnoreRules
 # Repository metadata and byte code of this machine's Python are never part of a job, whatever the rules say.
 _NEVER = frozenset({".git", "__pycache__"})
 _SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
-# What git runs, or fetches, because a repository's own configuration says so: a workdir may be somebody else's work.
+# What git runs, or fetches, because a repository's own configuration says so: a workdir may be another person's work.
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _GIT_RESTRAINT = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
 # A git hook or a wrapper may have pointed git at another repository than the one around the working directory.
@@ -183,11 +183,11 @@ class _Lister:
             raise _unreadable(directory, error) from None
         if done.returncode == 0:
             return [decode(name) for name in done.stdout.split(b"\0") if name]
-        said = done.stderr.decode("utf-8", "replace").strip()
-        if "not a git repository" in said:
+        stderr = done.stderr.decode("utf-8", "replace").strip()
+        if "not a git repository" in stderr:
             return None
-        if "dubious ownership" in said:
-            # git will not obey the configuration of somebody else's repository. A plain walk obeys nothing.
+        if "dubious ownership" in stderr:
+            # git will not obey the configuration of another user's repository. A plain walk obeys nothing.
             top = os.fsdecode(next(d for d in _upwards(directory) if os.path.lexists(os.path.join(d, b".git"))))
             self.listing.findings.append(
                 Finding(
@@ -199,9 +199,9 @@ class _Lister:
             )
             return None
         raise BundleError(
-            f"git cannot list the working tree: {said.splitlines()[0] if said else f'exit status {done.returncode}'}",
+            f"git cannot list the working tree: {stderr.splitlines()[0] if stderr else f'status {done.returncode}'}",
             where=decode(directory),
-            hint="\n  ".join(line.strip() for line in said.splitlines()[1:] if line.strip())
+            hint="\n  ".join(line.strip() for line in stderr.splitlines()[1:] if line.strip())
             or "Run `git status` there to see what is wrong.",
         )
 

@@ -44,7 +44,7 @@ def use(store: str, digest: str) -> bool:
                 os.utime(manifest)
         finally:
             os.close(fd)
-    except PermissionError:  # somebody else's store, or a read-only one: nobody collects there as we
+    except PermissionError:  # another user's store, or a read-only one: we do not collect there
         return True
     return True
 
@@ -67,22 +67,22 @@ def locked(fd: int, operation: int) -> bool | None:
     return True
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return which snapshots are in the store below a cluster root, and whether no killed writer has left something."""
-    os.environ[VARIABLE] = asked.get("trusted", "")
-    present = has if asked.get("dry_run") else use
-    root = os.path.expanduser(asked["root"])
+    os.environ[VARIABLE] = request.get("trusted", "")
+    present = has if request.get("dry_run") else use
+    root = os.path.expanduser(request["root"])
     try:
         check_root(root)
     except Untrusted:
-        return {"have": [], "clean": False}  # whoever is asked next says why
+        return {"have": [], "clean": False}  # the receiver reports why
     store = os.path.join(root, "store")
     try:
         os.listdir(os.path.join(store, "trees"))  # a file system shared by hosts may remember that a name was not there
         left = os.listdir(os.path.join(store, "tmp"))
     except FileNotFoundError:
         return {"have": [], "clean": False}
-    return {"have": [digest for digest in asked["digests"] if present(store, digest)], "clean": not left}
+    return {"have": [digest for digest in request["digests"] if present(store, digest)], "clean": not left}
 
 
 def main() -> None:

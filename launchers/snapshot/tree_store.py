@@ -43,7 +43,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-class Damaged(BundleError):
+class DamagedContent(BundleError):
     """The content differs from its manifest."""
 
 
@@ -124,7 +124,7 @@ class TreeStore:
             try:
                 staging.mkdir(mode=0o700)
                 (staging / "objects").mkdir(mode=0o700)
-                # Nobody sees the file before it is locked.
+                # The file is not seen before it is locked.
                 lock = os.open(staging / "locking", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 if locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     os.rename(staging / "locking", staging / "lock")
@@ -203,7 +203,7 @@ class TreeStore:
     def build(self, bundle: Bundle, staging: Path) -> None:
         """Lay the tree out from its contents under a temporary name, make it durable, and rename it into place.
 
-        Raises `Damaged` when a content that has to be copied is not what its name says, `OSError`.
+        Raises `DamagedContent` when a content that has to be copied is not what its name says, `OSError`.
         """
         laid_out = staging / "tree"
         laid_out.mkdir(mode=0o700)
@@ -236,7 +236,7 @@ class TreeStore:
             if not write_content(read_chunks(content), destination, entry, mode):
                 with contextlib.suppress(OSError):
                     os.unlink(content)  # the next writer stores it anew
-                raise Damaged(
+                raise DamagedContent(
                     "a stored content was damaged and has been removed",
                     where=os.fsdecode(content),
                     hint="Try again: it is stored anew.",

@@ -1,4 +1,4 @@
-"""Recall of a snapshot from a host's store into the one here, for whoever takes a job over from another machine."""
+"""Recall of a snapshot from a host's store into the one here, for a job that is taken over from another machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.layout import Layout
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.launchers.snapshot.scan import SourceTree
-from orc.launchers.snapshot.tree_store import Damaged
+from orc.launchers.snapshot.tree_store import DamagedContent
 from orc.launchers.transfer.wire import CHUNK, ByteSource
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def recall(digest: str, transport: Transport, root: str, store: ContentStore) ->
         }
         try:
             return store.ingest(SourceTree(bundle, contents))
-        except Damaged as error:
+        except DamagedContent as error:
             raise BundleError(
                 f"a content of snapshot {digest[:12]} is damaged: {Path(error.where).name}", where=transport.name
             ) from None
@@ -81,8 +81,8 @@ def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: P
             raise BundleError(f"the snapshot came damaged: {error}", where=transport.name) from None
         ended = process.wait()
     if got != set(hashes):
-        said = ended.stderr.strip().splitlines()
+        reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise BundleError(
-            f"{len(set(hashes) - got)} contents of the snapshot are missing: {said[-1] if said else 'no reason given'}",
+            f"{len(set(hashes) - got)} contents of the snapshot are missing: {reason}",
             where=transport.name,
         )

@@ -92,7 +92,7 @@ class Receiver:
     def _turn(self) -> Iterator[None]:
         """Wait for other transfers into this store: what they bring, from other hosts that share it, is not sent again.
 
-        Where there are no locks nobody waits, which is safe: then contents arrive twice.
+        Where there are no locks there is no wait, which is safe: then contents arrive twice.
         """
         fd = os.open(self._store.root / "receiving", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -176,7 +176,7 @@ def _print(data: bytes) -> None:
 
 
 def _show_life() -> None:
-    """Print signs of life; end the program when nobody reads them."""
+    """Print signs of life; end the program when they are not read."""
     try:
         while True:
             time.sleep(BUSY_S)
@@ -189,7 +189,7 @@ def main() -> None:
     """Serve one request over standard input and output."""
     os.umask(0o077)
     # A transport that ends a program kills its process group. What is half-made must be removed all the same, so the
-    # work is done in a session of its own, which ends when nobody talks to it any more.
+    # work is done in a session of its own, which ends when the laptop is gone.
     child = os.fork()
     if child:
         for number in (0, 1):
@@ -197,7 +197,7 @@ def main() -> None:
         ended = os.waitpid(child, 0)[1]
         os._exit(os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else 128 + os.WTERMSIG(ended))
     os.setsid()
-    with contextlib.suppress(OSError):  # more than the system grants everybody
+    with contextlib.suppress(OSError):  # more than the system grants
         fcntl.fcntl(0, _F_SETPIPE_SZ, _PIPE)  # fewer turns between us and what hands us the data
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))

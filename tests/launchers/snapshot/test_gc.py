@@ -166,7 +166,7 @@ def test_it_waits_for_writers_and_gives_up(
 ) -> None:
     monkeypatch.setattr(gc, "_WRITERS_S", 0.2)
     age(store, code)
-    with store.staging("x"), pytest.raises(BundleError, match="somebody is writing"):
+    with store.staging("x"), pytest.raises(BundleError, match="another process is writing"):
         ask(root)
     assert store.has(code.digest)
     assert ask(root).snapshots == [code.digest]
