@@ -1,36 +1,41 @@
-"""Programs of ours that run on hosts: some of the modules of this package, packed so that they can be sent.
+"""Programs of ours that run on hosts: modules of this package, sent ahead of their standard input to a new interpreter.
 
-Nothing of them stands on a command line or on a disk over there. Where an interpreter runs already that was started
-like a new one would be, a program is brought to it once and runs in a copy of it (`ssh.remote_fork`); else a new one
-reads it from its standard input.
+Nothing of them stands on a command line or on a disk over there. They are standard library alone, Python 3.9.
 """
 
 from __future__ import annotations
 
-import marshal
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from orc.launchers.remote.shipped import CODE
-
 _PACKING = threading.Lock()  # many hosts want the same at the same moment
-_HERE = Path(__file__).resolve().parents[1]
-_ROOT = "orc.launchers"
-# Reads what it is told to read and becomes that. Pythons older than we need say so themselves.
+_ROOT = Path(__file__).resolve().parents[2]
+# Makes the modules when they are imported. An older Python gets as far as the message, so this is plain Python.
 _BOOT = """\
-import os,sys
-if sys.version_info<(3,9):sys.exit("orc: this is Python %d.%d, 3.9 or newer is needed"%sys.version_info[:2])
-m,n=int(sys.argv[1]),int(sys.argv[2]);b=b""
-while len(b)<n:
- d=os.read(0,n-len(b))
- if not d:sys.exit("orc: cut off")
- b+=d
-exec(b[:m]);run(b[m:],sys.argv[3:])
+import os, sys, zlib
+if sys.version_info < (3, 9): sys.exit("%s is too old: Python %d.%d.%d" % ((sys.executable,) + sys.version_info[:3]))
+left, packed = int(sys.argv[1]), b""
+while left:
+    piece = os.read(0, left)
+    if not piece: sys.exit("the program was cut off on its way")
+    left, packed = left - len(piece), packed + piece
+words = zlib.decompress(packed).decode().split("\\0")
+sources = dict(zip(words[::2], words[1::2]))
+class Shipped:
+    def find_spec(name, path=None, target=None):
+        return type(sys.__spec__)(name, Shipped, is_package=not sources[name]) if name in sources else None
+    def create_module(spec):
+        return None
+    def exec_module(module):
+        exec(compile(sources[module.__name__], "<%s>" % module.__name__, "exec"), module.__dict__)
+sys.meta_path.insert(0, Shipped)
+main = __import__(sys.argv[2], fromlist=["main"]).main
+del sys.argv[1:3]
+main()
 """
 
 
@@ -44,52 +49,35 @@ class Program:
     module: str  # such as "backends.ssh.host_program"
     others: tuple[str, ...] = ()  # those of the runtime under their full names, such as "orc.runtime.names"
 
-    def packed(self, code: str = "") -> bytes:
-        """What is sent: byte code for a Python with that (`shipped.CODE`) like ours, else the source."""
-        coded = code == CODE
+    @property
+    def packed(self) -> bytes:
+        """The compressed modules, which a new interpreter reads from its standard input before anything else."""
         with _PACKING:
-            if coded not in self._forms:
-                self._forms[coded] = self._pack(_code if coded else source)
-            return self._forms[coded]
+            return self._packed
 
     @cached_property
-    def _forms(self) -> dict[bool, bytes]:
-        return {}
-
-    def _pack(self, form: Callable[[str], str | bytes]) -> bytes:
-        modules: dict[str, str | bytes | None] = {}
-        for name in (self.module, *self.others):
-            above = full_name(name).split(".")[:-1]
-            modules.update({".".join(above[: depth + 1]): None for depth in range(len(above))})
-        modules.update({full_name(name): form(name) for name in (self.module, *self.others)})
-        return zlib.compress(marshal.dumps((f"{_ROOT}.{self.module}", modules), 2), 9)
-
-    @cached_property
-    def preface(self) -> bytes:
-        """What a new interpreter reads from its standard input before anything else."""
-        return source("remote.shipped").encode() + self.packed()
+    def _packed(self) -> bytes:
+        names = [full_name(name) for name in (self.module, *self.others)]
+        modules = {package: "" for name in names for package in _packages(name)}
+        modules.update({name: source(name) for name in names})
+        return zlib.compress("\0".join(word for module in modules.items() for word in module).encode(), 9)
 
     def argv(self, python: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
-        """The command of a new interpreter, which reads `preface` first."""
-        size = len(self.preface)
-        return (python, "-I", "-S", "-c", _BOOT, str(size - len(self.packed())), str(size), *arguments)
+        """The command of a new interpreter, which reads `packed` first."""
+        return (python, "-I", "-S", "-c", _BOOT, str(len(self.packed)), full_name(self.module), *arguments)
 
 
 def source(name: str) -> str:
-    """The text of one of our modules."""
-    return _file(name).read_text(encoding="utf-8")
-
-
-def _code(name: str) -> bytes:
-    """The byte code of one of our modules, which this Python has at hand as a rule."""
-    loader = SourceFileLoader(full_name(name), str(_file(name)))
-    return marshal.dumps(loader.get_code(loader.name))
+    """Return the text of one of our modules."""
+    path = _ROOT / f"{full_name(name).removeprefix('orc.').replace('.', '/')}.py"
+    return path.read_text(encoding="utf-8")
 
 
 def full_name(name: str) -> str:
-    """The name of one of a program's modules, the package included."""
-    return name if name.startswith("orc.") else f"{_ROOT}.{name}"
+    """Return the name of one of a program's modules, the package included."""
+    return name if name.startswith("orc.") else f"orc.launchers.{name}"
 
 
-def _file(name: str) -> Path:
-    return _HERE.parent / f"{full_name(name).removeprefix('orc.').replace('.', '/')}.py"
+def _packages(name: str) -> list[str]:
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(1, len(words))]

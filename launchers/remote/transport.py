@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
-import selectors
+import select
+import signal
 import subprocess
-import time
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,35 +142,57 @@ class Transport(Protocol):
         ...
 
 
+class BaseTransport:
+    """Programs of ours, which every transport runs alike: in an interpreter that is started for it."""
+
+    def run_program(
+        self: Transport,
+        program: Program,
+        arguments: Sequence[str] = (),
+        *,
+        python: str,
+        timeout_s: float,
+        stdin: bytes = b"",
+    ) -> Completed:
+        """See `Transport.run_program`."""
+        argv = program.argv(self.expand(python), arguments)
+        return self.run(argv, timeout_s=timeout_s, stdin=program.packed + stdin)
+
+    def stream_program(
+        self: Transport, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
+    ) -> Process:
+        """See `Transport.stream_program`."""
+        process = self.stream(program.argv(self.expand(python), arguments), timeout_s=timeout_s)
+        try:
+            process.write(program.packed)
+        except BackendUnreachable:
+            return process  # it has ended already: whoever reads from it learns why
+        except BaseException:
+            process.__exit__()
+            raise
+        return process
+
+
 class LocalProcess:
     """A program on this machine, see `Process`. One thread at a time may use it."""
 
     def __init__(self, argv: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> None:
-        self._argv = tuple(argv)
-        self._timeout_s = timeout_s
-        self._popen = _start(argv, env)
-        pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
-        self._stdin, self._stdout, self._stderr = (cast(IO[bytes], pipe) for pipe in pipes)
-        self._said = {self._stdout: bytearray(), self._stderr: bytearray()}
-        self._ready = selectors.DefaultSelector()
-        for pipe in (self._stdin, self._stdout, self._stderr):
-            os.set_blocking(pipe.fileno(), False)
-        for source in (self._stdout, self._stderr):
-            self._ready.register(source, selectors.EVENT_READ)
-        self._end = os.pidfd_open(self._popen.pid)
-        self._ready.register(self._end, selectors.EVENT_READ)
+        self._argv, self._timeout_s = tuple(argv), timeout_s
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process is left
+        self._popen = _start(argv, env, subprocess.PIPE, subprocess.PIPE, self._stderr)
+        self._stdin, self._stdout = cast(IO[bytes], self._popen.stdin), cast(IO[bytes], self._popen.stdout)
+        os.set_blocking(self._stdin.fileno(), False)
+        self._out, self._open = bytearray(), True
 
     def write(self, data: bytes) -> None:
         """See `Process.write`. What the program says meanwhile is kept, so that neither waits for the other."""
         view = memoryview(data)
-        while view and not self._stdin.closed:
-            self._ready.register(self._stdin, selectors.EVENT_WRITE)
-            try:
-                if not self._carry(self._timeout_s):
-                    raise self._late(f"took no input for {self._timeout_s:g} s")
-            finally:
-                self._ready.unregister(self._stdin)
-            view = view[self._feed(view) :]
+        try:
+            while view and not self._stdin.closed:
+                if self._await("took no input", writing=True):
+                    view = view[os.write(self._stdin.fileno(), view[:65536]) :]
+        except BrokenPipeError:
+            self._stdin.close()
         if view:
             raise BackendUnreachable(f"{self._name} ended before it had read all of its input")
 
@@ -179,93 +202,48 @@ class LocalProcess:
 
     def read(self, size: int) -> bytes:
         """See `Process.read`."""
-        buffer = self._said[self._stdout]
-        while not buffer and self._stdout in self._ready.get_map():
-            if not self._carry(self._timeout_s):
-                raise self._late(f"said nothing for {self._timeout_s:g} s")
-        data = bytes(buffer[:size])
-        del buffer[:size]
+        while not self._out and self._open:
+            self._await("said nothing")
+        data = bytes(self._out[:size])
+        del self._out[:size]
         return data
 
     def wait(self) -> Completed:
         """See `Process.wait`."""
-        while self._ready.get_map():
-            if not self._carry(self._timeout_s):
-                raise self._late(f"did not end within {self._timeout_s:g} s")
-        out, err = (bytes(said).decode(errors="replace") for said in self._said.values())
-        self._said[self._stdout].clear()
-        return Completed(self._argv, self._popen.wait(), out, err)
-
-    def finish(self, stdin: bytes | None) -> Completed:
-        """Give it all its input and wait for its end, *timeout_s* seconds in all. Raises `CommandTimeout`."""
-        deadline = time.monotonic() + self._timeout_s
-        view = memoryview(stdin or b"")
-        while self._end in self._ready.get_map():
-            feeding = bool(view) and not self._stdin.closed
-            if feeding:
-                self._ready.register(self._stdin, selectors.EVENT_WRITE)
-            else:
-                self.close_stdin()
-            if not self._carry(max(0.0, deadline - time.monotonic())):
-                raise self._late(f"did not answer within {self._timeout_s:g} s")
-            if feeding:
-                self._ready.unregister(self._stdin)
-                view = view[self._feed(view) :]
-        return self.wait()
+        while self._open:
+            self._await("did not end", "within")
+        try:
+            status = self._popen.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:
+            raise CommandTimeout(f"{self._name} did not end within {self._timeout_s:g} s") from None
+        return Completed(self._argv, status, self.read(len(self._out)).decode(errors="replace"), _text(self._stderr))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._popen.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, 9)
-        self._ready.close()
-        os.close(self._end)
-        for pipe in (self._stdin, self._stdout, self._stderr):
-            pipe.close()
-        self._popen.wait()
+        kill_group(self._popen)
+        for file in (self._stdin, self._stdout, self._stderr):
+            file.close()
 
     @property
     def _name(self) -> str:
         return Path(self._argv[0]).name
 
-    def _late(self, how: str) -> CommandTimeout:
-        return CommandTimeout(f"{self._name} {how}")
-
-    def _feed(self, view: memoryview) -> int:
-        """Give it some input; closes the pipe that it does not read any more. The bytes that it took."""
-        try:
-            return os.write(self._stdin.fileno(), view[:65536])
-        except BlockingIOError:
-            return 0
-        except BrokenPipeError:
-            self._stdin.close()
-            return 0
-
-    def _carry(self, timeout_s: float) -> bool:
-        """Wait until something happens, and read what can be read; false when nothing happened in *timeout_s*."""
-        ready = self._ready.select(timeout_s)
-        pipes = [source for source in self._said if source in self._ready.get_map()]
-        if any(key.fileobj is self._end for key, _ in ready):
-            # What it said is in the pipes by now. What comes later is from others who hold them open.
-            for source in pipes:
-                self._said[source] += (
-                    os.read(source.fileno(), size) if (size := files.waiting(source.fileno())) else b""
-                )
-                self._ready.unregister(source)
-            self._ready.unregister(self._end)
-            return True
-        for source in pipes:
-            with suppress(BlockingIOError):
-                data = os.read(source.fileno(), 65536)
-                self._said[source] += data
-                if not data:
-                    self._ready.unregister(source)
-        return bool(ready)
+    def _await(self, what: str, how: str = "for", *, writing: bool = False) -> bool:
+        """Take what it has said; return whether it takes input. Raises `CommandTimeout` when nothing happens."""
+        outputs, inputs = [self._stdout] if self._open else [], [self._stdin] if writing else []
+        readable, writable, _ = select.select(outputs, inputs, [], self._timeout_s)
+        if not readable and not writable:
+            raise CommandTimeout(f"{self._name} {what} {how} {self._timeout_s:g} s")
+        if readable:
+            data = os.read(self._stdout.fileno(), 65536)
+            self._out += data
+            self._open = bool(data)
+        return bool(writable)
 
 
-class LocalTransport:
+class LocalTransport(BaseTransport):
     """This machine."""
 
     name = "local"
@@ -283,24 +261,23 @@ class LocalTransport:
         """See `Transport.run`. The command gets no terminal, and its whole process group dies with a time-out."""
         dropped = tuple(drop_env)
         kept = {k: v for k, v in os.environ.items() if k in keep_env or not k.startswith(dropped)}
-        with LocalProcess(argv, timeout_s, {**kept, **(env or {})}) as process:
-            return process.finish(stdin)
+        # Files and no pipes: what the command leaves behind may hold them open for as long as it likes.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write(stdin or b"")
+            given.seek(0)
+            popen = _start(argv, {**kept, **(env or {})}, given, out, err)
+            try:
+                status = popen.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                what = f"{Path(argv[0]).name} did not answer within {timeout_s:g} s"
+                raise CommandTimeout(what) from None
+            finally:
+                kill_group(popen)
+            return Completed(tuple(argv), status, _text(out), _text(err))
 
     def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> LocalProcess:
         """See `Transport.stream`."""
         return LocalProcess(argv, timeout_s, {**os.environ, **(env or {})})
-
-    def run_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float, stdin: bytes = b""
-    ) -> Completed:
-        """See `Transport.run_program`."""
-        return run_anew(self, program, arguments, python=python, timeout_s=timeout_s, stdin=stdin)
-
-    def stream_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
-    ) -> Process:
-        """See `Transport.stream_program`."""
-        return stream_anew(self, program, arguments, python=python, timeout_s=timeout_s)
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -343,36 +320,28 @@ class LocalTransport:
         return files.names(path)
 
 
-def run_anew(
-    transport: Transport, program: Program, arguments: Sequence[str], *, python: str, timeout_s: float, stdin: bytes
-) -> Completed:
-    """`Transport.run_program` with an interpreter that is started for it."""
-    argv = program.argv(transport.expand(python), arguments)
-    return transport.run(argv, timeout_s=timeout_s, stdin=program.preface + stdin)
+def kill_group(popen: subprocess.Popen[bytes]) -> None:
+    """End a child that still runs, with its process group."""
+    if popen.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        popen.wait()
 
 
-def stream_anew(
-    transport: Transport, program: Program, arguments: Sequence[str], *, python: str, timeout_s: float
-) -> Process:
-    """`Transport.stream_program` with an interpreter that is started for it."""
-    process = transport.stream(program.argv(transport.expand(python), arguments), timeout_s=timeout_s)
-    try:
-        process.write(program.preface)
-    except BackendUnreachable:
-        return process  # it has ended already: whoever reads from it learns why
-    except BaseException:
-        process.__exit__()
-        raise
-    return process
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
-def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], env: Mapping[str, str], stdin: IO[bytes] | int, stdout: IO[bytes] | int, stderr: IO[bytes]
+) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             env=env,
             start_new_session=True,  # Ctrl-C at the prompt must not cut a submission in half
         )

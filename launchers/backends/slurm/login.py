@@ -36,10 +36,10 @@ def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
         from orc.launchers.remote.transport import LocalTransport
 
         return LocalTransport()
-    from orc.launchers.remote.ssh.pool import Links
+    from orc.launchers.remote.ssh.pool import ConnectionPool
     from orc.launchers.remote.ssh.transport import SshTransport
 
-    return SshTransport(settings.login.spec(entry_python(cluster, settings)), Links(settings.access))
+    return SshTransport(settings.login.spec(entry_python(cluster, settings)), ConnectionPool(settings.access))
 
 
 def entry_python(cluster: Cluster, settings: SlurmSettings) -> str:

@@ -16,9 +16,9 @@ def open_transports(cluster: Cluster, names: Iterable[str] | None = None) -> dic
     They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
     """
     from orc.launchers.backends.ssh.settings import read_settings
-    from orc.launchers.remote.ssh.pool import Links
+    from orc.launchers.remote.ssh.pool import ConnectionPool
     from orc.launchers.remote.ssh.transport import SshTransport
 
     settings = read_settings(cluster)
-    links = Links(settings.options.access)
-    return {name: SshTransport(settings.spec(name), links) for name in (settings.names if names is None else names)}
+    pool = ConnectionPool(settings.options.access)
+    return {name: SshTransport(settings.spec(name), pool) for name in (settings.names if names is None else names)}

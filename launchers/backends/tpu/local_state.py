@@ -136,14 +136,7 @@ class LocalState:
 
 
 def _save(path: Path, chunks: Iterable[LogChunk]) -> None:
-    writer = files.Writer(str(path), 0o600)
-    try:
-        for chunk in chunks:
-            writer.write(chunk.data)
-    except BaseException:
-        writer.abandon()
-        raise
-    writer.commit()
+    files.write_file(str(path), (chunk.data for chunk in chunks), 0o600)
 
 
 def _observation(data: dict[str, Any]) -> Observation:

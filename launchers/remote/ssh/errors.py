@@ -14,3 +14,7 @@ class AccessRefused(BackendUnreachable):
 
 class LinkLost(BackendUnreachable):
     """The connection was cut or fell silent while something was underway. Whether that had its effect is unknown."""
+
+
+class NoSession(LinkLost):
+    """The connection was found dead before anything was started over it."""

@@ -1,21 +1,28 @@
-"""A program that runs on a host while we talk to it."""
+"""A command that runs on a host in an SSH session of its own, while we talk to it."""
 
 from __future__ import annotations
 
-import queue
+import select
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.remote.ssh.errors import LinkLost
-from orc.launchers.remote.ssh.hand import Hand
-from orc.launchers.remote.ssh.remote_hand import CHUNK, WINDOW
+from orc.launchers.remote.ssh.command import NOT_FOUND, command_line, marks
+from orc.launchers.remote.ssh.errors import AccessRefused
 from orc.launchers.remote.transport import CommandTimeout, Completed
 
+if TYPE_CHECKING:
+    from orc.launchers.remote.ssh.link import Link
+
+_CHUNK = 1 << 16
 _KILLED_WITHIN_S = 5.0  # a killed group has ended, or its disk hangs
+_LOOK_S = 0.05  # between looks at the output of a command that takes no input
+_SETTLE_S = 2.0  # of silence after its end, where others hold its output open
+_NOISE = 1 << 20  # bytes that a login may print before the command starts
 
 
 class SshProcess:
@@ -23,108 +30,116 @@ class SshProcess:
 
     def __init__(
         self,
-        hand: Hand,
+        link: Link,
         argv: Sequence[str],
         timeout_s: float,
-        env: Mapping[str, str],
-        *,
+        env: Mapping[str, str] | None = None,
         drop_env: Sequence[str] = (),
         keep_env: Sequence[str] = (),
-        has_input: bool = True,
-        program: str | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """*program* is one that was brought there (`Hand.bring`) and runs in a copy; *argv* goes behind its name."""
+        """With *whole* it is run with `finish` or `gather`, which do not wait for what it leaves behind."""
+        self._link = link
         self._argv = tuple(argv)
         self._timeout_s = timeout_s
-        self._hand = hand
         self._out, self._err = bytearray(), bytearray()
-        self._room = WINDOW
-        self._status: int | None = None
-        self._started = self._deaf = self._mute = False
-        words = {"argv": list(argv)} if program is None else {"program": program, "argv": list(argv[1:])}
-        self._exchange = hand.open(
-            "start", **words, env=dict(env), drop=list(drop_env), keep=list(keep_env), input=has_input
-        )
+        self._group: int | None = None  # its process group, when it has started
+        self._pattern = marks(link.token)
+        self._input_closed = False
+        self._settling: float | None = None
+        self._whole = whole
+        line = command_line(argv, link.token, env or {}, drop_env, keep_env, mark_end=whole)
+        self._channel: Any = link.session(line, timeout_s)
+        self._ready = select.poll()
+        self._ready.register(self._channel.fileno(), select.POLLIN)
 
     def await_start(self) -> None:
         """Return when it runs. Raises `BackendError` when there is no such program."""
-        while not self._started and self._status is None:
+        while self._group is None and not self._ended():
             if not self._receive(self._timeout_s):
                 raise self._late(f"did not start within {self._timeout_s:g} s")
+        self._check_start()
 
     def write(self, data: bytes) -> None:
         """See `Process.write`. What the program says meanwhile is kept, so that neither waits for the other."""
-        view = memoryview(data)
+        view, deadline = memoryview(data), time.monotonic() + self._timeout_s
         while view:
-            while self._room <= 0 and not self._deaf and self._status is None:
-                if not self._receive(self._timeout_s):
-                    raise self._late(f"took no input for {self._timeout_s:g} s")
-            if self._deaf or self._status is not None:
+            if count := self._send(view):
+                view, deadline = view[count:], time.monotonic() + self._timeout_s
+            elif self._ended():
+                self._check_link()
                 raise BackendUnreachable(f"{self._name} ended before it had read all of its input", where=self._where)
-            part = view[: min(CHUNK, self._room)]
-            self._exchange.send({}, bytes(part))
-            self._room -= len(part)
-            view = view[len(part) :]
+            elif time.monotonic() > deadline:
+                raise self._late(f"took no input for {self._timeout_s:g} s")
 
     def close_stdin(self) -> None:
         """See `Process.close_stdin`."""
-        if self._status is None:
-            self._exchange.send({"eof": 1})
+        if not self._input_closed:
+            self._input_closed = True
+            with suppress(OSError, EOFError):  # it has ended
+                self._channel.shutdown_write()
 
     def read(self, size: int) -> bytes:
         """See `Process.read`."""
-        while not self._out and not self._mute and self._status is None:
+        while not (self._group and self._out) and not self._finished() and not (self._silent() and self._drained()):
             if not self._receive(self._timeout_s):
                 raise self._late(f"said nothing for {self._timeout_s:g} s")
+        self._check_start()
         data = bytes(self._out[:size])
         del self._out[:size]
         return data
 
     def wait(self) -> Completed:
         """See `Process.wait`."""
-        while self._status is None:
+        while not self._finished():
             if not self._receive(self._timeout_s):
                 raise self._late(f"did not end within {self._timeout_s:g} s")
-        return self._completed()
+        status, out, err = self._outcome()
+        return Completed(self._argv, status, out.decode(errors="replace"), err.decode(errors="replace"))
 
     def finish(self, stdin: bytes | None) -> Completed:
-        """Give it all its input and wait for its end, *timeout_s* seconds in all; after that it is ended."""
+        """Give it all its input and wait for its end, *timeout_s* seconds in all."""
+        status, out, err = self.gather(stdin or b"")
+        return Completed(self._argv, status, out.decode(errors="replace"), err.decode(errors="replace"))
+
+    def gather(self, stdin: bytes, *, patient: bool = False) -> tuple[int, bytes, bytes]:
+        """See `finish`; return status and outputs. When *patient*, the time counts from when something happened."""
         deadline = time.monotonic() + self._timeout_s
-        view = memoryview(stdin or b"")
-        while self._status is None:
-            while view and self._room > 0 and not self._deaf:
-                part = view[: min(CHUNK, self._room)]
-                self._exchange.send({}, bytes(part))
-                self._room -= len(part)
-                view = view[len(part) :]
-                if not view:
-                    self._exchange.send({"eof": 1})
-            if stdin == b"":
-                self._exchange.send({"eof": 1})
-                stdin = None
+        view = memoryview(stdin)
+        while not self._finished():
             left = deadline - time.monotonic()
-            if left <= 0 or not self._receive(left):
-                self.end()
-                raise CommandTimeout(f"{self._name} did not answer within {self._timeout_s:g} s", where=self._where)
-        return self._completed()
+            moved = False
+            if view:
+                count = self._send(view)
+                view, moved = view[count:], count > 0
+            else:
+                self.close_stdin()
+                moved = self._receive(left)
+            if left <= 0:
+                raise self._late(f"did not answer within {self._timeout_s:g} s")
+            if moved and patient:
+                deadline = time.monotonic() + self._timeout_s
+        return self._outcome()
 
     def end(self) -> None:
         """End its process group, if it still runs, and wait until that has happened."""
-        if self._status is None and self._hand.alive:
-            with suppress(LinkLost):  # then the host ends it
-                self._exchange.send({"kill": 1})
-                deadline = time.monotonic() + _KILLED_WITHIN_S
-                while self._status is None and (left := deadline - time.monotonic()) > 0:
-                    self._receive(left)
+        deadline, killed = time.monotonic() + _KILLED_WITHIN_S, False
+        while not self._ended() and time.monotonic() < deadline:
+            if self._group is not None and not killed:
+                self._link.kill(self._group)
+                killed = True
+            self._receive(_LOOK_S)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.end()
+            with suppress(BackendError, BackendUnreachable):
+                self.end()
         finally:
-            self._hand.done(self._exchange)
+            self._link.release(self._channel)
 
     @property
     def _name(self) -> str:
@@ -132,44 +147,118 @@ class SshProcess:
 
     @property
     def _where(self) -> str:
-        return self._hand.name
+        return self._link.name
 
     def _late(self, how: str) -> CommandTimeout:
         return CommandTimeout(f"{self._name} {how}", where=self._where)
 
-    def _completed(self) -> Completed:
-        assert self._status is not None
-        out, err = (bytes(said).decode(errors="replace") for said in (self._out, self._err))
-        self._out.clear()
-        return Completed(self._argv, self._status, out, err)
+    def _send(self, view: memoryview) -> int:
+        """Send some input, and take what has been said; return how much it was, 0 when there is no room or no end."""
+        self._receive(0)
+        self._channel.settimeout(_LOOK_S)
+        try:
+            return int(self._channel.send(view[:_CHUNK]))
+        except TimeoutError:
+            return 0
+        except (OSError, EOFError):
+            self._channel.status_event.wait(_LOOK_S)
+            return 0
 
     def _receive(self, timeout_s: float) -> bool:
-        """Wait for something from the program; false when nothing happened in *timeout_s*."""
-        try:
-            header, payload = self._exchange.get(timeout_s)
-        except queue.Empty:
-            return False
-        if "error" in header:
-            self._status = 127
-            raise _unstarted(self._argv[0], header, self._where)
-        if payload:
-            (self._out if "out" in header else self._err).extend(payload)
-            self._exchange.send({"ack": len(payload)})
-        self._room += header.get("ack", 0)
-        self._started = self._started or "started" in header
-        self._deaf = self._deaf or "gone" in header
-        self._mute = self._mute or header.get("shut") == "out"
-        if "done" in header:
-            self._status = header["done"]["status"]
+        """Wait for output, or the end; false when nothing happened in *timeout_s*."""
+        deadline = time.monotonic() + timeout_s
+        while not self._poll(deadline) and not self._ended():
+            if time.monotonic() >= deadline:
+                return False
+        while self._channel.recv_ready():
+            self._out += self._channel.recv(_CHUNK)
+        while self._channel.recv_stderr_ready():
+            self._err += self._channel.recv_stderr(_CHUNK)
+        if self._group is None:
+            self._look_for_start()
         return True
 
+    def _poll(self, deadline: float) -> bool:
+        """Wait for output a little while."""
+        pause = min(max(0.0, deadline - time.monotonic()), _LOOK_S)
+        if self._silent():
+            return bool(self._channel.status_event.wait(pause))
+        return bool(self._ready.poll(1000 * pause))
 
-def _unstarted(program: str, header: dict[str, Any], where: str) -> BackendError:
-    import errno
+    def _look_for_start(self) -> None:
+        if found := self._pattern.search(self._out):
+            self._group, status = (int(number) for number in found.groups())
+            del self._out[: found.end()]
+            if status:
+                raise _unstarted(self._argv[0], status, self._where)
+        elif len(self._out) > _NOISE:
+            raise AccessRefused(
+                "the login prints so much that nothing else can be heard",
+                where=self._where,
+                hint="Look for programs that print in ~/.bashrc (or the like) there.",
+            )
 
-    if header["errno"] == errno.ENOENT:
+    def _check_start(self) -> None:
+        if self._group is None:
+            self._check_link()
+            raise AccessRefused(
+                f"no command can be started there (status {self._channel.exit_status}){self._last_words()}",
+                where=self._where,
+                hint="Does the user have a login shell that runs commands?",
+            )
+
+    def _last_words(self) -> str:
+        lines = self._err.decode(errors="replace").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""
+
+    def _silent(self) -> bool:
+        """Whether nothing more comes from the host."""
+        return bool(self._channel.closed or self._channel.eof_received)
+
+    def _drained(self) -> bool:
+        self._receive(0)
+        return not self._out
+
+    def _ended(self) -> bool:
+        return bool(self._channel.exit_status_ready())
+
+    def _finished(self) -> bool:
+        """Whether it has ended and everything that it said is here."""
+        if not self._ended():
+            return False
+        self._check_link()
+        silent, before = self._silent(), len(self._out) + len(self._err)
+        self._receive(0)
+        if silent:
+            return True
+        if self._whole:  # the shell that leads it said so on both
+            return bool(self._pattern.search(self._out)) and len(self._pattern.findall(self._err)) > 1
+        # Others hold its output open. What it has said itself is on the way.
+        if self._settling is None or before < len(self._out) + len(self._err):
+            self._settling = time.monotonic()
+        return time.monotonic() - self._settling > _SETTLE_S
+
+    def _check_link(self) -> None:
+        """Raise `LinkLost` when the end of the session is that of the connection."""
+        if self._channel.exit_status < 0 and not self._link.alive:
+            raise self._link.failure()
+
+    def _outcome(self) -> tuple[int, bytes, bytes]:
+        self._check_start()
+        out, err = self._pattern.split(self._out)[0], self._pattern.split(self._err)[::3][:2][-1]
+        self._out.clear()
+        status = self._channel.exit_status
+        if status < 0:  # even the shell that led it was killed
+            status = -signal.SIGKILL
+        elif 128 < status <= 128 + signal.SIGRTMAX:
+            status = 128 - status
+        return int(status), bytes(out), bytes(err)
+
+
+def _unstarted(program: str, status: int, where: str) -> BackendError:
+    if status == NOT_FOUND:
         name = PurePosixPath(program).name
         python = "Set `python:` of the cluster or the host to a Python 3.9 or newer that is there."
         hint = python if name.startswith("python") else f"Install {name} there."
         return BackendError(f"{program}: command not found", where=where, hint=hint)
-    return BackendError(f"{program} could not be started: {header['error']}", where=where)
+    return BackendError(f"{program} could not be started: Permission denied", where=where)

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-import json
-import queue
+import errno
+import io
+import os
+import tarfile
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.remote.ssh.errors import LinkLost
+from orc.launchers.remote.ssh.errors import LinkLost, NoSession
 from orc.launchers.remote.ssh.hosts import HostSpec
-from orc.launchers.remote.ssh.pool import Links, shut
-from orc.launchers.remote.transport import Completed, Process, disk_hint, run_anew, stream_anew
+from orc.launchers.remote.ssh.pool import ConnectionPool
+from orc.launchers.remote.transport import BaseTransport, CommandTimeout, Completed, Process, disk_hint
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.programs import Program
+    from orc.launchers.remote.ssh.connection import HostConnection
+    from orc.launchers.remote.ssh.link import Link
+    from orc.launchers.remote.ssh.process import SshProcess
 
 _DISK_S = 60.0  # a file operation that takes longer hangs
-_STALE_S = 10.0  # an idle connection is tried before it is used: it may have died unnoticed
-_PING_S = 5.0
+# File operations, each one shell script. Their messages are understood, so they are those of the C locale.
+_LOCALE = {"LC_ALL": "C"}
+_WRITE = """\
+umask 077; parent=$(dirname -- "$1") && mkdir -p -- "$parent" || exit
+part=$parent/.${1##*/}.$$.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM; set -C
+cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync "$part" && mv -fT -- "$part" "$1"
+"""
+_MKDIR = 'umask "$2"; mkdir -p -- "$1"'
+_READ = 'head -c 0 -- "$1" && tail -c "+$2" -- "$1" | if test -n "$3"; then head -c "$3"; else cat; fi'
+_READ_MANY = "tar -cPhf - -b 1 --null --no-recursion -T -"
+_NAMES = 'find "$1/" -mindepth 1 -maxdepth 1 -printf "%f\\0"'
+_HOME = 'getent passwd "$1" | cut -d: -f6'
 
 
-class SshTransport:
+class SshTransport(BaseTransport):
     """One machine, over one connection that all threads share. It connects when first used, and again when needed."""
 
-    def __init__(self, spec: HostSpec, links: Links) -> None:
+    def __init__(self, spec: HostSpec, pool: ConnectionPool) -> None:
         self.name = spec.name
         self.spec = spec
-        self._links = links
+        self._pool = pool
         self._connecting = threading.Lock()  # one thread connects, the others wait for it
-        self._hand: Any = None  # Hand: its import costs time
+        self._link: Link | None = None
 
     def run(
         self,
@@ -45,24 +58,12 @@ class SshTransport:
         stdin: bytes | None = None,
     ) -> Completed:
         """See `Transport.run`. The command's whole process group dies with a time-out and with the connection."""
-        from orc.launchers.remote.ssh.process import SshProcess
-
-        with SshProcess(
-            self._connected()[0],
-            argv,
-            timeout_s,
-            env or {},
-            drop_env=drop_env,
-            keep_env=keep_env,
-            has_input=stdin is not None,
-        ) as process:
+        with self._started(argv, timeout_s, env, drop_env, keep_env, whole=True) as process:
             return process.finish(stdin)
 
     def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
         """See `Transport.stream`."""
-        from orc.launchers.remote.ssh.process import SshProcess
-
-        process = SshProcess(self._connected()[0], argv, timeout_s, env or {})
+        process = self._started(argv, timeout_s, env)
         try:
             process.await_start()
         except BaseException:
@@ -70,136 +71,114 @@ class SshTransport:
             raise
         return process
 
-    def run_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float, stdin: bytes = b""
-    ) -> Completed:
-        """See `Transport.run_program`. It runs in a copy of the hand where that is the same interpreter."""
-        from orc.launchers.remote.ssh.process import SshProcess
-
-        hand, argv = self._connected()[0], (self.expand(python), *arguments)
-        if argv[0] != hand.hello["interpreter"]:
-            return run_anew(self, program, arguments, python=python, timeout_s=timeout_s, stdin=stdin)
-        with SshProcess(hand, argv, timeout_s, {}, program=hand.bring(program)) as process:
-            return process.finish(stdin)
-
-    def stream_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
-    ) -> Process:
-        """See `Transport.stream_program`. It runs in a copy of the hand where that is the same interpreter."""
-        from orc.launchers.remote.ssh.process import SshProcess
-
-        hand, argv = self._connected()[0], (self.expand(python), *arguments)
-        if argv[0] != hand.hello["interpreter"]:
-            return stream_anew(self, program, arguments, python=python, timeout_s=timeout_s)
-        return SshProcess(hand, argv, timeout_s, {}, program=hand.bring(program))
-
     def expand(self, path: str) -> str:
         """See `Transport.expand`."""
-        if path == "~" or path.startswith("~/"):
-            return str(self._connected()[0].hello["home"]) + path[1:]
-        if not path.startswith("~"):
+        user, slash, rest = path.partition("/")
+        if not user.startswith("~"):
             return path
-        return str(self._ask("expand", path)["path"])
+        home = self._connected()[0].home if user == "~" else self._script(_HOME, user[1:]).decode().strip()
+        return f"{home}{slash}{rest}" if home else path
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Transport.write`."""
-        self._ask("write", path, f"cannot write {path}", data, mode=mode, size=len(data))
+        self._change(f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), stdin=data)
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""
-        self._ask("mkdir", path, f"cannot make {path}", mode=mode)
+        self._change(f"cannot make {path}", _MKDIR, path, f"{0o777 & ~mode:o}")
 
     def remove(self, path: str) -> None:
         """See `Transport.remove`."""
-        self._ask("remove", path, f"cannot remove {path}")
+        self._change(f"cannot remove {path}", 'rm -f -- "$1"', path)
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """See `Transport.read`."""
-        return bytes(self._frame("read", path, f"cannot read {path}", offset=offset, limit=limit)[1])
+        return self._script(_READ, path, str(offset + 1), "" if limit is None else str(limit))
 
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
         """See `Transport.read_many`."""
-        wanted = json.dumps(list(paths)).encode()
-        answer, data = self._frame("read_many", "", "cannot read files", wanted, size=len(wanted))
-        found, begin = {}, 0
-        for path, size in answer["sizes"].items():
-            found[path] = data[begin : begin + size]
-            begin += size
-        return found
+        wanted = "".join(f"{path}\0" for path in paths).encode()
+        data = self._script(_READ_MANY, stdin=wanted, fine=_NOT_THERE) if wanted else b""
+        with tarfile.open(fileobj=io.BytesIO(data or bytes(1024))) as archive:
+            return {entry.name: file.read() for entry in archive if (file := archive.extractfile(entry))}
 
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""
-        return list(self._ask("names", path, f"cannot list {path}")["names"])
+        return sorted(os.fsdecode(self._script(_NAMES, path, fine=_NOT_THERE)).split("\0")[:-1])
 
     def close(self) -> None:
         """See `Transport.close`. What still runs there for us is ended."""
-        hand, self._hand = self._hand, None  # without the lock: nobody wants to wait for a host that is being called
-        if hand is not None:
-            hand.close()
-            self._links.close_unused()
+        link, self._link = self._link, None  # without the lock: nobody wants to wait for a host that is being called
+        if link is not None:
+            link.close()
 
     def __repr__(self) -> str:
         return f"SshTransport({self.name})"
 
-    def _ask(self, op: str, path: str, what: str = "", payload: bytes = b"", **fields: Any) -> dict[str, Any]:
-        return dict(self._frame(op, path, what, payload, **fields)[0])
+    def _started(self, argv: Sequence[str], timeout_s: float, *environment: Any, whole: bool = False) -> SshProcess:
+        """Return a command that has been started, over a new connection where the one that there was is dead."""
+        from orc.launchers.remote.ssh.process import SshProcess
 
-    def _frame(
-        self, op: str, path: str, what: str = "", payload: bytes = b"", **fields: Any
-    ) -> tuple[dict[str, Any], bytes]:
-        """One file operation. All can be done twice, so one that met a dead connection is tried on a new one."""
         while True:
-            hand, fresh = self._connected()
+            link, fresh = self._connected()
             try:
-                header, data = hand.ask(op, payload, timeout_s=_DISK_S, path=path, **fields)
-                return header, data
+                return SshProcess(link, argv, timeout_s, *environment, whole=whole)
+            except NoSession:
+                if fresh:
+                    raise
+
+    def _change(self, what: str, script: str, *arguments: str, stdin: bytes = b"") -> None:
+        try:
+            self._script(script, *arguments, stdin=stdin)
+        except OSError as error:
+            raise BackendError(f"{what}: {error.strerror}", where=self.name, hint=disk_hint(error)) from error
+
+    def _script(self, script: str, *arguments: str, stdin: bytes = b"", fine: Collection[int] = ()) -> bytes:
+        """Return the output of a file operation. What fails with an error number in *fine* does not matter.
+
+        All can be done twice, so one that met a dead connection is tried on a new one. Raises `OSError` as it happened
+        there, `BackendUnreachable`.
+        """
+        while True:
+            _, fresh = self._connected()
+            try:
+                with self._started(
+                    ("/bin/sh", "-c", script, "orc", *arguments), _DISK_S, _LOCALE, whole=True
+                ) as process:
+                    status, out, err = process.gather(stdin, patient=True)
+                break
+            except CommandTimeout:
+                what = f"its file system has not answered for {_DISK_S:g} s"
+                raise BackendUnreachable(what, where=self.name) from None
             except LinkLost:
                 if fresh:
                     raise
-            except queue.Empty:
-                raise BackendUnreachable(
-                    f"{what}: its file system has not answered for {_DISK_S:g} s", where=self.name
-                ) from None
-            except OSError as error:
-                self._refuse(op, path, what, error)
+        problems = [_problem(line) for line in err.decode(errors="replace").splitlines()] if status else []
+        if status and (serious := [error for error in problems if error.errno not in fine and error.errno]):
+            raise serious[-1]
+        return out
 
-    def _refuse(self, op: str, path: str, what: str, error: OSError) -> NoReturn:
-        if op in ("read", "read_many", "names"):
-            # What `LocalTransport` raises there, a FileNotFoundError most of the time.
-            raise OSError(error.errno, error.strerror, path or None) from None
-        raise BackendError(f"{what}: {error.strerror}", where=self.name, hint=disk_hint(error)) from error
+    @cached_property
+    def connection(self) -> HostConnection:
+        """The fabric connection to the host, which need not be open."""
+        return self._pool.connection(self.spec)
 
-    def _connected(self) -> tuple[Any, bool]:
-        """The connection, and whether it was made just now. Raises `BackendUnreachable`."""
+    def _connected(self) -> tuple[Link, bool]:
+        """Return the connection, and whether it was made just now. Raises `BackendUnreachable`."""
         with self._connecting:
-            hand = self._hand
-            if hand is not None and self._still_there(hand):
-                return hand, False
-            self._hand = hand = self._connect()
-            return hand, True
+            if self._link is not None and self._link.alive:
+                return self._link, False
+            from orc.launchers.remote.ssh.link import Link
 
-    def _still_there(self, hand: Any) -> bool:
-        if hand.alive and time.monotonic() - hand.heard > _STALE_S:
-            try:
-                hand.ask("ping", timeout_s=_PING_S)
-            except (LinkLost, queue.Empty):
-                hand.close()
-        return bool(hand.alive)
+            self._link = Link(self.name, self.connection, self.spec.python)
+            return self._link, True
 
-    def _connect(self) -> Any:
-        from paramiko import SSHException
 
-        from orc.launchers.remote.ssh.hand import Hand
+_ERRORS = {os.strerror(number): number for number in errno.errorcode}
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 
-        connection = self._links.connect(self.spec)
-        try:
-            channel = connection.open_session(timeout=self._links.access.connect_timeout_s)
-            return Hand(
-                self.name, channel, self.spec.python, self._links.access.connect_timeout_s, partial(shut, connection)
-            )
-        except (SSHException, EOFError, OSError) as error:
-            shut(connection)
-            raise LinkLost(f"it logs us in, but opens no session: {error}", where=self.name) from error
-        except BaseException:
-            shut(connection)
-            raise
+
+def _problem(line: str) -> OSError:
+    """Return the error that a program has told in its last words."""
+    *told, reason = line.split(": ")
+    return OSError(_ERRORS.get(reason, 0), reason, *told[-1:])

@@ -178,9 +178,9 @@ def wrapper(directory: Path, text: str) -> str:
 
 
 def test_a_python_that_is_too_old_is_named(code: Bundle, store: ContentStore, lab: Lab, tmp_path: Path) -> None:
-    old = wrapper(tmp_path, 'exec python3 -I -S -c "import sys; sys.version_info = (3, 6, 8)\n$4" "$5"')
+    old = wrapper(tmp_path, 'exec python3 -I -S -c "import sys; sys.version_info = (3, 6, 8)\n$4" "$5" "$6"')
     report = sync([code], store, targets(lab(1)), pythons={"node1": old})["node1"]
-    assert "this is Python 3.6, 3.9 or newer is needed" in str(report.error)
+    assert "is too old: Python 3.6.8" in str(report.error)
 
 
 def test_what_a_login_shell_prints_first_does_no_harm(

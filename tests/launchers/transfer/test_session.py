@@ -43,4 +43,4 @@ def test_nothing_is_missing_on_the_way(modules: tuple[str, ...]) -> None:
 
 def test_the_program_is_small() -> None:
     """It goes to every host with every sync."""
-    assert len(RECEIVER.packed()) < 20_000
+    assert len(RECEIVER.packed) < 20_000

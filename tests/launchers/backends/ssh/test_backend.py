@@ -55,7 +55,7 @@ class SimulatedHost(LocalTransport):
 
     def run(self, argv: Sequence[str], *, stdin: bytes | None = None, **more: Any) -> Completed:
         self._here()
-        do = json.loads((stdin or b"")[int(argv[-1]) :]).get("do")
+        do = json.loads((stdin or b"")[int(argv[5]) :]).get("do")
         if do is None:  # of the sync
             return super().run(argv, stdin=stdin, **more)
         self.asked.append(do)

@@ -15,7 +15,6 @@ import pytest
 from hosts_testbed import eventually
 
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.remote.ssh import transport as ssh_transport
 from orc.launchers.remote.ssh.errors import LinkLost
 from orc.launchers.remote.transport import CommandTimeout, Transport
 
@@ -135,9 +134,7 @@ def test_a_link_that_comes_back_is_used_again(hosts: Any, reach: Reach, hostname
     assert hostname(transport) == "node1"
 
 
-def test_a_connection_that_died_while_nobody_looked_is_made_anew(
-    hosts: Any, reach: Reach, hostname: Name, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_died_while_nobody_looked_is_made_anew(hosts: Any, reach: Reach, hostname: Name) -> None:
     """As after the laptop has slept: the host forgot the connection without being able to say so."""
     transport = reach("node1", connect_timeout=5)
     assert hostname(transport) == "node1"
@@ -146,8 +143,6 @@ def test_a_connection_that_died_while_nobody_looked_is_made_anew(
         hosts.run_on("node1", "kill", "-KILL", pid, check=False)
     hosts.fault("heal", "node1")
     hosts.fault("block", "node1", "1")  # a firewall that is not in the way of anything
-    monkeypatch.setattr(ssh_transport, "_STALE_S", 0.0)
-    monkeypatch.setattr(ssh_transport, "_PING_S", 1.0)
     assert hostname(transport) == "node1"
 
 
@@ -157,7 +152,7 @@ def test_a_closed_session_is_opened_again_when_it_is_needed(hosts: Any, reach: R
     transport.write("/home/trainer/a", b"1")
     hosts.run_on("node1", "pkill", "-KILL", "-f", "sshd: trainer")
     if operation == "run":
-        eventually(lambda: not transport._hand.alive)  # type: ignore[attr-defined] # or its outcome would be unknown
+        eventually(lambda: not transport._link.alive)  # type: ignore[attr-defined] # or its outcome would be unknown
         assert transport.run(("cat", "/home/trainer/a"), timeout_s=10).stdout == "1"
     elif operation == "write":
         transport.write("/home/trainer/a", b"2")
@@ -260,7 +255,7 @@ open_transports(cluster)["node1"].run(("sleep", "76"), timeout_s=60)
     eventually(lambda: not hosts.processes("node1"))
 
 
-def test_every_operation_takes_one_round_trip(hosts: Any, reach: Reach) -> None:
+def test_every_operation_takes_two_round_trips_and_its_input_one_more(hosts: Any, reach: Reach) -> None:
     transport = reach("node1")
     transport.write("/home/trainer/a", b"x" * 50_000)
     hosts.fault("slow", "node1", "300ms")  # each way
@@ -275,6 +270,8 @@ def test_every_operation_takes_one_round_trip(hosts: Any, reach: Reach) -> None:
         "remove": lambda: transport.remove("/home/trainer/c"),
     }
 
+    with_input = ("run with input", "write", "read_many")
+
     def seconds(operation: Callable[[], Any]) -> float:
         began = time.monotonic()
         operation()
@@ -282,9 +279,10 @@ def test_every_operation_takes_one_round_trip(hosts: Any, reach: Reach) -> None:
 
     for name, operation in operations.items():
         took: list[float] = []
-        while not took or (took[-1] >= 1.2 and len(took) < 10):  # a machine under load is slow now and then
+        most = 0.6 * (3 if name in with_input else 2) + 0.5
+        while not took or (took[-1] >= most and len(took) < 10):  # a machine under load is slow now and then
             took.append(seconds(operation))
-        assert 0.6 <= took[-1] < 1.2, (name, took)
+        assert took[-1] < most, (name, took)
     assert transport.expand("~/x") == "/home/trainer/x"
     assert min(seconds(lambda: transport.expand("~/x")) for _ in range(10)) < 0.6, "known since the connection was made"
 

@@ -296,7 +296,7 @@ def test_one_connection_serves_everything(hosts: Any, reach: Reach, hostname: Na
 def test_nothing_is_left_on_the_host_when_the_connection_is_closed(hosts: Any, reach: Reach) -> None:
     transport = reach("node1")
     transport.names("/")
-    assert len(hosts.processes("node1")) == 2  # the hand, and what it forks from
+    assert len(hosts.processes("node1")) == 2  # the watchdog, and the shell that leads it
     transport.close()
     eventually(lambda: not hosts.processes("node1"))
 
