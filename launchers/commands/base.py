@@ -62,6 +62,7 @@ class NodeCommand:
     after that the agent ends it.
     ``elastic``: the launchers meet again without the ranks of a node that was lost, down to the job's fewest nodes;
     others end with the first node that is lost, and the next attempt starts with the nodes that are left.
+    ``containable``: the ranks can run in containers, where a launcher of the node outside does not find its own files.
     ``only_on`` names the kinds of cluster that can carry it; empty: all of them.
 
     ``launcher``, ``ready``, ``env`` and ``rank_env`` values may hold ``{placeholders}`` (`PLACEHOLDERS`). In
@@ -82,6 +83,7 @@ class NodeCommand:
     rank_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settle_s: float = SETTLE_S
     elastic: bool = False
+    containable: bool = True
     only_on: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -141,7 +141,9 @@ class DeepspeedCommand:
         if launcher in _EACH:
             text = " ".join([_STANDARD + _ALL, "--no_python", *own, '"$@"\n'])
             only_on = ("slurm",) if launcher == "slurm" else ()
-            return NodeCommand("launcher", program, ("/bin/sh", "-c", text, "{python}"), only_on=only_on)
+            return NodeCommand(
+                "launcher", program, ("/bin/sh", "-c", text, "{python}"), containable=False, only_on=only_on
+            )
         own += ['--launcher_args="$words"', "" if launcher == "mpich" else "--no_python"]
         before = _launcher_args(launcher, [str(word) for word in given])
         text = " ".join([before + _RUNNER + _ALL, f"--launcher={launcher}", *filter(None, own), '"$@"\n'])
@@ -153,6 +155,7 @@ class DeepspeedCommand:
             primary="first",
             remote_shell=True,
             hostfiles=hostfiles,
+            containable=False,
         )
 
 

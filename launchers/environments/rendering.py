@@ -42,9 +42,9 @@ def render_environment(
         return {"kind": "copy", **_tree(snapshot, layout)}
     if wanted.container is not None:
         # A launcher outside would look for its own file, and for ssh, inside.
-        if command.spawn == "launcher" and job.launcher.kind == "deepspeed":
+        if not command.containable:
             raise RenderError(
-                "launcher deepspeed cannot start its ranks in containers: it starts itself over ssh on every node",
+                f"launcher {job.launcher.kind} cannot start its ranks in containers: it starts itself on every node",
                 where=job.name,
                 hint="Use `launcher: torchrun`; deepspeed.initialize works below it.",
             )

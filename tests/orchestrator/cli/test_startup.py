@@ -55,6 +55,7 @@ def test_commands_that_read_no_job_file_do_not_import_its_models(arguments: list
     modules = _imports(*arguments)
     assert not _top(modules) & {"pydantic", "pydantic_core"}
     assert "orc.launchers.spec.job" not in modules
+    assert "importlib.metadata" not in modules  # entry points are read for kinds that are not ours
 
 
 def test_the_status_of_a_live_job_needs_its_cluster_and_not_the_models_of_job_files(
