@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,6 +94,6 @@ def test_the_hub_tells_its_restart_to_who_has_not_joined_yet(linked, port: int) 
 def test_a_node_that_is_told_of_no_hub_says_so(linked) -> None:
     both = linked("print('never')")
     (both.nodes[1].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
-    node = type("Node", (), {"private": str(both.nodes[1].directory), "node": 1, "config": {}})()
+    node = type("Node", (), {"private": str(both.nodes[1].directory), "node": 1, "config": SimpleNamespace(hub=None)})()
     with pytest.raises(LaunchFailure, match="does not say where node 0 is"):
         Link(node)
