@@ -119,8 +119,17 @@ class Client(FunctionCalls):
     ) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
-        *on_progress* gets ``("scan", {files})``, ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
-        ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and ``("submit", {})``.
+        Args:
+            loaded: The job, from `orc.launchers.spec.load.load_job`.
+            on_progress: Called with ``("scan", {files})``, ``("snapshot", {bytes, done})``, ``("finding", {level, what,
+                ...})``, ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and
+                ``("submit", {})``.
+
+        Returns:
+            The job as it is now: at its cluster, or QUEUED where there is no room for it.
+
+        Raises:
+            LaunchError: The job certainly does not run.
         """
         from orc.orchestrator.engine.snapshots import take
         from orc.orchestrator.engine.submission import silent, start
@@ -134,7 +143,12 @@ class Client(FunctionCalls):
         return self._submitted(record)
 
     def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
-        """A new job with the same specification and the same snapshots; its source is ``job:<old id>``."""
+        """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
+
+        Raises:
+            JobNotFound: There is no such job.
+            LaunchError: The job certainly does not run.
+        """
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
         from orc.orchestrator.engine.submission import silent, start
         from orc.orchestrator.functions.keys import key_of
@@ -183,13 +197,22 @@ class Client(FunctionCalls):
         grace_s: float | None = None,
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
-        """Ask jobs to end, giving their ranks *grace_s* seconds (the job's own grace by default).
+        """Cancel jobs. The request is durable first; those that have ended stay as they are.
 
-        The wish is durable first; if a cluster cannot be reached now, the next pass passes it on, and *on_unreachable*
-        is called with the clusters and why. Jobs that have ended stay as they are.
+        Args:
+            job_ids: Ids of the jobs.
+            grace_s: Seconds between SIGTERM and SIGKILL; the job's own grace by default.
+            on_unreachable: Called with clusters that could not be reached, and the reasons; the next pass tries again.
+
+        Returns:
+            The jobs as they are now.
+
+        Raises:
+            JobNotFound: There is no such job.
+            LedgerError: The request could be neither stored nor sent.
         """
-        ids = [self._known(job_id) for job_id in job_ids]
-        self._settle()
+        ids = [self._checked_id(job_id) for job_id in job_ids]
+        self._reopen_ledger()
         for job_id in ids:
             grace = float(self.workspace.ledger.spec(job_id)["grace"]) if grace_s is None else grace_s
             self._request_cancel(job_id, grace)
@@ -202,7 +225,7 @@ class Client(FunctionCalls):
         return views
 
     def _check_cancelled(self, ids: Sequence[str], report: PassReport) -> None:
-        """A wish that nobody remembers must have reached the cluster. Raises `LedgerError`."""
+        """Raise `LedgerError` for a cancellation that is neither stored nor sent to the cluster."""
         waiting = [
             job.id
             for job in self.workspace.ledger.active(ids)
@@ -217,7 +240,7 @@ class Client(FunctionCalls):
                 hint="free some space and try again",
             )
 
-    def _settle(self) -> None:
+    def _reopen_ledger(self) -> None:
         """Use the ledger itself where it can be written now, else a copy in memory."""
         from orc.orchestrator.ledger.opening import open_database
 
@@ -261,28 +284,32 @@ class Client(FunctionCalls):
         # Imported here because `orc list` needs no pass and has no time for one.
         from orc.orchestrator.engine.reconciler import reconcile
 
-        self._settle()
+        self._reopen_ledger()
         try:
             return reconcile(self.workspace, job_ids, patience_s=patience_s)
         except LedgerError:
             if not self.workspace.ledger.database.unwritable():
                 raise
-            self._settle()  # its disk has become full in the middle of it
+            self._reopen_ledger()  # its disk has become full in the middle of it
             return reconcile(self.workspace, job_ids)
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
         from orc.orchestrator.engine.background_passes import BackgroundPasses
 
-        self._settle()
+        self._reopen_ledger()
         if self.workspace.ledger.volatile:
             self.refresh(job_ids)
             return
-        with BackgroundPasses(self._another) as passes:
+        with BackgroundPasses(self._clone) as passes:
             passes.run(job_ids, seconds)
 
     def job(self, job_id: str) -> JobView:
-        """The job as the ledger knows it. Raises `JobNotFound`."""
+        """Return the job as the ledger has it.
+
+        Raises:
+            JobNotFound: There is no such job.
+        """
         ledger = self.workspace.ledger
         record = ledger.job(job_id)
         if record is None:
@@ -299,7 +326,14 @@ class Client(FunctionCalls):
         tags: Mapping[str, str] | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
-        """Jobs, newest first; *limit* `None` means all of them."""
+        """Return jobs, newest first.
+
+        Args:
+            states: Only those in one of these states.
+            name: Only those of this name.
+            tags: Only those with all these tags.
+            limit: Number of jobs at most; `None` for all.
+        """
         rows = self.workspace.ledger.rows(states=states, name=name, tags=tags, limit=limit)
         return [JobRow(*row) for row in rows]
 
@@ -308,11 +342,18 @@ class Client(FunctionCalls):
         return self.workspace.ledger.reservations(cluster)
 
     def events(self, job_id: str) -> list[EventView]:
-        """The history of a job, oldest first."""
-        return self.workspace.ledger.events(self._known(job_id))
+        """Return the history of a job, oldest first."""
+        return self.workspace.ledger.events(self._checked_id(job_id))
 
     def resolve(self, ref: str) -> str:
-        """The job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `JobNotFound`."""
+        """Return the job id that *ref* means.
+
+        Args:
+            ref: An id, the unambiguous start of one, or ``@last``.
+
+        Raises:
+            JobNotFound: No job, or more than one, is meant.
+        """
         if ref == "@last":
             newest = self.jobs(limit=1)
             if not newest:
@@ -334,7 +375,7 @@ class Client(FunctionCalls):
         near = difflib.get_close_matches(ref, [row.id for row in self.jobs(limit=200)], n=3)
         return f"did you mean {' or '.join(near)}?" if near else "`orc list` shows the jobs"
 
-    def _known(self, job_id: str) -> str:
+    def _checked_id(self, job_id: str) -> str:
         if self.workspace.ledger.job(job_id) is None:
             raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
         return job_id
@@ -348,28 +389,36 @@ class Client(FunctionCalls):
         timeout_s: float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
-        """Run passes until all jobs have ended, or *timeout_s* is over; their last views, in the order of *job_ids*.
+        """Run passes until all jobs have ended.
 
-        *on_change* is called with each job at first and whenever something about it has changed. With *timeout_s*, a
-        pass that hangs on a silent cluster is not waited for any longer.
+        Args:
+            job_ids: Ids of the jobs.
+            timeout_s: Seconds after which it returns anyway, even if a cluster does not answer.
+            on_change: Called with each job at first, and whenever something about it has changed.
+
+        Returns:
+            The last views of the jobs, in the order of *job_ids*.
+
+        Raises:
+            JobNotFound: There is no such job.
         """
-        ids = [self._known(job_id) for job_id in job_ids]
+        ids = [self._checked_id(job_id) for job_id in job_ids]
         if timeout_s is None:
             return self._wait(ids, None, on_change, lambda _: self.refresh(ids) is not None)
         from orc.orchestrator.engine.background_passes import BackgroundPasses
 
-        with BackgroundPasses(self._another) as passes:
+        with BackgroundPasses(self._clone) as passes:
 
             def run_pass(left: float) -> bool:
-                self._settle()
+                self._reopen_ledger()
                 if self.workspace.ledger.volatile:  # what another client sees is not written down
                     return self.refresh(ids) is not None
                 return passes.run(ids, left)
 
             return self._wait(ids, timeout_s, on_change, run_pass)
 
-    def _another(self) -> Client:
-        """A client like this one, for another thread."""
+    def _clone(self) -> Client:
+        """Return a client like this one, for another thread."""
         ws = self.workspace
         return Client(
             ws.state_dir,
@@ -412,10 +461,10 @@ class Client(FunctionCalls):
             ws.sleep(pause)
 
     def _interval(self, clusters: set[str]) -> tuple[float, float]:
-        return _INTERVAL_AWAY if self.is_away(clusters) else _INTERVAL_HERE
+        return _INTERVAL_AWAY if self.is_remote(clusters) else _INTERVAL_HERE
 
-    def is_away(self, clusters: set[str]) -> bool:
-        """True when one of them is asked over a network or by its commands, and not by reading files here."""
+    def is_remote(self, clusters: set[str]) -> bool:
+        """Return True when one of them is asked over a network or by its commands, and not by reading files here."""
         for cluster in clusters:
             try:
                 if not self.workspace.backend(cluster).self_driving:
@@ -429,7 +478,7 @@ class Client(FunctionCalls):
 
         Returns when the job has ended, or when an attempt is safely at the backend.
         """
-        self._known(job_id)
+        self._checked_id(job_id)
         ws = self.workspace
         settled = ws.clock() + _SETTLE_S
         first = ws.ledger.job(job_id)
@@ -452,14 +501,21 @@ class Client(FunctionCalls):
     # -- logs
 
     def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
-        """The logs of an attempt (the newest by default) that exist so far: ranks, then nodes."""
+        """Return the logs of an attempt (the newest by default) that exist so far: ranks, then nodes."""
         backend, handle = self.at_backend(job_id, attempt)
         return backend.log_selectors(handle) if handle else []
 
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
-        """Return the content of one log from *offset* (bytes) on."""
+        """Yield the content of one log as it is now.
+
+        Args:
+            job_id: Id of the job.
+            selector: One of `log_selectors`.
+            attempt: Number of the attempt; the newest by default.
+            offset: First byte; a later call with the end of the last chunk follows the log.
+        """
         backend, handle = self.at_backend(job_id, attempt)
         return backend.logs(handle, selector, offset) if handle else iter(())
 
@@ -469,7 +525,11 @@ class Client(FunctionCalls):
         return backend.log_file(handle, selector) if handle else None
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
-        """The ways to the nodes of an attempt (the newest by default). Raises `LaunchError` when it has none."""
+        """Return the ways to the nodes of an attempt (the newest by default).
+
+        Raises:
+            LaunchError: It has no nodes yet, or its cluster's nodes cannot be entered.
+        """
         from orc.launchers.backends.base import SupportsExec
 
         backend, handle = self.at_backend(job_id, attempt)
@@ -482,13 +542,17 @@ class Client(FunctionCalls):
     # -- queues of clusters
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
-        """The clusters with a queue of their own, and why that cannot be told of others. Contacts none."""
+        """Return the clusters with a queue of their own, and the errors of those that fail to open. Contacts none."""
         from orc.launchers.backends.base import SupportsQueue
 
         return self.workspace.clusters_with(SupportsQueue)
 
     def queue(self, cluster: str) -> QueueReport:
-        """The cluster's own queue, and our jobs in it. Raises `LaunchError` when it has none, or does not answer."""
+        """Return the cluster's own queue, and our jobs in it.
+
+        Raises:
+            LaunchError: It has none, or does not answer.
+        """
         from orc.launchers.backends.base import SupportsQueue
 
         backend = self.workspace.backend(cluster)
@@ -503,7 +567,7 @@ class Client(FunctionCalls):
         from orc.launchers.backends.base import Handle
 
         ledger = self.workspace.ledger
-        job = ledger.job(self._known(job_id))
+        job = ledger.job(self._checked_id(job_id))
         assert job is not None
         attempts = {attempt.number: attempt for attempt in ledger.attempts(job_id)}
         if number is not None and number not in attempts:

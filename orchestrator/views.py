@@ -57,7 +57,7 @@ class AttemptView:
 
     @classmethod
     def of(cls, record: AttemptRecord, failed_hosts: tuple[str, ...] = ()) -> AttemptView:
-        """From the ledger."""
+        """Return the view of records of the ledger."""
         end = None
         if record.exit is not None:
             from orc.launchers.attempts.records import AttemptExit
@@ -142,7 +142,7 @@ class JobView:
         tags: Mapping[str, str],
         failed_hosts: Mapping[int, tuple[str, ...]],
     ) -> JobView:
-        """From the ledger."""
+        """Return the view of records of the ledger."""
         return cls(
             job.id,
             job.name,

@@ -39,13 +39,13 @@ class Workspace:
         return f"{os.uname().nodename}:{self.state_dir.absolute()}"
 
     def backend(self, cluster: str) -> Backend:
-        """The backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured."""
+        """Return the backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured."""
         if cluster not in self._backends:
             self._backends[cluster] = self.backend_of(cluster)
         return self._backends[cluster]
 
     def clusters_with(self, ability: type) -> tuple[list[str], dict[str, LaunchError]]:
-        """The clusters of clusters.yaml whose backends have *ability*; and why that of others cannot be told.
+        """Return the clusters of clusters.yaml whose backends have *ability*, and errors of those that fail to open.
 
         Contacts none. One bad entry says nothing about the others.
         """

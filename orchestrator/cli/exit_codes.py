@@ -31,7 +31,7 @@ _BY_CLASS = {
 
 
 def of_error(error: BaseException) -> ExitCode:
-    """The exit status for an exception that ends a command."""
+    """Return the exit status for an exception that ends a command."""
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_CLASS:
             return _BY_CLASS[cls.__name__]
@@ -39,7 +39,7 @@ def of_error(error: BaseException) -> ExitCode:
 
 
 def of_states(states: Iterable[str]) -> ExitCode:
-    """The exit status for jobs that ended in *states*: a failure outranks a cancellation, which outranks success."""
+    """Return the exit status for jobs that ended in *states*: failure outranks cancellation, which outranks success."""
     seen = set(states)
     if "FAILED" in seen:
         return ExitCode.JOB_FAILED

@@ -43,7 +43,7 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
 
 
 def _without_hosts(name: str, as_json: bool) -> int:
-    """Show the findings of the backend alone: it does not know its hosts one by one."""
+    """Show the findings of the backend alone, which has no list of hosts."""
     from orc.orchestrator.cli.commands.clusters import check, finding_dict, findings_text
     from orc.orchestrator.cli.ui import output
 

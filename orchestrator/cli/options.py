@@ -37,7 +37,7 @@ def _complete_jobs(_ctx: click.Context, _param: click.Parameter, incomplete: str
 
 
 def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The clusters whose names begin with *incomplete*."""
+    """Return the clusters whose names begin with *incomplete*."""
     from click.shell_completion import CompletionItem
 
     from orc.launchers.spec.clusters import load_clusters

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def open_client(*, reconciler: bool = True) -> Client:
-    """A client that is closed when the command ends. Raises `LaunchError`.
+    """Return a client that is closed when the command ends. Raises `LaunchError`.
 
     Where jobs are live, a reconciler is left behind that goes on with them, unless *reconciler* is false.
     """

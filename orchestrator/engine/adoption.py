@@ -1,4 +1,4 @@
-"""Jobs that the ledger does not know (it was deleted, or an old backup was put back): found again by their directories.
+"""Adoption of jobs that are missing from the ledger (it was deleted, or restored from an old backup).
 
 What they are made from lies there (`orc.orchestrator.engine.job_files`); what became of their attempts is asked of
 their clusters, where everything carries their markers.
@@ -66,7 +66,7 @@ def adopt(ws: Workspace, kept: SavedJob) -> AdoptionResult:
 
 
 def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
-    """Its attempts, as far as its cluster has them. Raises `LaunchError` when that cannot be asked."""
+    """Return its attempts, as far as its cluster has them. Raises `LaunchError` when it does not answer."""
     from orc.launchers.backends.base import SupportsPlacement
 
     backend = ws.backend(job.cluster)
@@ -80,7 +80,7 @@ def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
 
 
 def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Placement | None:
-    """The hosts that the attempt holds, where hosts are reserved in the ledger."""
+    """Return the hosts that the attempt holds, where hosts are reserved in the ledger."""
     from orc.launchers.backends.base import Placement, SupportsPlacement
 
     backend = ws.backend(job.cluster)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
-    """The job's specification from the ledger. Raises `SpecError` when this version of orc cannot read it any more."""
+    """Return the job's specification from the ledger. Raises `SpecError` for one of another version of orc."""
     from orc.launchers.spec import JobSpec
 
     try:
@@ -80,7 +80,7 @@ class InputsUnavailable(LaunchError):
 
 
 def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
-    """The snapshots that a job was submitted with, from the local store. Raises `BundleError`."""
+    """Return the snapshots that a job was submitted with, from the local store. Raises `BundleError`."""
     from orc.launchers.backends.base import Snapshot
 
     environment = ws.store.load(digests["environment"]) if "environment" in digests else None

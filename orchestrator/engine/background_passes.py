@@ -1,4 +1,4 @@
-"""Passes that nobody has to wait for to the end: a cluster that does not answer takes as long as its time-outs."""
+"""Passes in a thread: waiting for them has a limit, where a cluster that does not answer takes its time-outs."""
 
 from __future__ import annotations
 

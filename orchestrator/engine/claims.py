@@ -19,7 +19,7 @@ TTL_S = 300.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from all others on all machines and from itself at other times."""
+    """Identity of a process, unique over machines and boots."""
 
     boot_id: str  # of the machine's kernel
     pid_namespace: str
@@ -29,7 +29,7 @@ class Owner:
 
     @classmethod
     def new(cls) -> Owner:
-        """This process, for one purpose."""
+        """Return the identity of this process, for one purpose."""
         pid = os.getpid()
         return cls(boot_id(), _pid_namespace(), pid, process_start(pid) or "", os.urandom(4).hex())
 
@@ -38,7 +38,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """The inverse of `str`. Raises `ValueError`."""
+        """Return the inverse of `str`. Raises `ValueError`."""
         boot_id, namespace, pid, started, nonce = text.split("/")
         return cls(boot_id, namespace, int(pid), started, nonce)
 
@@ -49,7 +49,7 @@ def is_free(owner: str | None, expires_at: float | None, now: float, is_gone: Ca
 
 
 def owner_is_gone(text: str) -> bool:
-    """True when the owner was a process on this machine and has ended; False when nobody can tell from here."""
+    """Return True when the owner was a process on this machine and has ended; False when it was on another one."""
     owner = Owner.parse(text)
     if (owner.boot_id, owner.pid_namespace) != (boot_id(), _pid_namespace()):
         return False

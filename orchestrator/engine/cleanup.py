@@ -17,7 +17,7 @@ OVER: Collection[str] = ("over", "idle")  # what nobody has wanted to keep
 
 
 def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]]:
-    """The clusters of clusters.yaml on which something can be left, and why others cannot be told. Contacts none."""
+    """Return the clusters of clusters.yaml on which something can be left, and the errors of others. Contacts none."""
     from orc.launchers.backends.base import SupportsCleanup
 
     return ws.clusters_with(SupportsCleanup)
@@ -40,7 +40,7 @@ def sweep(ws: Workspace, cluster: str, found: Sequence[Leftover]) -> dict[str, L
 
 
 def attempts_on(ledger: Ledger, cluster: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The markers of all attempts on *cluster*: those that may still need what was made for them, and the others."""
+    """Return the markers of all attempts on *cluster*: of live ones, and of those that are over."""
     query = (
         "SELECT a.marker, a.state, j.state FROM attempts AS a JOIN jobs AS j ON j.id = a.job_id "
         "WHERE j.cluster = :cluster"

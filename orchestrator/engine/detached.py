@@ -94,7 +94,7 @@ class Lease:
             return None
 
     def is_held(self) -> bool:
-        """True when a process has it."""
+        """Return True when a process has it."""
         with self.take() as mine:
             return mine is None
 
@@ -108,12 +108,12 @@ def _locked(descriptor: int) -> bool:
 
 
 def is_switched_off() -> bool:
-    """True when ``ORC_RECONCILER=off``."""
+    """Return True when ``ORC_RECONCILER=off``."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no", "false")
 
 
 def ensure(state_dir: Path, ledger_url: str, clusters_file: Path | None = None) -> None:
-    """Leave a reconciler behind unless there is one. Says nothing about failures: the job is safe without it."""
+    """Start a reconciler unless there is one. Failures are ignored: the job is safe without it."""
     _started[:] = [process for process in _started if process.poll() is None]
     if is_switched_off():
         return
@@ -158,7 +158,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def run(open_client: Callable[[], Client], say: Callable[[str], None]) -> None:
+def run(open_client: Callable[[], Client], report_line: Callable[[str], None]) -> None:
     """Be the reconciler: run passes until no job is live. Returns at once where another process is."""
     while True:
         with open_client() as client:
@@ -167,7 +167,7 @@ def run(open_client: Callable[[], Client], say: Callable[[str], None]) -> None:
             with lease.take(_TAKE_S) as descriptor:
                 if descriptor is None:
                     return
-                why = _serve(client, descriptor, say)
+                why = _serve(client, descriptor, report_line)
             # Whoever submitted while this process made up its mind has found the lease taken; also where the ledger was
             # replaced, by `orc adopt` for one.
             if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
@@ -176,7 +176,7 @@ def run(open_client: Callable[[], Client], say: Callable[[str], None]) -> None:
                 return
 
 
-def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> StopReason:
+def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
     ws = client.workspace
     described = _stamp(client.clusters_file)
@@ -188,7 +188,7 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> StopR
     away = False
     last_change = ws.clock()
     _describe(descriptor, me)
-    say(f"process {me.pid} takes care of {ws.ledger.database.url}")
+    report_line(f"process {me.pid} takes care of {ws.ledger.database.url}")
     while True:
         found: Mapping[str, str] = {}
         try:
@@ -200,27 +200,27 @@ def _serve(client: Client, descriptor: int, say: Callable[[str], None]) -> StopR
             found, jobs = {"ledger": str(error)}, None
         for where, why in found.items():
             if trouble.get(where) != why:
-                say(f"{where}: {why}")
+                report_line(f"{where}: {why}")
         trouble, now = found, ws.clock()
         if jobs is not None:
             _describe(descriptor, Process(me.pid, me.host, me.started_at, now, len(jobs)))
             if not jobs:
-                say("no job is live")
+                report_line("no job is live")
                 return StopReason.IDLE
             if (states := {job.id: (str(job.state), job.number) for job in jobs}) != seen:
                 seen, last_change = states, now
-            away = client.is_away({job.cluster for job in jobs})
+            away = client.is_remote({job.cluster for job in jobs})
         due = [job.next_attempt_at for job in jobs or () if job.next_attempt_at is not None]
         ws.sleep(pause(now, last_change, due, SHORTEST_S[away]))
         if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
-            say("the ledger was removed or replaced")
+            report_line("the ledger was removed or replaced")
             return StopReason.LEDGER_GONE
         if _stamp(client.clusters_file) != described:
             return StopReason.CLUSTERS_CHANGED
 
 
 def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:
-    """Seconds until the next pass; *due* are the times at which retries are."""
+    """Return the seconds until the next pass; *due* are the times at which retries are."""
     length = min(max(shortest, (now - last_change) / 20), LONGEST_S)
     return min(length, max(min(due, default=now + length) - now, shortest))
 

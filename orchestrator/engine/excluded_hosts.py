@@ -13,13 +13,13 @@ _NAME = "excluded-hosts.json"
 
 
 def excluded(state_dir: Path, cluster: str) -> dict[str, str]:
-    """The excluded hosts of *cluster*, and why."""
+    """Return the excluded hosts of *cluster*, and why."""
     found = _read(state_dir).get(cluster, {})
     return {host: str(entry.get("reason", "")) for host, entry in found.items()}
 
 
 def exclude(state_dir: Path, cluster: str, hosts: Mapping[str, str]) -> None:
-    """From now on *hosts* (with reasons) are the excluded ones of *cluster*; none ends all exclusions there."""
+    """Replace the excluded hosts of *cluster* by *hosts* (with reasons); none ends all exclusions there."""
     everything = _read(state_dir)
     everything.pop(cluster, None)
     if hosts:

@@ -47,7 +47,7 @@ def note_cancelled(state_dir: Path, job_id: str) -> None:
 
 
 def unknown(ws: Workspace) -> list[SavedJob]:
-    """The jobs of the state directory that the ledger does not know, oldest first."""
+    """Return the jobs of the state directory that are missing from the ledger, oldest first."""
     kept = {found.job.id: found for found in _kept(ws.state_dir)}
     known = {record.id for record in ws.ledger.jobs(list(kept))}
     return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)

@@ -1,4 +1,4 @@
-"""From a job to a plan on hosts: choose them, look at them, and keep them in the transaction that makes the attempt.
+"""Placement: choose hosts for a job, examine them, and keep them in the transaction that makes the attempt.
 
 Looking at hosts takes seconds and happens outside any transaction, so the choice is made twice: before, and again in
 the transaction, where it must come out the same. So the ledger tells two processes apart that want the same hosts.
@@ -63,7 +63,7 @@ class PlacementPlanner:
         return isinstance(self.backend, SupportsPlacement)
 
     def prepare(self, job: JobRecord) -> PreparedAttempt:
-        """A PREPARED attempt: the next one of a QUEUED *job*, or that of a PREPARED one, on its hosts if they will do.
+        """Return a PREPARED attempt: the next one of a QUEUED *job*, or of a PREPARED one, on its hosts if they do.
 
         Raises `Conflict`, `NoRoom`, and what rendering and looking raise.
         """
@@ -91,7 +91,7 @@ class PlacementPlanner:
         return prepared if self.check(prepared.plan, prepared.placement) else self.prepare(prepared.job)
 
     def _recorded(self, job: JobRecord) -> PreparedAttempt | None:
-        """The attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
+        """Return the attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
         from orc.launchers.backends.base import Placement
 
         if not self.places:
@@ -108,7 +108,7 @@ class PlacementPlanner:
         return PreparedAttempt(job, plan, placement) if self.check(plan, placement) else None
 
     def choose(self, *, examine: bool, behind: tuple[float, str] | None = None) -> tuple[Plan, Placement | None]:
-        """A plan that can be sent. With *look*, its hosts are looked at, and bad ones left out where others will do.
+        """Return a plan that can be sent. With *examine*, bad hosts are left out where others will do.
 
         *behind* is the job's place in the queue, the end by default. Raises `NoRoom`, and what rendering and looking
         raise.
@@ -126,7 +126,7 @@ class PlacementPlanner:
                 return plan, placement
 
     def render(self, placement: Placement | None) -> Plan:
-        """The plan on these hosts."""
+        """Return the plan on these hosts."""
         return self.backend.render(self.spec, self.snapshot, self.attempt, placement)
 
     def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:
@@ -152,7 +152,7 @@ class PlacementPlanner:
         return True
 
     def check(self, plan: Plan, placement: Placement | None) -> bool:
-        """Look at what *plan* needs; False when a host of *placement* was found bad and others should be tried."""
+        """Run the preflight of *plan*; return False for a bad host of *placement*, where others should be tried."""
         warnings, hosts = [], set(placement.hosts) if placement else set()
         unavoidable = set(self.unusable) & hosts
         for finding in self.backend.preflight(plan):
@@ -191,7 +191,7 @@ class PlacementPlanner:
         return placement_in_turn(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
     def _ahead(self, tx: Transaction) -> list[WaitingJob]:
-        """The jobs that came before this one and have no hosts yet."""
+        """Return the jobs that came before this one and have no hosts yet."""
         from orc.launchers.spec import JobSpec
 
         found = []

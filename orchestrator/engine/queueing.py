@@ -95,7 +95,7 @@ def waiting_reason(
 
 
 def room_backoff(waited_s: float, job: str) -> float:
-    """Seconds until *job* is sent again whose hosts jobs of another ledger had taken: a quarter of what it waited.
+    """Return the seconds until *job*, whose hosts another ledger holds, is sent again: a quarter of its waiting time.
 
     A quarter more or less for each job, so that two that get in each other's way do not go on doing so.
     """

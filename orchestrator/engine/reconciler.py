@@ -110,7 +110,7 @@ def _needs_driving(job: JobRecord, now: float) -> bool:
 
 
 def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool:
-    """True while the agents of *job*, which have the environment that it was submitted in, may still run it again."""
+    """Return True while the agents of *job*, which have its submission's environment, may still run it again."""
     if job.state is not JobState.QUEUED or not job.number:
         return False
     try:
@@ -121,7 +121,7 @@ def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool
 
 
 def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
-    """Finish a submission that somebody else could not, or make the next attempt."""
+    """Finish an interrupted submission, or make the next attempt."""
     if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
         return
     if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
@@ -250,7 +250,7 @@ def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
 
 
 def _poll_cluster(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> None:
-    """Pass on what is to be cancelled, ask the cluster once about all its jobs, and write down what it says."""
+    """Send cancellations, poll the cluster once for all its jobs, and store the observations."""
     from orc.launchers.backends.base import Handle
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
@@ -337,7 +337,7 @@ def _update_from(ws: Workspace, job: JobRecord, seen: Observation) -> JobUpdate:
 
 
 def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> dict[str, JobRecord]:
-    """Write many changes in few transactions; jobs that somebody else changed meanwhile are left to him."""
+    """Write many changes in few transactions; jobs that were changed meanwhile are left out."""
     wanted = [(job, change) for job, change in changes if change]
     written: dict[str, JobRecord] = {}
     for start in range(0, len(wanted), _JOBS_PER_TRANSACTION):

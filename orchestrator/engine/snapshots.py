@@ -76,7 +76,7 @@ def code_exclude(loaded: LoadedJob, backend: Backend) -> tuple[str, ...]:
 
 
 def environment_tree(loaded: LoadedJob, cluster: Cluster, cache: Path | None) -> SourceTree | None:
-    """The environment that the job brings along, if it does. Raises `BundleError`."""
+    """Return the environment that the job brings along, if it does. Raises `BundleError`."""
     environment = environment_of(loaded.spec, cluster)
     if environment.kind not in ("copy", "conda"):
         return None
@@ -86,7 +86,7 @@ def environment_tree(loaded: LoadedJob, cluster: Cluster, cache: Path | None) ->
 
 
 def check_script(job: JobSpec, code: Bundle) -> None:
-    """The script travels with the code. Raises `SpecError` when something excludes it."""
+    """Raise `SpecError` for a script that is not part of the code."""
     # A script whose name begins with a dash is called ./-name, so that no interpreter takes it for an option.
     if job.script is not None and job.script.removeprefix("./") not in code:
         raise SpecError(

@@ -103,7 +103,7 @@ def start_array(
     at_once: int | None = None,
     given: Mapping[str, str] | None = None,
 ) -> list[JobRecord]:
-    """Submit new jobs that ask their cluster for the same, as one array of which *at_once* run at a time.
+    """Submit new jobs with the same resources as one array of which *at_once* run at a time.
 
     The cluster is one that `SupportsArrays`. Each job is as durable, and as sure to run once, as one that `start`
     submits; attempts that follow a failure are submitted by themselves. Raises what `start` raises.
@@ -184,7 +184,7 @@ def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId
 def _examine_and_send(
     ws: Workspace, planner: PlacementPlanner, prepared: PreparedAttempt, secrets: Mapping[str, str], progress: Progress
 ) -> JobRecord:
-    """The preflight, on other hosts where it finds bad ones, then `send`."""
+    """Return the preflight, on other hosts where it finds bad ones, then `send`."""
     try:
         prepared = planner.examine(prepared)
     except NoRoom as error:
@@ -419,7 +419,7 @@ def apply(
     allowed: Callable[[JobRecord], bool],
     change: Callable[[JobRecord, float], JobUpdate],
 ) -> JobRecord:
-    """Write *change* about the attempt that *job* shows, as long as *allowed* says so of the job as it is now."""
+    """Write *change* about the attempt that *job* shows, as long as *allowed* holds for the job as it is now."""
     while True:
         try:
             with ws.ledger.transaction() as tx:
@@ -482,7 +482,7 @@ def _release_attempt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
 
 
 def wait_for_room(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    """The job stays where it is, holds no hosts, and says why."""
+    """Record that the job waits, without hosts, for *reason*."""
 
     def change(current: JobRecord, _: float) -> JobUpdate:
         if current.reason == reason:
@@ -512,7 +512,7 @@ def _release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence
 
 
 def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
-    """Store the handle. Somebody who took us for dead may have been faster; that is recorded, not repaired, because
+    """Store the handle. Another process may have been faster; that is recorded, not repaired, because
     the agents' lease lets only one copy run."""
 
     def change(current: JobRecord, now: float) -> JobUpdate:
@@ -527,7 +527,7 @@ def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
 
 
 def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> JobUpdate:
-    """The backend has the attempt, and this is how to find it again. Gives the claim back."""
+    """Return the update of a job that its backend has accepted. Gives the claim back."""
     event = Event(kind, job.number, {"native_id": handle.native_id})
     begun = job.attempt.submitted_at if job.attempt else None
     return JobUpdate(

@@ -27,7 +27,7 @@ class JobUpdate:
 
 
 def retry_policy(spec: Mapping[str, Any]) -> RetryPolicy:
-    """The ``retry:`` section of a job's stored specification."""
+    """Return the ``retry:`` section of a job's stored specification."""
     retry = spec["retry"]
     return RetryPolicy(int(retry["max_attempts"]), tuple(retry["on"]), float(retry["backoff"]))
 
@@ -61,7 +61,7 @@ def update_from_observation(
 
 
 def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -> tuple[Event, ...]:
-    """The events between *state* and a phase that has not ended."""
+    """Return the events between *state* and a phase that has not ended."""
     events: list[Event] = []
     went_back = seen.restarts > restarts or (state is AttemptState.RUNNING and seen.phase is Phase.PENDING)
     if went_back:
@@ -146,7 +146,7 @@ def update_after_end(
 
 
 def update_for_rejection(job: JobRecord, reason: str, now: float) -> JobUpdate:
-    """The newest attempt could not be started at all: the job has failed, trying again would not help."""
+    """Return the update of a job whose newest attempt was rejected: it has failed for good."""
     cause = str(Cause.LAUNCH)
     events = (
         Event(Kind.FAILED, job.number, {"cause": cause, "reason": reason}),
@@ -156,7 +156,7 @@ def update_for_rejection(job: JobRecord, reason: str, now: float) -> JobUpdate:
 
 
 def update_for_early_cancel(job: JobRecord, now: float) -> JobUpdate:
-    """A person cancelled the job while the backend certainly had nothing of it."""
+    """Return the update of a job that was cancelled before its backend had anything of it."""
     again = job.attempt is not None and job.attempt.state.terminal
     why = f"cancelled before it was submitted{' again' if again else ''}"
     over = Event(Kind.JOB_CANCELLED, None, {"reason": why})
@@ -177,5 +177,5 @@ def _in_order(earlier: float | None, later: float | None) -> float | None:
 
 
 def _changed(record: Any, **values: Any) -> dict[str, Any]:
-    """The *values* that differ from what *record* has."""
+    """Return the *values* that differ from what *record* has."""
     return {name: value for name, value in values.items() if getattr(record, name) != value}

@@ -236,7 +236,7 @@ def specification(
 
 @contextmanager
 def packed(calls: Sequence[Call], spec: JobSpec, settings: Settings) -> Iterator[SourceTree]:
-    """The snapshot of *calls*, as long as the context lasts. Raises `LaunchError` for what cannot be pickled."""
+    """Yield the snapshot of *calls*, as long as the context lasts. Raises `LaunchError` for what cannot be pickled."""
     from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
     from orc.launchers.snapshot.scan import SourceTree
 
@@ -272,7 +272,7 @@ def packed(calls: Sequence[Call], spec: JobSpec, settings: Settings) -> Iterator
 
 
 def saves(function: Callable[..., Any]) -> bool:
-    """Return True for a callable that is asked to save (`submitit.helpers.Checkpointable`)."""
+    """Return True for a callable that can save (`submitit.helpers.Checkpointable`)."""
     return callable(getattr(function, "checkpoint", None))
 
 

@@ -158,7 +158,7 @@ def take_slot(directory: str, count: int) -> int:
 
 
 def submitit_environment(rank: int) -> Dict[str, str]:
-    """Return the variables from which `submitit.JobEnvironment` tells a function where it runs."""
+    """Return the variables that `submitit.JobEnvironment` reads."""
     names = {"JOB_ID": "ORC_JOB_ID", "NTASKS": "WORLD_SIZE", "LOCALID": "LOCAL_RANK", "NODEID": "ORC_NODE_RANK"}
     names.update(JOB_NUM_NODES="ORC_NNODES")
     found = {"SUBMITIT_LOCAL_" + name: os.environ.get(variable, "") for name, variable in names.items()}

@@ -27,7 +27,7 @@ class Reader:
         self._offsets: dict[tuple[str, ...], int] = {}
 
     def read(self) -> list[Line]:
-        """The lines that were written since the last call, oldest first.
+        """Return the lines that were written since the last call, oldest first.
 
         Raises `BackendUnreachable` when nobody could be asked.
         """
@@ -60,7 +60,7 @@ class Reader:
 
 
 def parse(data: bytes) -> list[Line]:
-    """The JSON objects of *data*, one on each line; a line that a crashed machine has spoilt is left out."""
+    """Return the JSON objects of *data*, one on each line; a line that a crashed machine has spoilt is left out."""
     found: list[Line] = []
     for text in data.splitlines():
         try:
@@ -73,7 +73,7 @@ def parse(data: bytes) -> list[Line]:
 
 
 def course(lines: Iterable[Line]) -> list[Line]:
-    """The training as it counts: what came after the step from which a later attempt went on is left out."""
+    """Return the training as it counts: what came after the step from which a later attempt went on is left out."""
     kept: list[Line] = []
     run = None
     for line in lines:

@@ -77,7 +77,7 @@ class Sampling:
         self._lines.put(None)
 
     def next(self, timeout_s: float) -> Sample | None:
-        """The next measurement; `None` when there is none within *timeout_s* or no node is left."""
+        """Return the next measurement; `None` when there is none within *timeout_s* or no node is left."""
         while self._open:
             try:
                 found = self._lines.get(timeout=timeout_s)
@@ -95,7 +95,7 @@ class Sampling:
 
 
 def steps_per_second(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> float | None:
-    """The training's speed between two measurements of a node; `None` when it cannot be told. Pure."""
+    """Return the training's speed between two measurements of a node; `None` where there is none. Pure."""
     if before is None:
         return None
     first, last = before.get("progress", {}).get("step"), now.get("progress", {}).get("step")
@@ -105,7 +105,7 @@ def steps_per_second(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -
 
 
 def stacks(entries: Sequence[NodeEntry], timeout_s: float) -> dict[str, Any]:
-    """``{"answers": [...], "missing": [nodes]}``: what the agents said (attempt-directory.md, Stacks).
+    """``{"answers": [...], "missing": [nodes]}``: the agents' answers (attempt-directory.md, Stacks).
 
     The first node knows of all others; where it cannot be asked, each node is asked for itself. Raises
     `BackendUnreachable` when no node could be asked.
@@ -158,7 +158,7 @@ class Group:
 
 
 def grouped(answers: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """Ranks by equal stacks, the smallest group first: the odd one out is what one looks for. Pure."""
+    """Return ranks by equal stacks, the smallest group first: the one that differs comes first. Pure."""
     found: dict[tuple[tuple[tuple[str, int, str], ...], str], list[int]] = {}
     for answer in answers:
         for rank in answer["ranks"]:

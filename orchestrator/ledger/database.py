@@ -57,15 +57,15 @@ class Database(Protocol):
     url: str  # as SQLAlchemy writes it, without a password
 
     def read(self) -> AbstractContextManager[Connection]:
-        """A context manager around one consistent look: gives a `Connection`."""
+        """Return a context manager around one consistent read: gives a `Connection`."""
         ...
 
     def write(self) -> AbstractContextManager[Connection]:
-        """A context manager around one transaction, durable when it is left: gives a `Connection`."""
+        """Return a context manager around one transaction, durable when it is left: gives a `Connection`."""
         ...
 
     def unwritable(self) -> str:
-        """Why nothing can be written now; empty when it can, or when that cannot be told."""
+        """Return the reason why nothing can be written now; empty without one."""
         ...
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class SqliteDatabase:
             reserve.keep(path)
 
     def _copy(self) -> sqlite3.Connection:
-        """The content of the file, which is not changed in any way."""
+        """Return the content of the file, which is not changed in any way."""
         memory = sqlite3.connect(":memory:", isolation_level=None)
         # With files of a writer beside it, it can be read as any other; without, SQLite has to be told that nobody
         # changes it, because it cannot make them.
@@ -191,7 +191,7 @@ class SqliteDatabase:
                 raise
 
     def _begin(self, statement: str) -> None:
-        """Begin a transaction. Who has to wait for it says so, and for whom."""
+        """Begin a transaction; a long wait is reported, with the processes that hold the lock."""
         try:
             self._raw.execute(f"PRAGMA busy_timeout = {SILENT_S * 1000:.0f}")
             self._take(statement)
@@ -227,7 +227,7 @@ class SqliteDatabase:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn the driver's errors about the file at *path* into one `LedgerError` that says what to do."""
+    """Turn the driver's errors about the file at *path* into one `LedgerError` with advice."""
     try:
         yield
     except LaunchError:

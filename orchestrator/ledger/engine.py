@@ -80,7 +80,7 @@ class CoreDatabase:
             raise LedgerError(f"cannot use the ledger: {reason}", where=self.url) from error
 
     def unwritable(self) -> str:
-        """Nothing that could be told before it is tried."""
+        """Return nothing: a server's errors show when it is used."""
         return ""
 
     def close(self) -> None:

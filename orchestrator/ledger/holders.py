@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def holders(path: Path, locks: Path = Path("/proc/locks")) -> list[str]:
-    """``process 4711 (orc)`` for each; empty where that cannot be told."""
+    """``process 4711 (orc)`` for each; empty where that is not visible."""
     inodes = set(_inodes(path))
     try:
         table = locks.read_text(encoding="ascii")

@@ -95,7 +95,7 @@ class Kind(enum.StrEnum):
 
 
 class IllegalTransition(Exception):
-    """An event that is not allowed in the present state: the work of a bug or of a stale look at the ledger."""
+    """An event that is not allowed in the present state: the work of a bug or of a stale read of the ledger."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ ATTEMPT_KINDS = frozenset(list(Kind)[: list(Kind).index(Kind.QUEUED)])
 
 
 def advance(position: Position, event: Event) -> Position:
-    """The position after *event*. Raises `IllegalTransition` where the event is not allowed."""
+    """Return the position after *event*. Raises `IllegalTransition` where the event is not allowed."""
     rule = RULES[event.kind]
     if position.job not in rule.job_from:
         raise IllegalTransition(f"{event.kind} is not allowed while the job is {position.job or 'unknown'}")
@@ -199,7 +199,7 @@ class History:
 
 
 def fold(events: Iterable[Event]) -> History:
-    """The states that *events* (in order) lead to. Raises `IllegalTransition` for a history that cannot be."""
+    """Return the states that *events* (in order) lead to. Raises `IllegalTransition` for a history that cannot be."""
     position = Position()
     attempts: dict[int, AttemptState] = {}
     for event in events:

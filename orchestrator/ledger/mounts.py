@@ -12,7 +12,7 @@ _NETWORK = frozenset([*_NATIVE.split(), *(f"fuse.{name}" for name in _FUSE.split
 
 
 def network_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the file system that holds *path*, when other machines may write to it as well; else `None`."""
+    """Return the type of the file system that holds *path*, when other machines may write to it; else `None`."""
     try:
         table = mountinfo.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -22,7 +22,7 @@ def network_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo
 
 
 def kind_of(path: str, table: str) -> str:
-    """The file system type of the mount in *table* (text of ``mountinfo``) that holds the absolute *path*."""
+    """Return the file system type of the mount in *table* (text of ``mountinfo``) that holds the absolute *path*."""
     found, longest = "", -1
     for line in table.splitlines():
         fields, _, rest = line.partition(" - ")

@@ -17,7 +17,7 @@ FILE_NAME = "ledger.db"
 
 
 def open_database(state_dir: Path, url: str | None = None, *, volatile: bool = False) -> Database:
-    """The ledger named by *url* (``ORC_LEDGER_URL``), or the file ``ledger.db`` in *state_dir*, ready for use.
+    """Return the ledger named by *url* (``ORC_LEDGER_URL``), or the file ``ledger.db`` in *state_dir*, ready for use.
 
     With *volatile*, a file that cannot be written (its disk is full, its file system read-only) gives a copy in memory,
     `SqliteDatabase.volatile`. Raises `LedgerError` when it cannot be opened, is damaged or cut, is not a ledger, or was
@@ -61,7 +61,7 @@ def _checked(database: SqliteDatabase) -> SqliteDatabase:
 
 
 def _file_of(url: str) -> Path | None:
-    """The file that a ``sqlite:///`` URL names; `None` for every other database."""
+    """Return the file that a ``sqlite:///`` URL names; `None` for every other database."""
     prefix = "sqlite:///"
     if not url.startswith(prefix):
         return None
@@ -83,7 +83,7 @@ def _make_private_dir(state_dir: Path) -> None:
 
 
 def _version_in_file(database: SqliteDatabase) -> str:
-    """The schema version of the file."""
+    """Return the schema version of the file."""
     with database.read() as connection:
         tables = {row[0] for row in connection.tuples("SELECT name FROM sqlite_master WHERE type = 'table'")}
         versions = connection.tuples("SELECT version_num FROM alembic_version") if "alembic_version" in tables else []

@@ -1,4 +1,4 @@
-"""Reading rows of the ledger: queries that both a look and a transaction make."""
+"""Queries of the ledger that reads and transactions share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def conditions(job_ids: Sequence[str] | None, *, active_only: bool) -> Iterator[
 
 
 def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[JobRecord]:
-    """The jobs of ``j`` (with their newest attempts ``a``) that meet *condition*."""
+    """Return the jobs of ``j`` (with their newest attempts ``a``) that meet *condition*."""
     # One statement, so that the job and its attempt belong together on every database and isolation level. Only
     # column names and placeholders are put into the text; all values are parameters.
     rows = connection.tuples(

@@ -46,7 +46,7 @@ class AttemptRecord:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> AttemptRecord:
-        """From a row of `COLUMNS`."""
+        """Return the record of a row of `COLUMNS`."""
         values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
         values["state"] = AttemptState(values["state"])
         values["hosts"] = tuple(json.loads(values["hosts"]))
@@ -89,7 +89,7 @@ class JobRecord:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...], attempt: AttemptRecord | None) -> JobRecord:
-        """From a row of `COLUMNS`."""
+        """Return the record of a row of `COLUMNS`."""
         values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
         number = values.pop("attempt")
         state, digests = JobState(values.pop("state")), json.loads(values.pop("digests"))

@@ -1,4 +1,4 @@
-"""The ledger's tables, as SQLAlchemy knows them: the authority that the migrations and `schema.sql` are held to.
+"""Tables of the ledger in SQLAlchemy: the authority that the migrations and `schema.sql` are held to.
 
 ``python -m orc.orchestrator.ledger.schema`` prints the SQLite text of the newest schema, which is kept in `schema.sql`
 so that a first ``orc submit`` needs neither SQLAlchemy nor alembic to make its file.
@@ -149,7 +149,7 @@ for _dialect, _statements in APPEND_ONLY.items():
 
 
 def sqlite_schema() -> str:
-    """The statements that make an empty ledger of the newest version in SQLite."""
+    """Return the statements that make an empty ledger of the newest version in SQLite."""
     from sqlalchemy.dialects import sqlite
 
     dialect = sqlite.dialect()

@@ -34,7 +34,7 @@ class Ledger:
     # -- reading
 
     def job(self, job_id: str) -> JobRecord | None:
-        """The job as it is now."""
+        """Return the job as it is now."""
         return next(iter(self.jobs([job_id])), None)
 
     def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
@@ -42,11 +42,11 @@ class Ledger:
         return self._select(job_ids, active_only=False)
 
     def active(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
-        """The jobs (of *job_ids*, if given) that have not ended, oldest first."""
+        """Return the jobs (of *job_ids*, if given) that have not ended, oldest first."""
         return self._select(job_ids, active_only=True)
 
     def any_active(self) -> bool:
-        """True when a job has not ended."""
+        """Return True when a job has not ended."""
         ((condition, parameters),) = conditions(None, active_only=True)
         with self.database.read() as connection:
             return bool(connection.tuples(f"SELECT 1 FROM jobs j WHERE {condition} LIMIT 1", parameters))  # noqa: S608
@@ -59,14 +59,14 @@ class Ledger:
         return sorted(found, key=lambda job: (job.created_at, job.id))
 
     def spec(self, job_id: str) -> dict[str, Any]:
-        """The job's specification in its JSON form."""
+        """Return the job's specification in its JSON form."""
         with self.database.read() as connection:
             ((text,),) = connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job_id})
         spec: dict[str, Any] = json.loads(text)
         return spec
 
     def tags(self, job_id: str) -> dict[str, str]:
-        """The job's tags."""
+        """Return the job's tags."""
         with self.database.read() as connection:
             rows = connection.tuples("SELECT key, value FROM job_tags WHERE job_id = :id ORDER BY key", {"id": job_id})
         return dict(rows)
@@ -130,7 +130,7 @@ class Ledger:
         return [(*row, hosts_of.get(row[0], ()), tags_of.get(row[0], none), seen.get(row[0])) for row in rows]
 
     def events(self, job_id: str) -> list[EventRecord]:
-        """The job's history, oldest first."""
+        """Return the job's history, oldest first."""
         with self.database.read() as connection:
             rows = connection.tuples(
                 "SELECT id, job_id, attempt, at, kind, data FROM events WHERE job_id = :id ORDER BY id", {"id": job_id}
@@ -184,7 +184,7 @@ class Ledger:
             )
 
     def note_seen(self, job_ids: Sequence[str]) -> None:
-        """The clusters of these jobs have just said something about them."""
+        """Record that the clusters of these jobs have reported them now."""
         now = self._clock()
         with self.database.write() as connection:
             connection.executemany(
@@ -194,7 +194,7 @@ class Ledger:
             )
 
     def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:
-        """Take the job for *owner* if its claim is still what *job* shows. False when somebody else was faster."""
+        """Take the job for *owner* if its claim is still what *job* shows. False when another owner was faster."""
         self._must_last()
         claim = "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id AND "
         parameters = {"id": job.id, "owner": owner, "expires": self._clock() + ttl_s}

@@ -34,14 +34,14 @@ class Transaction:
         claim_expires_at: float,
         placement: Placement | None = None,
     ) -> JobRecord:
-        """A new job with its first attempt PREPARED and claimed by *owner*."""
+        """Return a new job with its first attempt PREPARED and claimed by *owner*."""
         queued = self.enqueue(job, owner=owner, claim_expires_at=claim_expires_at)
         return self.prepare(queued, marker, plan_digest, placement)
 
     def enqueue(
         self, job: NewJob, reason: str = "", *, owner: str | None = None, claim_expires_at: float | None = None
     ) -> JobRecord:
-        """A new job without an attempt, which has to wait for *reason*."""
+        """Return a new job without an attempt, which has to wait for *reason*."""
         self._connection.execute(
             "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
             "claim_owner, claim_expires_at, source, digests, spec) VALUES (:id, :name, :cluster, :backend, 'QUEUED', "
@@ -76,7 +76,7 @@ class Transaction:
         return created
 
     def prepare(self, job: JobRecord, marker: str, plan_digest: str, placement: Placement | None = None) -> JobRecord:
-        """The next attempt of *job*, durable before anything is sent, with the hosts of *placement* kept for it.
+        """Return the next attempt of *job*, durable before anything is sent, with the hosts of *placement* kept for it.
 
         Raises `Conflict`, `IllegalTransition`.
         """
@@ -126,7 +126,7 @@ class Transaction:
         return read_failed_hosts(self._connection, job_id)
 
     def unplaced(self, cluster: str) -> list[tuple[JobRecord, dict[str, Any]]]:
-        """The jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
+        """Return the jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
         jobs = read_jobs(
             self._connection,
             "j.cluster = :cluster AND j.cancel_requested_at IS NULL AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
@@ -192,11 +192,11 @@ class Transaction:
         return self._reload(job.id)
 
     def find(self, job_id: str) -> JobRecord | None:
-        """The job as it is now."""
+        """Return the job as it is now."""
         return next(iter(read_jobs(self._connection, "j.id = :id", {"id": job_id})), None)
 
     def reload(self, job: JobRecord) -> JobRecord:
-        """The job as it is now."""
+        """Return the job as it is now."""
         return self._reload(job.id)
 
     def _reload(self, job_id: str) -> JobRecord:

@@ -16,7 +16,7 @@ _ADVISORY_LOCK = 0x6F7263
 
 
 def stored_version(engine: sa.Engine) -> str | None:
-    """The schema version of the database, `None` when it holds no ledger. Raises `LedgerError`."""
+    """Return the schema version of the database, `None` when it holds no ledger. Raises `LedgerError`."""
     from alembic.migration import MigrationContext
 
     try:

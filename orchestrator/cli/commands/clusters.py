@@ -84,7 +84,7 @@ def show_command(name: str, as_json: bool) -> None:
 @cluster_argument
 @json_option
 def check_command(name: str, as_json: bool) -> int:
-    """Look whether a cluster can take a job: programs, reachability, disk. Changes nothing."""
+    """Check that a cluster can take a job: programs, reachability, disk. Changes nothing."""
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
@@ -146,7 +146,7 @@ def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]
 
 
 def check(name: str) -> list[Finding]:
-    """Render a small job for the cluster and let its backend look at the plan. Raises `LaunchError`."""
+    """Render a small job for the cluster and let its backend check the plan. Raises `LaunchError`."""
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
@@ -165,7 +165,7 @@ def check(name: str) -> list[Finding]:
 
 
 def finding_dict(finding: Finding) -> dict[str, str]:
-    """A finding as JSON: level, what, where, do."""
+    """Return a finding as JSON: level, what, where, do."""
     return {"level": finding.level, "what": finding.what, "where": finding.where, "do": finding.hint}
 
 

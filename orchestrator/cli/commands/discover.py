@@ -54,7 +54,7 @@ def _common(**_: Any) -> None:
 
 @click.command("discover", cls=_Kinds)
 def command() -> None:
-    """Print an entry for clusters.yaml, made from what a cluster says about itself.
+    """Print an entry for clusters.yaml, made from the facts that a cluster reports.
 
     Changes nothing over there. An entry that exists already is never changed.
     """

@@ -1,4 +1,4 @@
-"""`orc doctor`: look at everything a job depends on, and say what to do about what is wrong."""
+"""`orc doctor`: check everything a job depends on, with advice for what is wrong."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
 
 
 def pick(client: Client, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
-    """The node that is meant. Raises `LaunchError` when the job has no such one."""
+    """Return the node that is meant. Raises `LaunchError` when the job has no such one."""
     from orc.launchers.errors import LaunchError
 
     number = node or 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def starters() -> dict[str, Path]:
-    """The starters that ship with orc: name -> folder."""
+    """Return the starters that ship with orc: name -> folder."""
     import orc.templates
 
     root = Path(orc.templates.__file__).parent / "starters"

@@ -17,10 +17,10 @@ def command(as_json: bool) -> None:
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
 
-    def say(text: str) -> None:
+    def report_line(text: str) -> None:
         if as_json:
             echo_json_line({"at": time.time(), "what": text})
         else:
             echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
-    detached.run(lambda: Client(reconciler=False), say)
+    detached.run(lambda: Client(reconciler=False), report_line)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
-    """The plan of a job that is not submitted (its id ends in 000000), and what there is to say about its snapshot."""
+    """Return the plan of a job that is not submitted (its id ends in 000000), and its snapshot's findings."""
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId, placeholder_job_id
@@ -45,7 +45,7 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
 
 
 def text(plan: Plan) -> str:
-    """The plan for people: every file and command as it would be sent."""
+    """Return the plan for people: every file and command as it would be sent."""
     lines = [
         f"# plan {plan.marker} for cluster {plan.cluster} ({plan.backend})",
         f"# digest {plan.digest}",

@@ -104,7 +104,7 @@ def _local_contract(name: str) -> str:
 def run(
     client: Client, submit: Submit, *, following: bool, ranks: tuple[int, ...], all_ranks: bool, as_json: bool
 ) -> int:
-    """Submit, say what happened, follow if asked to; the exit status."""
+    """Submit, print the result, follow with *--follow*; return the exit status."""
     from orc.launchers.findings import Finding
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.ui.display import describe, display
@@ -144,7 +144,7 @@ def run(
 
 
 def _follow(client: Client, view: JobView, selection: Selection, as_json: bool) -> JobView:
-    """The job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
+    """Return the job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
     from orc.orchestrator.cli.ui.display import display
     from orc.orchestrator.cli.ui.follow import conclusion, follow
     from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink

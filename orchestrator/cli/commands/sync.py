@@ -124,7 +124,7 @@ def _compared(client: Client, loaded: LoadedJob | None, bundles: Mapping[str, Bu
 
 
 def _last(client: Client, loaded: LoadedJob | None) -> tuple[str, dict[str, str]]:
-    """The newest job made from the same file (without a file: of all), and its snapshots."""
+    """Return the newest job made from the same file (without a file: of all), and its snapshots."""
     import json
 
     source = str(loaded.source_path.absolute()) if loaded and loaded.source_path else None

@@ -93,7 +93,7 @@ def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
 
 
 def _live(sampling: Any, interval: float) -> int:
-    """A table that is drawn again and again."""
+    """Return a table that is drawn again and again."""
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text

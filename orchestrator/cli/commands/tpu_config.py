@@ -125,7 +125,7 @@ def _has_workers(cluster: Cluster) -> bool:
 
 
 def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | None:
-    """The cluster of kind tpu that is meant, which looks in *zone* alone if that is given.
+    """Return the cluster of kind tpu that is meant, which looks in *zone* alone if that is given.
 
     `None` where none is written down and none is *needed*.
     """

@@ -9,7 +9,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 
 def version() -> str:
-    """The installed version of orc."""
+    """Return the installed version of orc."""
     import importlib.metadata
 
     return importlib.metadata.version("orc-launch")

@@ -35,7 +35,7 @@ def chart(points: Sequence[tuple[float, float]], *, width: int, height: int, pla
 
 
 def _columns(points: Sequence[tuple[float, float]], width: int) -> list[float]:
-    """The value of each column."""
+    """Return the value of each column."""
     start, span = points[0][0], points[-1][0] - points[0][0]
     count = width if span else 1
     sums = [(0.0, 0)] * count

@@ -20,7 +20,7 @@ class Display:
         self._step = ""
 
     def show(self, step: str, detail: str = "") -> None:
-        """Now *step* goes on, as far as *detail* says."""
+        """Show *step*, which has come as far as *detail*."""
         if step != self._step:
             self._step = step
             echo(step, err=True)
@@ -31,7 +31,7 @@ class Display:
         yield
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         with self.aside():
             echo(text, err=True)
 
@@ -50,7 +50,7 @@ class TerminalDisplay(Display):
         self._status: Status | None = None
 
     def show(self, step: str, detail: str = "") -> None:
-        """Now *step* goes on, as far as *detail* says."""
+        """Show *step*, which has come as far as *detail*."""
         from rich.text import Text
 
         text = Text.from_ansi(rendered(f"{step}  {detail}".rstrip()))
@@ -81,15 +81,15 @@ class SilentDisplay(Display):
     """Nothing at all, for ``--json``."""
 
     def show(self, step: str, detail: str = "") -> None:
-        """Says nothing."""
+        """Show nothing."""
 
     def note(self, text: str) -> None:
-        """Says nothing."""
+        """Show nothing."""
 
 
 @contextmanager
 def display(*, silent: bool = False) -> Iterator[Display]:
-    """The display that suits stderr, closed at the end."""
+    """Yield the display that suits stderr, closed at the end."""
     shown = SilentDisplay() if silent else TerminalDisplay() if sys.stderr.isatty() else Display()
     try:
         yield shown
@@ -107,7 +107,7 @@ _STEPS = {
 
 
 def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """A step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
+    """Return a step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
     from orc.orchestrator.cli.ui.output import size
 
     step = _STEPS.get(event, event)

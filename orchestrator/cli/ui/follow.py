@@ -20,14 +20,14 @@ REFRESH_INTERVAL_S = (0.2, 10.0)
 
 
 class Watch:
-    """Refreshes a job now and then, and says so once when its cluster cannot be asked."""
+    """Refresh of a job now and then, with one warning when its cluster does not answer."""
 
     def __init__(self, client: Client, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._due, self._silent = 0.0, False
 
     def poll(self) -> JobView:
-        """The job, refreshed when that is due."""
+        """Return the job, refreshed when that is due."""
         began = time.monotonic()
         if began >= self._due:
             unreachable = self._client.refresh([self._job_id]).unreachable
@@ -87,7 +87,7 @@ def _copy(client: Client, job_id: str, cursor: Cursor, attempt: int, selection: 
 
 
 def _boundary(view: JobView, number: int) -> str:
-    """The line between the output of an attempt that has ended and that of the next one."""
+    """Return the line between the output of an attempt that has ended and that of the next one."""
     ended = view.attempts[number - 1]
     why = jobtext.first_line(ended.reason) or ended.cause or ""
     return f"--- attempt {number} {ended.state}{f': {why}' if why else ''}; attempt {number + 1} ---"

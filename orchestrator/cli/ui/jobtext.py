@@ -1,4 +1,4 @@
-"""Jobs as text: one line, or everything that a person asks after a failure. Pure."""
+"""Jobs as text: one line, or all the details of a failure. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def situation(job: JobView) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of a reason, which may go on with what a program printed."""
+    """Return the first line of a reason, which may go on with what a program printed."""
     return text.partition("\n")[0].removesuffix(":")
 
 
@@ -132,7 +132,7 @@ def _ending(record: Mapping[str, Any]) -> str:
 
 
 def failure(first: RankFailure, *, indent: str = "") -> Iterator[str]:
-    """The first failing rank: who, where, how, and what it said last."""
+    """Return the first failing rank: rank, host, exit, and the last lines of its log."""
     yield f"{indent}first failure: {output.style(first.summary, fg='red')} (node {first.node})"
     for line in first.log_tail.rstrip().splitlines()[-TAIL_LINES:]:
         yield f"{indent}  | {line}"

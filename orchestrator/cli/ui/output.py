@@ -59,7 +59,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def state(name: str, *, width: int = 0) -> str:
-    """A state's name, coloured by what it means, padded to *width* characters."""
+    """Return a state's name, coloured by what it means, padded to *width* characters."""
     return style(name.ljust(width), fg=_STATE_COLOURS.get(name), bold=name in ("FAILED", "LOST") or None)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
-    """Print *error* the way the command line asks for and return the exit status."""
+    """Print *error* as text, or as JSON with ``--json``; return the exit status."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         echo(error.format_message(), err=True)
         return int(ExitCode.USAGE)
@@ -40,7 +40,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
 
 
 def block(fields: dict[str, Any], label: str = "error") -> str:
-    """The text form: ``error: WHAT``, then ``where:`` and ``do:`` when there is something to say."""
+    """Return the text form: ``error: WHAT``, then ``where:`` and ``do:`` where they are known."""
     colour = {"error": "red", "warning": "yellow"}.get(label)
     lines = [f"{style(label + ':', err=True, fg=colour, bold=True)} {_indent(fields['what'], 7)}"]
     for key in ("where", "do"):
@@ -50,7 +50,7 @@ def block(fields: dict[str, Any], label: str = "error") -> str:
 
 
 def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
-    """Clusters that could not be asked: cluster -> why."""
+    """Warn about clusters that did not answer: cluster -> reason."""
     for cluster, why in unreachable.items():
         echo(block({"what": why, "where": f"cluster {cluster}", "do": do}, "warning"), err=True)
 

@@ -182,7 +182,7 @@ class Selection:
     launcher: bool = False
 
     def of(self, existing: Sequence[LogSelector], *, final: bool) -> list[LogSelector]:
-        """The chosen ones of the *existing* logs.
+        """Return the chosen ones of the *existing* logs.
 
         With *final* nothing will be added: where no rank has started, the nodes' logs and the launcher's say why and
         stand in.
@@ -254,7 +254,7 @@ class Cursor:
 
 
 def last_lines(data: bytes, count: int) -> bytes:
-    """The last *count* lines of *data*, an unfinished one included. Pure."""
+    """Return the last *count* lines of *data*, an unfinished one included. Pure."""
     position = len(data) - data.endswith(b"\n")
     for _ in range(count):
         position = data.rfind(b"\n", 0, position)
