@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from orc.launchers.backends.slurm.reserved import NOT_RESERVED, RESERVED, RESERVED_IN_SRUN, SHORT_SRUN_OPTIONS
 from orc.launchers.errors import SpecError
@@ -32,9 +32,6 @@ from orc.launchers.spec.options import (
 )
 from orc.launchers.spec.problems import nearest
 from orc.launchers.spec.source import Document, KeyPath, Origin, Placed, document_of
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.slurm.heterogeneous import Component
 
 _OPTION = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -146,28 +143,11 @@ def _extra(value: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(pairs)
 
 
-def _components(value: Any) -> tuple[Component, ...]:
-    from orc.launchers.backends.slurm.heterogeneous import read_components
-
-    return read_components(value, _component_options)
-
-
-def _component_options(options: Mapping[str, Any], number: int) -> dict[str, Any]:
-    from orc.launchers.errors import SpecError
-    from orc.launchers.spec.options import validate_options
-
-    try:
-        checked = validate_options(SlurmOptions, options, f"component {number}")
-    except SpecError as error:
-        raise ValueError(str(error)) from None
-    return {name: getattr(checked, name) for name in checked.model_fields_set}
-
-
 CommaList = Annotated[str, Reader(_comma_list)]
 
 
-class SlurmOptions(FrozenModel):
-    """Options of one job. A job's own value replaces the cluster's."""
+class NodeOptions(FrozenModel):
+    """Options that a job has, and that a component of it may have for itself."""
 
     partition: CommaList | None = Field(
         None, description="Partition, or several: the first that can start the job is taken."
@@ -196,7 +176,48 @@ class SlurmOptions(FrozenModel):
     mem: Annotated[str, Reader(_all_memory)] | None = Field(
         None, description="0: all the memory of each node, instead of resources.memory."
     )
-    heterogeneous: Annotated[tuple[Any, ...], Reader(_components)] = Field(
+
+
+class Component(NodeOptions):
+    """Component of a heterogeneous job: its nodes, and the resources and options that it has for itself."""
+
+    nodes: Whole = Field(1, ge=1)
+    gpus_per_node: Any = None  # these are checked as resources of the job
+    cpus_per_proc: Any = None
+    memory: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _underscored(cls, data: Any) -> Any:
+        found = (
+            {str(name).replace("-", "_"): value for name, value in data.items()} if isinstance(data, Mapping) else {}
+        )
+        if "procs_per_node" in found:
+            raise ValueError("procs_per_node is the same on all nodes: set resources.procs_per_node")
+        return found or data
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """Resources that replace the job's."""
+        own = self.model_fields_set - NodeOptions.model_fields.keys()
+        return {name: getattr(self, name) for name in {*own, "nodes"}}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that replace the job's."""
+        return {name: getattr(self, name) for name in self.model_fields_set & NodeOptions.model_fields.keys()}
+
+
+def _components(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, Mapping) for each in value) or len(value) < 2:
+        raise ValueError("expected a list of two components or more, like [{nodes: 1}, {nodes: 2, partition: gpu}]")
+    return value
+
+
+class SlurmOptions(NodeOptions):
+    """Options of one job. A job's own value replaces the cluster's."""
+
+    heterogeneous: Annotated[tuple[Component, ...], Reader(_components)] = Field(
         (), description="Several sorts of nodes in one job: a list of components with nodes of their own."
     )
     dependency: Word | None = Field(

@@ -51,11 +51,11 @@ def test_a_component_without_gpus_needs_no_type_of_them() -> None:
     [
         ([{"nodes": 1}], "a list of two components or more"),
         ("gpu", "a list of two components or more"),
-        ([{"nodes": 1}, {"nodes": 0}], "component 1: nodes: expected a whole number from 1, not 0"),
-        ([{"nodes": "1:2"}, {}], "component 0: nodes: expected a whole number from 1, not '1:2'"),
-        ([{"partitoin": "cpu"}, {}], "component 0: unknown key 'partitoin'.*did you mean 'partition'"),
+        ([{"nodes": 1}, {"nodes": 0}], r"heterogeneous\[1\].nodes: must be at least 1, not 0"),
+        ([{"nodes": "1:2"}, {}], r"heterogeneous\[0\].nodes: expected a whole number, not '1:2'"),
+        ([{"partitoin": "cpu"}, {}], r"heterogeneous\[0\]: unknown key 'partitoin', did you mean 'partition'"),
         ([{"procs_per_node": 2}, {}], "procs_per_node is the same on all nodes"),
-        ([{"partition": "a b"}, {}], "component 0: partition: 'a b' must not contain blanks"),
+        ([{"partition": "a b"}, {}], r"heterogeneous\[0\].partition: 'a b' must not contain blanks"),
     ],
 )
 def test_what_is_no_component_is_refused(given: Any, said: str) -> None:
