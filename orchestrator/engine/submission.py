@@ -118,19 +118,28 @@ def start_array(
     plans = [planner.render(None) for planner in planners]
     planners[0].check(plans[0], None)
     new = [_new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
-    for job in new:
-        job_secrets.keep(ws.state_dir, job.id, secrets)
-    expires = ws.clock() + claims.TTL_S
-    with ws.ledger.transaction() as tx:
-        records = [
-            tx.create(job, plan.marker, plan.digest, ws.owner, expires) for job, plan in zip(new, plans, strict=True)
-        ]
+    try:
+        for job in new:
+            job_secrets.keep(ws.state_dir, job.id, secrets)
+        with ws.ledger.transaction() as tx:
+            expires = tx.now + claims.TTL_S
+            pairs = zip(new, plans, strict=True)
+            records = [tx.create(job, plan.marker, plan.digest, ws.owner, expires) for job, plan in pairs]
+    except BaseException:
+        for job in new:
+            job_secrets.remove(ws.state_dir, job.id)
+        raise
     fault_point("prepared")
     for job, record in zip(new, records, strict=True):
         job_files.keep(ws.state_dir, job, record.created_at)
     ws.on_live_job()
     try:
-        return _deliver_array(ws, backend, records, plans, snapshot, secrets, at_once)
+        _deliver_array(ws, backend, records, plans, snapshot, secrets, at_once)
+        return ws.ledger.jobs([job.id for job in new])
+    except KeyboardInterrupt:
+        for record in records:
+            _abandon(ws, record)
+        raise
     finally:
         for job in new:
             ws.ledger.release(job.id, ws.owner)
@@ -144,27 +153,30 @@ def _deliver_array(
     snapshot: Snapshot,
     secrets: Mapping[str, str],
     at_once: int | None,
-) -> list[JobRecord]:
+) -> None:
+    is_submitting = _attempt_is(AttemptState.SUBMITTING)
     try:
         ws.backend(jobs[0].cluster).stage(snapshot, plans[0])
         fault_point("staged")
-        jobs = [_begin(ws, job, plan) for job, plan in zip(jobs, plans, strict=True)]
+        begun = [(_begin(ws, job, plan), plan) for job, plan in zip(jobs, plans, strict=True)]
+        begun = [(job, plan) for job, plan in begun if is_submitting(job)]  # others were cancelled meanwhile
+        if not begun:
+            return
         fault_point("submitting")
-        handles = backend.submit_array(plans, secrets, at_once=at_once)
+        handles = backend.submit_array([plan for _, plan in begun], secrets, at_once=at_once)
     except LedgerError:
         raise  # says nothing about the backend; what was durable stays true
     except AmbiguousSubmit as error:
-        return [_mark_ambiguous(ws, job, redact(error.what, secrets.values())) for job in jobs]
-    except BackendUnreachable as error:
         for job in jobs:
-            _release_attempt(ws, job, redact(error.what, secrets.values()))
-        raise
+            _mark_ambiguous(ws, job, redact(error.what, secrets.values()))
+        return
     except LaunchError as error:
         for job in jobs:
             reject(ws, job, redact(error.what, secrets.values()))
         raise
     fault_point("submitted")
-    return [_accept(ws, job, handle) for job, handle in zip(jobs, handles, strict=True)]
+    for (job, _), handle in zip(begun, handles, strict=True):
+        _accept(ws, job, handle)
 
 
 def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, source: str) -> NewJob:

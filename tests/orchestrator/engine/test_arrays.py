@@ -1,0 +1,91 @@
+"""Jobs that are submitted as one array are as durable, and as sure to run once, as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_backend import FakeBackend
+
+from orc.launchers.backends.base import Handle
+from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.plan import Plan
+from orc.orchestrator.client import Client
+from orc.orchestrator.engine import snapshots, submission
+
+
+class FakeArrays(FakeBackend):
+    limit: int | None = None
+
+    def submit_array(
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None, after: Any = ()
+    ) -> list[Handle]:
+        self.limit = at_once
+        return [self.submit(plan, secrets) for plan in plans]
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FakeArrays:
+    return FakeArrays(tmp_path / "fake")
+
+
+def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> list[Any]:
+    ws = client.workspace
+    snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+    return submission.start_array(ws, [loaded.spec] * count, snapshot, source="array", at_once=2)
+
+
+def test_each_element_is_a_job_with_its_own_handle(client, backend, job_file):
+    records = start(client, backend, job_file())
+    assert backend.limit == 2
+    assert [record.state for record in records] == ["PENDING"] * 3
+    assert backend.calls("run") == [f"orc-{record.id}-a1" for record in records]
+    assert len(backend.calls("stage")) == 1
+    kinds = [event.kind for event in client.events(records[0].id)]
+    assert kinds == ["queued", "prepared", "submitting", "accepted"]
+
+
+@pytest.mark.parametrize("how", ["refuse", "unreachable"])
+def test_an_array_that_was_certainly_not_submitted_never_runs(client, backend, job_file, how):
+    backend.behave(submit=how)
+    with pytest.raises((BackendError, BackendUnreachable)):
+        start(client, backend, job_file())
+    assert [row.state for row in client.jobs()] == ["FAILED"] * 3
+    backend.behave(submit=None)
+    client.refresh()
+    assert backend.calls("run") == []
+
+
+def test_an_ambiguous_array_is_looked_for_element_by_element(client, backend, job_file):
+    backend.behave(submit="ambiguous")  # the first was accepted, the answer was lost
+    records = start(client, backend, job_file())
+    assert [client.job(record.id).attempt.state for record in records] == ["AMBIGUOUS"] * 3
+    backend.behave(submit=None)
+    client.refresh()
+    assert [client.job(record.id).state for record in records] == ["PENDING"] * 3
+    assert sorted(backend.calls("run")) == sorted(f"orc-{record.id}-a1" for record in records)
+
+
+def test_an_interrupted_array_is_cancelled(client, backend, job_file, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "stage", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start(client, backend, job_file())
+    assert [row.state for row in client.jobs()] == ["CANCELLED"] * 3
+
+
+def test_an_element_that_is_cancelled_before_the_submission_is_not_part_of_it(client, backend, job_file, monkeypatch):
+    stage = backend.stage
+
+    def cancel_one(*given: object) -> None:
+        stage(*given)
+        client._request_cancel(client.jobs()[0].id, 0.0)
+
+    monkeypatch.setattr(backend, "stage", cancel_one)
+    start(client, backend, job_file())
+    assert sorted(row.state for row in client.jobs()) == ["CANCELLED", "PENDING", "PENDING"]
+    assert len(backend.calls("run")) == 2
