@@ -41,7 +41,7 @@ class Service:
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """What the agents of an attempt start.
+    """Processes that the agents of an attempt start.
 
     ``spawn="ranks"``: the agent itself starts ``nproc`` processes, each ``program`` with RANK, LOCAL_RANK and so on.
     ``spawn="launcher"``: the agent starts ``launcher + [rank shim] + program`` once; the launcher (torchrun, mpirun,
@@ -121,9 +121,9 @@ class Command(Protocol):
     kind: str
 
     def check(self, job: JobSpec) -> str | None:
-        """Why this command cannot carry *job*, or `None`."""
+        """Return the reason why this command cannot carry *job*, or `None`."""
         ...
 
     def build(self, job: JobSpec) -> NodeCommand:
-        """What each node's agent starts; the same text for every node."""
+        """Return what each node's agent starts; the same text for every node."""
         ...

@@ -95,7 +95,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {
 
 
 class MpirunCommand:
-    """One ``mpirun`` for the whole job, on node 0."""
+    """Launcher of the whole job by an ``mpirun`` on node 0."""
 
     kind = "mpirun"
 
@@ -135,7 +135,7 @@ class MpirunCommand:
 
 
 def script(dialect: str, options: Mapping[str, Any]) -> str:
-    """What ``/bin/sh -c`` runs on node 0; its arguments are the program of one rank. *dialect* may be ``auto``."""
+    """Return the shell script of node 0; its arguments are the program of one rank. *dialect* may be ``auto``."""
     program = shlex.quote(options.get("program", "mpirun"))
     families = [name for name, (its_dialect, _) in _FAMILIES.items() if dialect in ("auto", its_dialect)]
     if len(families) == 1:
@@ -171,7 +171,7 @@ def _command(family: str, program: str, options: Mapping[str, Any]) -> str:
 
 
 def open_mpi_words(options: Mapping[str, Any], version: int = 4) -> list[str]:
-    """Where Open MPI puts the ranks and how it reaches the nodes; *options* as in a job's launcher options."""
+    """Return Open MPI's words for placing ranks and reaching nodes; *options* as in a job's launcher options."""
     words = ["--map-by", options.get("map_by", "ppr:{nproc}:node")]
     # Its own default binds each rank to one core: with more threads than one that is slow, and two jobs on one machine
     # would both be bound to the first cores.

@@ -30,14 +30,14 @@ _SCALARS = (str, int, float)
 
 @dataclass(frozen=True)
 class Option:
-    """What one option may be. *choices* are for texts, *minimum* is for numbers."""
+    """Type of one option. *choices* are for texts, *minimum* is for numbers."""
 
     kind: Kind
     choices: tuple[str, ...] = ()
     minimum: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with *value*, or `None`."""
+        """Return the problem of *value*, or `None`."""
         if type(value) not in _TYPES[self.kind]:
             return f"expected {_EXPECTED[self.kind]}"
         if self.choices and value not in self.choices:
@@ -65,12 +65,12 @@ def whole(minimum: int) -> Option:
 
 
 def one_of(*choices: str) -> Option:
-    """One of some texts."""
+    """Return the type of an option that is one of some texts."""
     return Option("text", choices=choices)
 
 
 def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mapping[str, str]) -> str | None:
-    """Why the options *given* cannot be taken, or `None`.
+    """Return the reason why the options *given* cannot be taken, or `None`.
 
     *known* are the options that exist; *decided* are those that orc decides itself, with the reason or the better way.
     """

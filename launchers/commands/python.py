@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class PythonCommand:
-    """One process per rank with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set by the agent."""
+    """Launcher of plain processes: the agent sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     kind = "python"
 
     def check(self, job: JobSpec) -> str | None:
-        """It has no options."""
+        """Return the reason why this command cannot carry *job*: any option, because it has none."""
         if job.launcher.options:
             return f"option {next(iter(job.launcher.options))} cannot be given: the agent starts the ranks itself"
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:
-        """The program itself, once per rank."""
+        """Return the program itself, once per rank."""
         return NodeCommand(spawn="ranks", program=program_of(job))
 
 

@@ -52,7 +52,7 @@ Grid = tuple[int, int, int]
 
 
 class XlaCommand:
-    """One process for each chip, or for each machine, with the variables of PJRT and of the TPU."""
+    """Launcher of a process for each chip, or for each machine, with the variables of PJRT and of the TPU."""
 
     kind = "xla"
 
@@ -160,7 +160,7 @@ def _why_no_variables(options: Mapping[str, Any], job: JobSpec) -> str | None:
 
 
 def _grids(options: Mapping[str, Any], nodes: int, nproc: int) -> tuple[Grid, Grid]:
-    """How the machines lie, and the chips of one machine."""
+    """Return the grid of the machines, and that of the chips of one machine."""
     grid = _parsed(options.get("topology", ""))
     if grid is None:
         return (1, 1, 1), _CHIPS_OF_A_HOST[nproc]

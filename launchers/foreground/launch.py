@@ -48,7 +48,7 @@ def _here() -> str:
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """What to start. ``program`` is a script (or a module, or any program) and its arguments, passed on untouched."""
+    """Request of a launch. ``program`` is a script, a module or any program, and its arguments, passed on untouched."""
 
     program: Sequence[str]
     nprocs: int = 1
@@ -77,7 +77,7 @@ class LocalLaunch:
 
 @dataclass(frozen=True)
 class _End:
-    """How one round of ranks ended: status 0, or the first failing rank's."""
+    """End of one round of ranks: status 0, or the first failing rank's."""
 
     status: int
     what: str = ""
@@ -168,7 +168,7 @@ def _environment(request: LocalLaunch) -> dict[str, str]:
 
 
 def _may_preload(request: LocalLaunch, env: Mapping[str, str]) -> bool:
-    """Whether one process may import torch for all ranks: see `orc.launchers.foreground.preload`."""
+    """Return True when one process may import torch for all ranks: see `orc.launchers.foreground.preload`."""
     if request.nprocs < 2 or request.module or request.no_python or request.log_dir is not None:
         return False
     if env.get("OMP_NUM_THREADS") != "1" or env.get("ORC_FREEZE_IMPORT") == "0":
@@ -185,7 +185,7 @@ def _may_preload(request: LocalLaunch, env: Mapping[str, str]) -> bool:
 
 
 class _Round:
-    """All ranks once, from the first start to the last end."""
+    """Round of all ranks, from the first start to the last end."""
 
     def __init__(self, request: LocalLaunch, argv: list[str], env: Mapping[str, str], restart: int) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""When the ranks of ``orc launch`` may be forked from one process that has imported torch.
+"""Preload: the condition for forking the ranks of ``orc launch`` from one process that has imported torch.
 
 Importing torch is nearly a second of work on one core. Where the script would begin with that import anyway, one
 process does it for all ranks (`orc.launchers.rank_hooks.startup.fork_ranks`). "Begin" is meant strictly: before the
@@ -16,7 +16,7 @@ _SOURCE_LIMIT = 1 << 20
 
 
 def begins_with_torch(source: bytes) -> bool:
-    """Whether importing torch is the first thing with any effect that the script does, at most after pure imports."""
+    """Return True when the script's first statement with any effect is the import of torch, but for pure imports."""
     if len(source) > _SOURCE_LIMIT or not any(name.encode() in source for name in _TRIGGERS):
         return False
     import ast
@@ -43,5 +43,5 @@ def begins_with_torch(source: bytes) -> bool:
 
 
 def shadows_a_library(modules: Collection[str]) -> bool:
-    """Whether one of these modules, which lie beside the script, stands in front of what torch imports."""
+    """Return True when one of these modules, which lie beside the script, hides a module that torch imports."""
     return any(name in sys.stdlib_module_names or name in ("torch", "numpy") for name in modules)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from orc.launchers.backends.sagemaker.failures import (
     ambiguous,
+    ambiguous_submit,
     aws_errors,
     code_of,
-    doubt,
     explain,
     message_of,
 )
@@ -20,7 +20,7 @@ from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.sdk import sdk_module, stock_image
 from orc.launchers.backends.sagemaker.service import NameTaken
-from orc.launchers.backends.sagemaker.settings import Place
+from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.errors import BackendError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 class AwsService:
     """The account and region of *place*. Nothing is contacted before it is needed; botocore finds credentials."""
 
-    def __init__(self, place: Place, region: str, where: str) -> None:
+    def __init__(self, place: ClusterSettings, region: str, where: str) -> None:
         self._place = place
         self._region = region
         self._where = where
@@ -87,7 +87,7 @@ class AwsService:
             raise explain(error, self._where, asked=asked, regions=self._regions()) from None
 
     def _regions(self) -> tuple[str, ...]:
-        """Where botocore knows SageMaker to be, if our region is not among them."""
+        """Return the regions of SageMaker that botocore knows, if ours is not among them."""
         session = self.__dict__.get("_session")
         if session is None or self._place.endpoint_url:
             return ()
@@ -107,7 +107,7 @@ class AwsService:
         return self._place.account or self.identity()
 
     def identity(self) -> str:
-        """Asks the security token service, once."""
+        """Return the account, from the security token service; asked once."""
         if "_account" not in self.__dict__:
             found = self._ask("sts:GetCallerIdentity", lambda: self._client("sts").get_caller_identity())
             self.__dict__["_account"] = str(found["Account"])
@@ -165,7 +165,7 @@ class AwsService:
         self._ask("s3:CreateBucket", lambda: self._client("s3").create_bucket(Bucket=bucket, **extra))
 
     def put(self, uri: str, data: bytes | Path, *, kms_key: str | None = None) -> None:
-        """With KMS when there is a key, else with S3's own."""
+        """Write an object, encrypted with the KMS key, or else with S3's own."""
         bucket, key = split_uri(uri)
         encryption = {"ServerSideEncryption": "AES256"}
         if kms_key:
@@ -186,7 +186,7 @@ class AwsService:
             raise
 
     def get(self, uri: str, offset: int = 0) -> bytes | None:
-        """One object."""
+        """Return the content of one object."""
         bucket, key = split_uri(uri)
         extra = {"Range": f"bytes={offset}-"} if offset else {}
         try:
@@ -211,7 +211,7 @@ class AwsService:
         return {uri: data for uri, data in zip(uris, found, strict=True) if data is not None}
 
     def exists(self, uri: str) -> bool:
-        """Asks for its head."""
+        """Return True when the object exists: HeadObject."""
         bucket, key = split_uri(uri)
         try:
             self._client("s3").head_object(Bucket=bucket, Key=key)
@@ -238,12 +238,12 @@ class AwsService:
             if code_of(error) == "ResourceInUse":
                 raise NameTaken(message_of(error), where=name) from None
             if ambiguous(error, name):
-                raise doubt(error, name) from None
+                raise ambiguous_submit(error, name) from None
             kind = str(request["ResourceConfig"].get("InstanceType", ""))
             raise explain(error, self._where, asked="sagemaker:CreateTrainingJob", instance_type=kind) from None
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """One round trip."""
+        """Return the description of a training job: DescribeTrainingJob."""
         try:
             return dict(self._client("sagemaker").describe_training_job(TrainingJobName=name))
         except aws_errors() as error:
@@ -276,7 +276,7 @@ class AwsService:
             query["NextToken"] = page["NextToken"]
 
     def tags(self, arn: str) -> dict[str, str]:
-        """All of them: there are fifty at most."""
+        """Return all tags of a job: there are fifty at most."""
         found = self._ask("sagemaker:ListTags", lambda: self._client("sagemaker").list_tags(ResourceArn=arn))
         return {tag["Key"]: tag["Value"] for tag in found["Tags"]}
 
@@ -292,7 +292,7 @@ class AwsService:
     # -- logs
 
     def streams(self, name: str) -> list[str]:
-        """Those that begin with the job's name."""
+        """Return the log streams whose names begin with the job's."""
         client = self._client("logs")
         query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
         found: list[tuple[int, str]] = []
@@ -309,7 +309,7 @@ class AwsService:
             query["nextToken"] = page["nextToken"]
 
     def events(self, stream: str, token: str | None) -> tuple[list[str], str | None]:
-        """One page."""
+        """Return one page of messages, and the token of the next one."""
         query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
         if token:
             query["nextToken"] = token
@@ -342,7 +342,7 @@ class AwsService:
             raise explain(error, self._where, asked="secretsmanager:CreateSecret") from None
 
     def delete_secret(self, name: str) -> None:
-        """Without the days of waiting."""
+        """Delete the secret at once, without the days of waiting."""
         try:
             self._client("secretsmanager").delete_secret(SecretId=name, ForceDeleteWithoutRecovery=True)
         except aws_errors() as error:

@@ -1,4 +1,4 @@
-"""The backend of kind sagemaker: rendering is pure (`rendering`), what runs where is a `Site`."""
+"""The backend of kind sagemaker: rendering is pure (`rendering`), what runs where is a `TrainingJobs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orc.launchers.backends.base import (
     Snapshot,
 )
 from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
-from orc.launchers.backends.sagemaker.settings import read_place, read_settings
+from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
 from orc.launchers.errors import BackendUnreachable, LaunchError, PartlyUnreachable, SpecError
 from orc.launchers.findings import Finding
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.backends.sagemaker.service import Service
-    from orc.launchers.backends.sagemaker.site import Site
+    from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
@@ -47,7 +47,7 @@ class SagemakerBackend(Backend):
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None, service: Service | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)
-        self.place = read_place(cluster)
+        self.place = read_cluster_settings(cluster)
         if cluster.root is not None:
             raise SpecError(
                 f"the cluster {cluster.name} has a root, but orc's files are in S3",
@@ -64,15 +64,15 @@ class SagemakerBackend(Backend):
             )
         self.region = self.place.region
         self._service = service
-        self._sites: dict[str, Site] = {}
+        self._opened: dict[str, TrainingJobs] = {}
 
     @property
     def root(self) -> str:
         """The prefix in S3."""
-        from orc.launchers.backends.sagemaker.request import home_of
+        from orc.launchers.backends.sagemaker.request import s3_location_of
         from orc.launchers.backends.sagemaker.settings import Settings
 
-        return home_of(Settings(place=self.place), self.region).uri
+        return s3_location_of(Settings(place=self.place), self.region).uri
 
     @property
     def is_remote(self) -> bool:
@@ -96,11 +96,11 @@ class SagemakerBackend(Backend):
 
         return AwsService(self.place, self.region, f"cluster {self.cluster.name}")
 
-    def _site(self, mode: str) -> Site:
+    def _jobs(self, mode: str) -> TrainingJobs:
         """AWS, or this machine in one of its modes; spoken to when it is first asked."""
-        from orc.launchers.backends.sagemaker.site import Site
+        from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
 
-        if mode not in self._sites:
+        if mode not in self._opened:
             if mode == AWS:
                 service = self._service or self.aws
             else:
@@ -108,17 +108,17 @@ class SagemakerBackend(Backend):
 
                 service = open_local_service("docker" if mode == "docker" else "contract", self.state_dir)
             native = f"local:{mode}:" if mode else ""
-            self._sites[mode] = Site(service, self.place, self.region, self.cluster.name, native)
-        return self._sites[mode]
+            self._opened[mode] = TrainingJobs(service, self.place, self.region, self.cluster.name, native)
+        return self._opened[mode]
 
-    def _site_of(self, handle: Handle) -> Site:
+    def _jobs_of(self, handle: Handle) -> TrainingJobs:
         where, _, rest = handle.native_id.partition(":")
-        return self._site(rest.partition(":")[0] if where == "local" else AWS)
+        return self._jobs(rest.partition(":")[0] if where == "local" else AWS)
 
     def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
-        for site in self._sites.values():
-            site.service.close()
+        for jobs in self._opened.values():
+            jobs.service.close()
 
     # -- before the start
 
@@ -128,54 +128,54 @@ class SagemakerBackend(Backend):
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Do the credentials work, is the bucket there, can the role be used, does the image suit?"""
-        return self._site(local_mode(plan)).preflight(plan)
+        return self._jobs(local_mode(plan)).preflight(plan)
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Upload the snapshot's trees as one archive, unless they are there."""
-        self._site(local_mode(plan) if plan else AWS).stage(snapshot, self.state_dir, plan)
+        self._jobs(local_mode(plan) if plan else AWS).stage(snapshot, self.state_dir, plan)
 
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Upload what the attempt is told, then send the request. A job that is there already is adopted."""
-        return self._site(local_mode(plan)).submit(plan, secrets)
+        return self._jobs(local_mode(plan)).submit(plan, secrets)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """On this machine if it was submitted here, else at AWS."""
         here = LOCAL if (self.state_dir / "sagemaker").is_dir() else ()
         for mode in here:
-            if self._site(mode).knows(marker):
-                return self._site(mode).find(marker)
+            if self._jobs(mode).has_submission(marker):
+                return self._jobs(mode).find(marker)
         mode = read_settings(self.cluster).local_mode  # then nothing is ever sent to AWS
-        return self._site(mode).find(marker)
+        return self._jobs(mode).find(marker)
 
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Few jobs are described, many are looked up in lists; the agents' records say how those that ended did so."""
         found: dict[Handle, Observation] = {}
-        for site, own in self._by_site(handles):
-            found.update(site.poll(own))
+        for jobs, own in self._by_service(handles):
+            found.update(jobs.poll(own))
         return found
 
-    def _by_site(self, handles: Sequence[Handle]) -> list[tuple[Site, list[Handle]]]:
-        grouped: dict[str, tuple[Site, list[Handle]]] = {}
+    def _by_service(self, handles: Sequence[Handle]) -> list[tuple[TrainingJobs, list[Handle]]]:
+        grouped: dict[str, tuple[TrainingJobs, list[Handle]]] = {}
         for handle in handles:
-            site = self._site_of(handle)
-            grouped.setdefault(site.native, (site, []))[1].append(handle)
+            jobs = self._jobs_of(handle)
+            grouped.setdefault(jobs.native, (jobs, []))[1].append(handle)
         return list(grouped.values())
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Those of the hosts that have said something so far."""
-        return self._site_of(handle).log_selectors(handle)
+        """Return the selectors of the hosts that have printed something so far."""
+        return self._jobs_of(handle).log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """From CloudWatch; nothing while it has nothing."""
-        return self._site_of(handle).read_log(handle, selector, offset)
+        return self._jobs_of(handle).read_log(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """From the job's directory, as SageMaker has brought it to S3 last."""
-        return self._site_of(handle).read_file(handle, name, offset)
+        return self._jobs_of(handle).read_file(handle, name, offset)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """StopTrainingJob: SIGTERM, and SIGKILL after 120 seconds; the agents keep to the job's own grace in between.
@@ -184,9 +184,9 @@ class SagemakerBackend(Backend):
         """
         untold: dict[str, LaunchError] = {}
         for handle in handles:
-            site = self._site_of(handle)
+            jobs = self._jobs_of(handle)
             try:
-                site.service.stop(site.name_of(handle))
+                jobs.service.stop(jobs.name_of(handle))
             except BackendUnreachable as error:
                 untold[handle.marker] = error
         if untold:

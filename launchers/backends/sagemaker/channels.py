@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def own_channel(name: str, uri: str) -> dict[str, Any]:
-    """One of orc's own."""
+    """Return an input channel of orc's own."""
     return {
         "ChannelName": name,
         "DataSource": {
@@ -24,7 +24,7 @@ def own_channel(name: str, uri: str) -> dict[str, Any]:
 
 
 def channels(job: JobSpec, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Those of the job. Raises `RenderError` for what SageMaker would refuse."""
+    """Return the input channels of the job. Raises `RenderError` for those that SageMaker would refuse."""
     for name, entry in settings.inputs.items():
         for what, hint in _wrong(settings, entry):
             raise RenderError(f"inputs: {name}: {what}", where=job.name, hint=hint)
@@ -32,7 +32,7 @@ def channels(job: JobSpec, settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """What is there of a part of the request."""
+    """Return a part of the request without the keys that have no value."""
     return {key: value for key, value in values.items() if value is not None}
 
 

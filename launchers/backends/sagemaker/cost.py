@@ -1,4 +1,4 @@
-"""What a training job has cost: billable seconds times the user's prices. Pure."""
+"""Cost of a training job: billable seconds times the user's prices. Pure."""
 
 from __future__ import annotations
 

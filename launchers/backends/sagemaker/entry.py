@@ -1,4 +1,4 @@
-"""What runs in every container of a SageMaker training job: it gets the job's files ready and runs the agent.
+"""Entry point of every container of a SageMaker training job: prepares the job's files and runs the agent.
 
 Standard library only, Python >= 3.9; run as ``python -I -S`` with nothing else
 of orc beside it. SageMaker tells a container who it is through files below ``/opt/ml`` and reads what it prints, its
@@ -265,7 +265,7 @@ def restored_restart(directory: str) -> int:
 
 
 def finished_before(config: Mapping[str, Any], owner: str) -> bool:
-    """Whether every node has recorded a success already: then there is nothing left to do, nor anybody to ask."""
+    """Return True when every node has recorded a success already: then there is nothing left to do."""
     for node in range(int(config["nnodes"])):
         try:
             record = read_json(os.path.join(str(config["attempt_dir"]), f"node-{node}", "exit.json"))
@@ -321,7 +321,7 @@ def wait(seconds: float) -> None:
 
 
 class Tail:
-    """One log file on its way to standard output: lines of a rank get ``[rank 3] `` in front, a node's own do not.
+    """Log file on its way to standard output: lines of a rank get ``[rank 3] `` in front, a node's own do not.
 
     A piece of a line that is not finished yet is marked ``[rank 3~] ``: the rest follows on the next line.
     """
@@ -342,7 +342,7 @@ class Tail:
         return lines + self.take(self.decoder.decode(b"", final), final)
 
     def piece(self) -> bytes:
-        """What the file holds behind the last one; empty at its end."""
+        """Return the next piece of the file; empty at its end."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read(READ_BYTES)
@@ -373,7 +373,7 @@ class Tail:
         return lines
 
     def line(self, text: str, more: bool = False) -> str:
-        """One line of output."""
+        """Return one line of output."""
         if self.rank is not None:
             return f"[rank {self.rank}{'~' if more else ''}] {text}\n"
         return f" {text}\n" if _LOOKS_LIKE_RANK.match(text) else f"{text}\n"
@@ -397,10 +397,10 @@ class Logs:
                 found = _RANK_LOG.fullmatch(name)
                 self.tails[name] = Tail(os.path.join(self.directory, name), int(found[1]) if found else None)
         for tail in self.tails.values():
-            say("".join(tail.read(final)))
+            log_line("".join(tail.read(final)))
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Onto standard output, whole."""
     data = text.encode("utf-8", "replace")
     while data:
@@ -411,7 +411,7 @@ def say(text: str) -> None:
 
 
 def failure_text(directory: str, node: int, restart: int, status: int) -> str:
-    """Why the job failed, for SageMaker's ``FailureReason``: the first failing rank, its end, and its last lines."""
+    """Return the text of SageMaker's ``FailureReason``: the first failing rank, its end, and its last lines."""
     found = []
     for name in (f"node-{node}/exit.json", f"stop-r{restart}.json"):
         try:
@@ -445,7 +445,7 @@ def shortened(reason: str, tail: str, limit: int = FAILURE_BYTES) -> str:
 
 
 def write_failure(text: str) -> None:
-    """Where SageMaker looks for it."""
+    """Write the reason of a failure to the file that SageMaker reads."""
     os.makedirs(f"{ML}/output", exist_ok=True)
     with open(f"{ML}/output/failure", "w", encoding="utf-8") as file:
         file.write(shortened(text, ""))
@@ -477,7 +477,7 @@ def run() -> int:
     place_private(source, str(config["private_dir"]), config)
     owner = f"sagemaker:{config['marker']}"
     if finished_before(config, owner):
-        say("this attempt has succeeded before: nothing to do\n")
+        log_line("this attempt has succeeded before: nothing to do\n")
         return 0
     if node:
         restart = restart_of_hub([str(address) for address in config["hub"]["addresses"]], int(config["hub"]["port"]))
@@ -536,13 +536,13 @@ def main() -> int:
     except Stopped:
         return EXIT_STOPPED
     except Failure as failure:
-        say(f"orc: {failure}\n")
+        log_line(f"orc: {failure}\n")
         write_failure(str(failure))
         return EXIT_LAUNCH
     except Exception as error:  # noqa: BLE001 - SageMaker would show nothing but the exit status
         import traceback
 
-        say(traceback.format_exc())
+        log_line(traceback.format_exc())
         write_failure(f"orc: {type(error).__name__}: {error}")
         return EXIT_LAUNCH
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.arguments import ALIASES, REFUSED
-from orc.launchers.backends.sagemaker.settings import job_fields, place_fields
+from orc.launchers.backends.sagemaker.settings import cluster_fields, job_fields
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _same_place(given: dict[str, Any], cluster: str, options: Mapping[str, Any])
                 where=WHERE,
                 hint="Define a cluster for it in clusters.yaml, and name that.",
             )
-    for key in place_fields():
+    for key in cluster_fields():
         if key in given and key not in _FILES:
             raise SpecError(f"{key} describes the cluster", where=WHERE, hint="Set it in clusters.yaml.")
 

@@ -25,7 +25,7 @@ _GET_CREDENTIALS = (
 
 
 def aws_errors() -> tuple[type[Exception], ...]:
-    """What requests to AWS raise; for ``except``, so that nothing is imported before something is raised."""
+    """Return the exceptions of requests to AWS; for ``except``, so that they are imported only after a failure."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -48,7 +48,7 @@ def message_of(error: Exception) -> str:
 def explain(
     error: Exception, where: str, *, asked: str = "", instance_type: str = "", regions: Collection[str] = ()
 ) -> LaunchError:
-    """What *error* means for people.
+    """Return the error for people that *error* stands for.
 
     *asked* is what was asked for, like ``sagemaker:CreateTrainingJob``; *regions* are all that are known, when the one
     that was asked is not among them.
@@ -121,7 +121,7 @@ def _validation_hint(message: str) -> str:
 
 
 def ambiguous(error: Exception, where: str) -> bool:
-    """Whether a request that failed like this may have had its effect."""
+    """Return True when a request that failed like this may have had its effect."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.ClientError):
@@ -130,8 +130,8 @@ def ambiguous(error: Exception, where: str) -> bool:
     return isinstance(error, lost)
 
 
-def doubt(error: Exception, where: str) -> AmbiguousSubmit:
-    """Nobody can tell whether the training job was created."""
+def ambiguous_submit(error: Exception, where: str) -> AmbiguousSubmit:
+    """Return the error of a creation whose outcome is unknown."""
     return AmbiguousSubmit(f"the answer was lost: {message_of(error)}", where=where)
 
 

@@ -1,4 +1,4 @@
-"""Which stock image (AWS Deep Learning Container) goes with which framework versions. Pure: no SDK, no network.
+"""Stock images (AWS Deep Learning Containers) by framework versions. Pure: no SDK, no network.
 
 The tables are an extract of what the SageMaker SDK ships; a test compares every entry with the SDK that is installed.
 Versions and regions that are not here are left to the SDK at submission (`Image.unresolved`).
@@ -67,7 +67,7 @@ _PENDING = "<image "
 
 @dataclass(frozen=True)
 class Image:
-    """Which stock image a job asks for."""
+    """Stock image that a job asks for."""
 
     pytorch: str | None
     transformers: str | None
@@ -78,7 +78,7 @@ class Image:
 
     @property
     def uri(self) -> str:
-        """Where it lies, or a placeholder that `resolve` takes back to the SDK when the tables do not know it.
+        """URI of the image, or a placeholder for the SDK to resolve when the tables do not know it.
 
         Raises `RenderError` for versions that contradict each other.
         """
@@ -90,7 +90,7 @@ class Image:
 
     @property
     def unresolved(self) -> str:
-        """The same as text that names what is to be looked up."""
+        """Placeholder for the URI: the versions that the SDK is to look up."""
         return _PENDING + json.dumps(self.__dict__, sort_keys=True) + ">"
 
     def _pytorch(self) -> str | None:
@@ -131,7 +131,7 @@ class Image:
 
 
 def is_pending(uri: str) -> bool:
-    """Whether the image is still to be looked up."""
+    """Return True for a placeholder, which is still to be looked up."""
     return uri.startswith(_PENDING)
 
 

@@ -1,4 +1,4 @@
-"""What an instance type has: virtual CPUs, memory, GPUs. Pure; the table is `instance_table`."""
+"""Instance types: virtual CPUs, memory, GPUs. Pure; the table is `instance_table`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_DISK = frozenset(
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance type."""
+    """Instance type with its resources."""
 
     name: str  # ml.p3.16xlarge
     vcpus: int
@@ -29,18 +29,18 @@ class Instance:
 
     @property
     def neuron(self) -> bool:
-        """Whether its accelerators are Trainium chips."""
+        """True for a type whose accelerators are Trainium chips."""
         return self.name.startswith(_NEURON)
 
     @property
     def local_disk(self) -> bool:
-        """Whether its disk is its own, of a size and with a key that nobody chooses."""
+        """True for a type with a disk of its own, whose size and key cannot be chosen."""
         return self.name.removeprefix("ml.").partition(".")[0] in _LOCAL_DISK
 
 
 @cache
 def instances() -> dict[str, Instance]:
-    """All known types by name."""
+    """Return all known types by name."""
     found = {}
     for family, sizes in SIZES.items():
         for entry in sizes.split(", "):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Cursor:
-    """How far one log has been read: a token for each stream, and how many bytes of the log that was."""
+    """Position in one log: a token for each stream, and the number of bytes read so far."""
 
     tokens: dict[str, str | None] = field(default_factory=dict)
     end: int = 0

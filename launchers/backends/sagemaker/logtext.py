@@ -1,4 +1,4 @@
-"""What the container prints, back into logs of ranks and nodes. Pure.
+"""Log text: the lines that a container prints, split into the logs of ranks and of the node. Pure.
 
 CloudWatch keeps one message per line of the container. A line of a rank begins with ``[rank 3] ``; ``[rank 3~] `` is a
 piece of a line that goes on (or has no end). Everything else is the node's own.
@@ -13,7 +13,7 @@ _RANK = re.compile(r"\[rank (?P<rank>\d+)(?P<piece>~?)\] ?")
 
 
 def text_of(messages: Iterable[str], *, rank: int | None) -> bytes:
-    """What one rank (or, with `None`, the node itself) said in *messages*."""
+    """Return the output of one rank, or with `None` of the node itself, among *messages*."""
     found = []
     for message in messages:
         for line in message.removesuffix("\n").split("\n"):

@@ -27,7 +27,7 @@ def training_job_name(attempt: AttemptId, base: str | None = None) -> str:
 
 
 def name_end(attempt: AttemptId) -> str:
-    """What the names of an attempt's training job end with, whatever they begin with."""
+    """Return the end of an attempt's training job name, which does not depend on its beginning."""
     tail = attempt.job.rpartition("-")[2]
     if not re.fullmatch("[a-z0-9]{6}", tail):
         tail = _short(attempt.job)
@@ -46,15 +46,15 @@ def _short(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where orc keeps its objects."""
+class S3Location:
+    """Location of orc's objects in S3."""
 
     bucket: str
     prefix: str  # without slashes at its ends; may be empty
 
     @property
     def uri(self) -> str:
-        """All of it."""
+        """URI of the location itself."""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def snapshot(self, digest: str) -> str:
@@ -62,11 +62,11 @@ class Home:
         return f"{self.uri}/snapshots/{digest}/"
 
     def job(self, job: str) -> str:
-        """What belongs to one job."""
+        """Return the URI of a job's objects."""
         return f"{self.uri}/jobs/{job}"
 
     def attempt(self, attempt: AttemptId) -> str:
-        """What one attempt is told; ends with a slash."""
+        """Return the URI of the inputs of an attempt; ends with a slash."""
         return f"{self.job(attempt.job)}/a{attempt.number}/"
 
 
@@ -76,7 +76,7 @@ def default_bucket(region: str, account: str) -> str:
 
 
 def is_default_bucket(bucket: str) -> bool:
-    """Whether the bucket is the default of some account and region."""
+    """Return True for the default bucket of some account and region."""
     return re.fullmatch(rf"sagemaker-[a-z0-9-]+-([0-9]{{12}}|{ACCOUNT})", bucket) is not None
 
 
@@ -87,7 +87,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def snapshot_digest(*digests: str) -> str:
-    """One name for the trees of a snapshot together."""
+    """Return one digest for the trees of a snapshot together."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:40]
 
 

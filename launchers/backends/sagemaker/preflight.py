@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
-    """What stands in the way of *plan*, and what may surprise."""
+    """Return the findings about *plan*: what stands in its way, and what may surprise."""
     findings: list[Finding] = []
     request = request_of(plan)
     try:

@@ -144,7 +144,7 @@ def tags(value: Any) -> dict[str, str]:
 
 
 def is_tag(key: str, value: str) -> bool:
-    """Whether AWS takes it."""
+    """Return True for a tag that AWS takes."""
     return bool(key and _TAG.fullmatch(key) and _TAG.fullmatch(value) and len(key) <= 128 and len(value) <= 256)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What an attempt was told: its request, and its agents' orders."""
+class AttemptInputs:
+    """Inputs of an attempt: the request for its training job, and the configuration of its agents."""
 
     request: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -47,9 +47,9 @@ class Orders:
 class _Objects:
     """As much of a `Transport` as reading records takes; ``agent.json`` is where the submission has put it."""
 
-    def __init__(self, service: Service, orders: Iterable[Orders]) -> None:
+    def __init__(self, service: Service, inputs: Iterable[AttemptInputs]) -> None:
         self._service = service
-        self._agents = {f"{each.records_uri}/{AGENT}": each.config for each in orders}
+        self._agents = {f"{each.records_uri}/{AGENT}": each.config for each in inputs}
 
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
         wanted = list(paths)
@@ -57,7 +57,7 @@ class _Objects:
         return {**self._service.get_many([path for path in wanted if path not in own]), **own}
 
 
-def read_records(service: Service, orders: Sequence[Orders]) -> dict[str, AttemptRecords]:
-    """The records of many attempts, by `Orders.records_uri`."""
-    directories = [each.records_uri for each in orders]
-    return read_attempts(cast("Transport", _Objects(service, orders)), directories)
+def read_records(service: Service, inputs: Sequence[AttemptInputs]) -> dict[str, AttemptRecords]:
+    """The records of many attempts, by `AttemptInputs.records_uri`."""
+    directories = [each.records_uri for each in inputs]
+    return read_attempts(cast("Transport", _Objects(service, inputs)), directories)

@@ -9,14 +9,14 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.attempts.agent_config import agent_config, agent_file
-from orc.launchers.backends.sagemaker.adapting import adapt, instance_of
+from orc.launchers.backends.sagemaker.distribution import adapt_job, instance_of
 from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
 from orc.launchers.backends.sagemaker.names import snapshot_digest
 from orc.launchers.backends.sagemaker.request import (
     checkpoint_uri,
-    home_of,
     local_path,
     request_text,
+    s3_location_of,
     training_request,
 )
 from orc.launchers.backends.sagemaker.settings import Settings, read_settings
@@ -44,7 +44,7 @@ AGENT, REQUEST, LINK, SECRETS = "agent.json", "request.json", "link.json", "secr
 
 @dataclass(frozen=True)
 class ContainerLayout(Layout):
-    """Where things live in the container: what must outlive it lies below the checkpoints' directory."""
+    """Layout of a container: what must outlive it lies below the directory of the checkpoints."""
 
     checkpoints_path: str = "/opt/ml/checkpoints"
     trees: tuple[tuple[str, str], ...] = ()  # digest, name of its tree
@@ -58,7 +58,7 @@ class ContainerLayout(Layout):
         return PurePosixPath(self.checkpoints_path) / RECORDS / job
 
     def work(self, job: str) -> PurePosixPath:
-        """Where SageMaker's own containers have the code; nothing of it goes to S3."""
+        """Return the directory of the code, as in SageMaker's own containers; nothing of it goes to S3."""
         return PurePosixPath("/opt/ml/code")
 
     def checkpoints(self, job: str) -> PurePosixPath:
@@ -67,7 +67,7 @@ class ContainerLayout(Layout):
 
 
 def source_digest(snapshot: Snapshot) -> str:
-    """What the archive of the snapshot's trees is called."""
+    """Return the digest that names the archive of the snapshot's trees."""
     return snapshot_digest(*(snapshot.digests[name] for name in sorted(snapshot.digests)))
 
 
@@ -75,9 +75,9 @@ def render_plan(
     job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
 ) -> Plan:
     """Two files and one command. Raises `RenderError` for a job that SageMaker cannot carry."""
-    job = adapt(job, settings)
+    job = adapt_job(job, settings)
     instance = instance_of(job, settings)
-    home = home_of(settings, region)
+    location = s3_location_of(settings, region)
     config = _config(job, snapshot, attempt, cluster, settings, region)
     plain = settings.arguments == "plain"
     request = training_request(
@@ -90,7 +90,7 @@ def render_plan(
         python=cluster.python or DEFAULT_PYTHON,
         hyperparameters={} if plain else hyperparameters(job.argv, f"{job.name}: args"),
     )
-    place = home.attempt(attempt)
+    place = location.attempt(attempt)
     agents = PlanFile(place + AGENT, agent_file(config).content, 0o600)
     order = PlanFile(place + REQUEST, request_text(request), 0o600)
     return Plan(
@@ -113,7 +113,7 @@ def _command(settings: Settings, path: str, region: str) -> PlanCommand:
 
 
 def local_mode(plan: Plan) -> str:
-    """How the plan's attempt runs on this machine; empty when it runs at AWS."""
+    """Return the local mode of the plan's attempt: ``docker`` or ``contract``; empty when it runs at AWS."""
     where, _, rest = plan.commands[0].argv[0].partition(":")
     return rest.partition(":")[0] if where == "local" else ""
 
@@ -167,8 +167,8 @@ def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path)
     from orc.launchers.ids import AttemptId
 
     settings = read_settings(cluster, job)
-    home = home_of(settings, settings.place.region or "<region>")
-    kept = checkpoint_uri(settings, home, AttemptId(job_id, 1))
+    location = s3_location_of(settings, settings.place.region or "<region>")
+    kept = checkpoint_uri(settings, location, AttemptId(job_id, 1))
     uri = f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
     if settings.local_mode:
         from orc.launchers.backends.sagemaker.local import place_of
@@ -178,7 +178,7 @@ def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path)
 
 
 def secret_name(attempt: AttemptId) -> str:
-    """What an attempt's secrets are called in Secrets Manager."""
+    """Return the name of an attempt's secrets in Secrets Manager."""
     return f"orc/{attempt.marker}"
 
 

@@ -12,7 +12,7 @@ from orc.launchers.backends.sagemaker.instances import Instance
 from orc.launchers.backends.sagemaker.names import (
     ACCOUNT,
     ENTRY,
-    Home,
+    S3Location,
     default_bucket,
     partition_of,
     training_job_name,
@@ -34,11 +34,11 @@ MARGIN_S = 60
 MAX_TAGS, MAX_VARIABLES = 50, 100
 
 
-def home_of(settings: Settings, region: str) -> Home:
-    """Where orc's objects are; the account may have to be filled in."""
+def s3_location_of(settings: Settings, region: str) -> S3Location:
+    """Return the location of orc's objects; the account may have to be filled in."""
     place = settings.place
     bucket = place.bucket or default_bucket(region, place.account or ACCOUNT)
-    return Home(bucket, place.prefix.strip("/"))
+    return S3Location(bucket, place.prefix.strip("/"))
 
 
 def training_request(
@@ -52,23 +52,23 @@ def training_request(
     python: str,
     hyperparameters: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What is sent. *snapshot* is the digest of the trees; *job* is adapted already.
+    """Return the CreateTrainingJob request. *snapshot* is the digest of the trees; *job* is adapted already.
 
     `names.ACCOUNT` and `images.is_pending` stand for what a submission asks AWS and the SDK. Raises `RenderError`.
     """
-    home = home_of(settings, region)
+    location = s3_location_of(settings, region)
     _refuse(job, settings, instance)
     request: dict[str, Any] = {
         "TrainingJobName": training_job_name(attempt, settings.base_job_name),
         "AlgorithmSpecification": _algorithm(job, settings, instance, region, python),
         "RoleArn": _role(job, settings, region),
         "InputDataConfig": [
-            own_channel(CHANNEL, home.snapshot(snapshot)),
-            own_channel(ATTEMPT_CHANNEL, home.attempt(attempt)),
+            own_channel(CHANNEL, location.snapshot(snapshot)),
+            own_channel(ATTEMPT_CHANNEL, location.attempt(attempt)),
             *channels(job, settings),
         ],
         "OutputDataConfig": given(
-            S3OutputPath=settings.output_path or f"{home.job(attempt.job)}/output",
+            S3OutputPath=settings.output_path or f"{location.job(attempt.job)}/output",
             KmsKeyId=settings.output_kms_key,
             CompressionType="NONE" if settings.disable_output_compression else None,
         ),
@@ -82,7 +82,7 @@ def training_request(
             InstancePlacementConfig=_section(settings.instance_placement_config),
         ),
         "StoppingCondition": _stopping(job, settings),
-        "CheckpointConfig": {"S3Uri": checkpoint_uri(settings, home, attempt), "LocalPath": local_path(settings)},
+        "CheckpointConfig": {"S3Uri": checkpoint_uri(settings, location, attempt), "LocalPath": local_path(settings)},
         "EnableNetworkIsolation": settings.enable_network_isolation,
         "EnableInterContainerTrafficEncryption": settings.encrypt_inter_container_traffic,
         "EnableManagedSpotTraining": settings.use_spot_instances,
@@ -94,13 +94,13 @@ def training_request(
     return {**request, **_optional(job, settings)}
 
 
-def checkpoint_uri(settings: Settings, home: Home, attempt: AttemptId) -> str:
-    """Where the job's checkpoints, and the records of its attempts, are kept: the same for all of its attempts."""
-    return (settings.checkpoint_s3_uri or f"{home.job(attempt.job)}/checkpoints").rstrip("/")
+def checkpoint_uri(settings: Settings, location: S3Location, attempt: AttemptId) -> str:
+    """Return the URI of the job's checkpoints and of the records of its attempts: the same for all attempts."""
+    return (settings.checkpoint_s3_uri or f"{location.job(attempt.job)}/checkpoints").rstrip("/")
 
 
 def local_path(settings: Settings) -> str:
-    """Where they are in the container."""
+    """Return the directory of the checkpoints in the container."""
     return settings.checkpoint_local_path.rstrip("/")
 
 
@@ -110,7 +110,7 @@ def request_text(request: Mapping[str, Any]) -> str:
 
 
 def _refuse(job: JobSpec, settings: Settings, instance: Instance) -> None:
-    """What AWS would refuse, or what would contradict itself. Raises `RenderError`."""
+    """Raise `RenderError` for settings that AWS would refuse, or that contradict each other."""
     wrong: list[tuple[str, str]] = []
     if settings.use_spot_instances and settings.keep_alive_period_in_seconds is not None:
         what = "use_spot_instances and keep_alive_period_in_seconds exclude each other: spot instances do not stay"

@@ -1,4 +1,4 @@
-"""What the backend asks of SageMaker, S3 and CloudWatch. `aws` does it at AWS, `local` on this machine."""
+"""Interface to SageMaker, S3 and CloudWatch: `aws` calls AWS, `local` stands in for it on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ class NameTaken(BackendError):
 
 
 class Service(Protocol):
-    """One account and region. All methods raise `BackendUnreachable` when nobody answers, `BackendError` otherwise."""
+    """Services of one account and region.
+
+    All methods raise `BackendUnreachable` when there is no answer, `BackendError` otherwise."""
 
     # -- who we are
 
@@ -24,11 +26,11 @@ class Service(Protocol):
         ...
 
     def identity(self) -> str:
-        """The same, asked of AWS in any case: whether the credentials are good shows there."""
+        """Return the number of the account from AWS itself, which shows that the credentials work."""
         ...
 
     def role_problem(self, arn: str) -> str:
-        """Why the role cannot be used, as far as we are allowed to know; empty otherwise."""
+        """Return the reason why the role cannot be used, as far as we may look; empty otherwise."""
         ...
 
     def image(self, image: Image) -> str:
@@ -38,7 +40,7 @@ class Service(Protocol):
     # -- objects; URIs are ``s3://bucket/key``
 
     def has_bucket(self, bucket: str) -> bool:
-        """Whether it is there. Raises `BackendError` when it is somebody else's."""
+        """Return True when the bucket exists. Raises `BackendError` when it belongs to another account."""
         ...
 
     def create_bucket(self, bucket: str) -> None:
@@ -50,15 +52,15 @@ class Service(Protocol):
         ...
 
     def get(self, uri: str, offset: int = 0) -> bytes | None:
-        """Its content from *offset* on; `None` when there is none."""
+        """Return the content of an object from *offset* on; `None` when there is no object."""
         ...
 
     def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
-        """Those that are there, fetched side by side."""
+        """Return the contents of the objects that exist, fetched in parallel."""
         ...
 
     def exists(self, uri: str) -> bool:
-        """Whether there is such an object."""
+        """Return True when the object exists."""
         ...
 
     def delete(self, uri: str) -> None:
@@ -72,7 +74,7 @@ class Service(Protocol):
         ...
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """All about one job; `None` when there is none."""
+        """Return the description of a training job; `None` when there is none."""
         ...
 
     def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What can be said about SageMaker: ``options:`` of a cluster and ``resources.options.sagemaker`` of a job. Pure.
+"""Settings of SageMaker: ``options:`` of a cluster and ``resources.options.sagemaker`` of a job. Pure.
 
 The names are those of the documented configuration file and of the SDK's estimators; `arguments` has the other names
 they go by, and those that cannot be carried. Each key says here what becomes of it; docs/reference/sagemaker-options.md
@@ -98,8 +98,8 @@ _PLACEMENT = read.section(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which account and region jobs run in, and where orc keeps its objects. Only in clusters.yaml."""
+class ClusterSettings:
+    """Account and region of a cluster's jobs, and the location of orc's objects. Only in clusters.yaml."""
 
     profile: str | None = _key(text, None, "the AWS session", "Profile of ~/.aws/config.")
     region: str | None = _key(
@@ -142,9 +142,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Settings:
-    """What one training job is like: a job's own values over the cluster's."""
+    """Settings of one training job: the job's own values over the cluster's."""
 
-    place: Place = field(default_factory=Place)
+    place: ClusterSettings = field(default_factory=ClusterSettings)
     instance_type: str | None = _key(
         word, None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge; `local` for the local mode."
     )
@@ -272,15 +272,15 @@ class Settings:
 
     @property
     def local_mode(self) -> str:
-        """How the job runs on this machine: ``docker`` or ``contract``; empty when it runs at AWS."""
+        """Local mode of the job: ``docker`` or ``contract``; empty when it runs at AWS."""
         if self.instance_type in LOCAL_TYPES:
             return self.local or "docker"
         return self.local or ""
 
 
-def place_fields() -> dict[str, dataclasses.Field[Any]]:
+def cluster_fields() -> dict[str, dataclasses.Field[Any]]:
     """The keys that only a cluster has."""
-    return {found.name: found for found in dataclasses.fields(Place)}
+    return {found.name: found for found in dataclasses.fields(ClusterSettings)}
 
 
 def job_fields() -> dict[str, dataclasses.Field[Any]]:
@@ -290,19 +290,21 @@ def job_fields() -> dict[str, dataclasses.Field[Any]]:
 
 def known_names() -> list[str]:
     """Every name that can be written in a cluster's options."""
-    return [*place_fields(), *job_fields(), *ALIASES, "additional_args"]
+    return [*cluster_fields(), *job_fields(), *ALIASES, "additional_args"]
 
 
-def read_place(cluster: Cluster) -> Place:
-    """Where the cluster's jobs run. Raises `SpecError`."""
-    return Place(**_of(place_fields(), _given(cluster.options, _cluster_where(cluster)), _cluster_where(cluster)))
+def read_cluster_settings(cluster: Cluster) -> ClusterSettings:
+    """Return the account and region of the cluster's jobs. Raises `SpecError`."""
+    return ClusterSettings(
+        **_of(cluster_fields(), _given(cluster.options, _cluster_where(cluster)), _cluster_where(cluster))
+    )
 
 
 def read_settings(cluster: Cluster, job: JobSpec | None = None) -> Settings:
     """The settings of *job* on *cluster*. Raises `SpecError` that names the key, the place and the nearest key."""
     where = _cluster_where(cluster)
     given = _given(cluster.options, where)
-    place = Place(**_of(place_fields(), given, where))
+    place = ClusterSettings(**_of(cluster_fields(), given, where))
     values = _of(job_fields(), given, where)
     values = {**_from_files(place, cluster), **values}
     if job is not None:
@@ -329,7 +331,7 @@ def _read_job(job: JobSpec) -> dict[str, Any]:
 
     given = _given(document.data, where)
     for name, (_, path) in given.items():
-        if name in place_fields():
+        if name in cluster_fields():
             hint = "Set it under `options:` of the cluster in clusters.yaml."
             if name.endswith("_file"):
                 hint += f" A job has `{'inputs' if 'inputs' in name else 'metric_definitions'}` for it."
@@ -371,7 +373,7 @@ def _given(options: Mapping[str, Any], where: Where) -> Given:
 
 
 def _proper(name: str, value: Any, where: str) -> str | None:
-    """What the key is called here; `None` for one that says only what is so anyway. Raises `SpecError`."""
+    """Return the name of the key here; `None` for one that changes nothing. Raises `SpecError`."""
     if name == "compute_environment":
         if value != "AMAZON_SAGEMAKER":
             raise SpecError(f"compute_environment: {value!r} is no SageMaker", where=where)
@@ -388,7 +390,7 @@ def _proper(name: str, value: Any, where: str) -> str | None:
     if name in ELSEWHERE:
         raise SpecError(f"{name} has another place in a job file", where=where, hint=f"Write {ELSEWHERE[name]}.")
     proper = ALIASES.get(name, name)
-    if proper not in place_fields() and proper not in job_fields():
+    if proper not in cluster_fields() and proper not in job_fields():
         from orc.launchers.spec.problems import choose
 
         raise SpecError(f"unknown key {name!r}{choose(name, known_names())}", where=where)
@@ -407,8 +409,8 @@ def _of(known: Mapping[str, dataclasses.Field[Any]], given: Given, where: Where)
     return found
 
 
-def _from_files(place: Place, cluster: Cluster) -> dict[str, Any]:
-    """What the tables named by a cluster say."""
+def _from_files(place: ClusterSettings, cluster: Cluster) -> dict[str, Any]:
+    """Return the settings in the tables that a cluster names."""
     from orc.launchers.backends.sagemaker.tables import read_inputs, read_metrics
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What became of an attempt, judged from two witnesses: SageMaker's view of the training job and the agents' records.
+"""Verdict over an attempt, from two witnesses: SageMaker's view of the training job and the agents' records.
 
 Pure. The agents know which rank failed first and why; SageMaker knows what happens to instances. Records reach S3 with
 a delay, so while the job goes on they only add what the runtime tells; when it has ended, they are whole.
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether it will not change any more."""
+        """True for a status that does not change any more."""
         return self.status in ("Completed", "Failed", "Stopped")
 
     @classmethod
@@ -85,7 +85,7 @@ def _seconds(value: Any) -> float | None:
 
 
 def judge(job: Job | None, records: AttemptRecords | None, *, age_s: float, cost: str = "") -> Observation:
-    """One look at one attempt, *age_s* seconds after its submission. *cost* is added to what people read."""
+    """Return the observation of an attempt, *age_s* seconds after its submission; *cost* is added to its reason."""
     if job is None:
         if age_s < VISIBLE_AFTER_S:
             return Observation(Phase.UNKNOWN, reason="SageMaker does not know the training job (yet)")

@@ -29,7 +29,7 @@ from moto.sagemaker import models, responses
 from moto.sagemaker.exceptions import ResourceInUseException, ValidationError
 from moto.server import ThreadedMotoServer
 
-from orc.launchers.backends.sagemaker.local.training import TERMINAL, Circumstances, Training
+from orc.launchers.backends.sagemaker.local.training import TERMINAL, PlatformSettings, Training
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 GROUP = "/aws/sagemaker/TrainingJobs"
@@ -76,7 +76,7 @@ class Job:
     def run(self) -> None:
         while (self.directory.parent.parent / "hold").exists() and not (self.directory / "stop").exists():
             time.sleep(0.02)
-        circumstances = Circumstances(
+        platform = PlatformSettings(
             grace_s=GRACE_S,
             sync_s=SYNC_S,
             keep=True,
@@ -87,7 +87,7 @@ class Job:
             {**self.request, "TrainingJobArn": self.arn},
             self.directory,
             S3(),
-            circumstances,
+            platform,
             on_change=self.note,
             on_output=self.write,
         ).run()

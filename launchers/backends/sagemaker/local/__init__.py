@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def open_local_service(mode: Mode, state_dir: Path) -> Service:
-    """What stands in for AWS: ``contract`` runs containers made of namespaces, ``docker`` those of docker."""
+    """Return the service of this machine, with containers made of namespaces (``contract``) or by ``docker``."""
     from orc.launchers.backends.sagemaker.local.service import LocalService
 
     return LocalService(_directory(state_dir), mode)

@@ -35,7 +35,7 @@ class Containers(Protocol):
 
 
 class NamespaceContainers:
-    """`Containers` made of namespaces of this machine; one process holds them all, see `machine`."""
+    """`Containers` made of namespaces of this machine; one process holds them all, see `namespaces`."""
 
     def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(spec))
@@ -43,7 +43,7 @@ class NamespaceContainers:
         self.running = {str(host["name"]) for host in spec["hosts"]}
         self.ended: dict[str, int] = {}  # status by host, in the order of the ends
         self.error = ""
-        machine = Path(__file__).with_name("machine.py")
+        machine = Path(__file__).with_name("namespaces.py")
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", machine, path],
             stdin=subprocess.PIPE,
@@ -93,9 +93,9 @@ class NamespaceContainers:
             self.running.clear()
 
 
-def refusal() -> str:
-    """Why this machine cannot run containers made of namespaces; empty when it can."""
-    machine = Path(__file__).with_name("machine.py")
+def unsupported_reason() -> str:
+    """Return the reason why this machine cannot run containers made of namespaces; empty when it can."""
+    machine = Path(__file__).with_name("namespaces.py")
     done = subprocess.run(
         [sys.executable, "-I", "-S", machine, "--check"],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The same job in docker: one container for each host, on a network of their own. SageMaker's documented local mode."""
+"""Training jobs in docker, SageMaker's documented local mode: a container for each host, on a network of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def network_command(spec: Mapping[str, Any]) -> list[str]:
 
 
 def variables(host: Mapping[str, Any]) -> dict[str, str]:
-    """What a host's processes see. Those of this machine mean nothing in an image."""
+    """Return the environment of a host's processes, without variables that mean nothing in an image."""
     ours = ("PATH", "HOME", "PYTHONUSERBASE", "HOSTNAME")
     return {name: value for name, value in host["env"].items() if name not in ours}
 

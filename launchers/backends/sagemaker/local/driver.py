@@ -15,7 +15,7 @@ from orc.launchers.agent.network import Port
 from orc.launchers.backends.sagemaker.local.containers import NamespaceContainers
 from orc.launchers.backends.sagemaker.local.docker import DockerContainers
 from orc.launchers.backends.sagemaker.local.storage import LocalStorage
-from orc.launchers.backends.sagemaker.local.training import Circumstances, Training
+from orc.launchers.backends.sagemaker.local.training import PlatformSettings, Training
 from orc.launchers.remote.files import write_file
 
 
@@ -28,13 +28,13 @@ def main(directory: Path) -> int:
 
     storage = LocalStorage(directory.parent.parent / "s3")
     if request["Mode"] == "docker":
-        circumstances = Circumstances(private_network=False, engine=DockerContainers)
+        platform = PlatformSettings(private_network=False, engine=DockerContainers)
     else:
         # All hosts share the ports of this machine, also with other jobs: not the one that the plan names.
         port = Port()
         env = {"ORC_SAGEMAKER_PORT": str(port.number)}
-        circumstances = Circumstances(private_network=False, env=env, engine=NamespaceContainers)
-    Training(request, directory, storage, circumstances, on_change=note).run()
+        platform = PlatformSettings(private_network=False, env=env, engine=NamespaceContainers)
+    Training(request, directory, storage, platform, on_change=note).run()
     return 0
 
 

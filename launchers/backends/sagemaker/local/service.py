@@ -71,15 +71,15 @@ class LocalService:
         self.storage.write(uri, data)
 
     def get(self, uri: str, offset: int = 0) -> bytes | None:
-        """Its content from *offset* on; `None` when there is none."""
+        """Return the content of an object from *offset* on; `None` when there is no object."""
         return self.storage.read(uri, offset)
 
     def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
-        """Those that are there."""
+        """Return the contents of the objects that exist."""
         return {uri: data for uri in uris if (data := self.storage.read(uri)) is not None}
 
     def exists(self, uri: str) -> bool:
-        """Whether there is such an object."""
+        """Return True when the object exists."""
         return self.storage.path(uri).is_file()
 
     def delete(self, uri: str) -> None:
@@ -152,9 +152,9 @@ class LocalService:
                     hint="Install docker, or use --local-contract, which needs none.",
                 )
             return
-        from orc.launchers.backends.sagemaker.local.containers import refusal
+        from orc.launchers.backends.sagemaker.local.containers import unsupported_reason
 
-        if why := refusal():
+        if why := unsupported_reason():
             raise BackendError(
                 f"containers cannot be simulated here: {why}",
                 hint="Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu "
@@ -162,7 +162,7 @@ class LocalService:
             )
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """All about one job; `None` when there is none."""
+        """Return the description of a training job; `None` when there is none."""
         directory = self.jobs / name
         request = _read(directory / "request.json")
         if request is None:

@@ -26,7 +26,7 @@ class LocalStorage:
             raise BackendError(f"not an address in S3: {uri!r}") from None
 
     def has(self, uri: str) -> bool:
-        """Whether there is an object of that name, or one below it."""
+        """Return True when there is an object of that name, or one below it."""
         return uri.startswith("s3://") and self.path(uri).exists()
 
     def write(self, uri: str, data: bytes | Path) -> None:

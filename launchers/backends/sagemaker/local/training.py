@@ -1,4 +1,4 @@
-"""One training job as SageMaker runs it, on this machine: from the request to containers, their end, and what is kept.
+"""Training job as SageMaker runs it, on this machine: from the request to containers, their end, and what is kept.
 
 Used by ``orc submit --local-contract`` and by the tests' API server: the same hosts under the same contract, only the
 storage and the reader of what is said differ. Control files in the job's directory ask for things: ``stop`` and
@@ -31,7 +31,7 @@ _FAILURE_CHARACTERS = 1024
 
 
 class Storage(Protocol):
-    """Where the ``s3://`` addresses of the request lead."""
+    """Storage that the ``s3://`` addresses of the request lead to."""
 
     def fetch(self, uri: str, directory: Path) -> None:
         """Copy the objects below *uri*, or that one object, into *directory*."""
@@ -43,8 +43,8 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a platform decides, and a request does not."""
+class PlatformSettings:
+    """Settings of the platform that runs a training job, which a request does not hold."""
 
     grace_s: float = 120.0  # between SIGTERM and SIGKILL
     sync_s: float = 1.0  # between two looks for changed checkpoints
@@ -57,12 +57,12 @@ class Circumstances:
     )
 
 
-class Cannot(Exception):
+class TrainingJobError(Exception):
     """The job cannot be run here; the message is its failure reason."""
 
 
 class Training:
-    """One job on its way through SageMaker's states, in the directory *directory*, which is its alone.
+    """Training job on its way through SageMaker's states, in the directory *directory*, which is its alone.
 
     *on_change* gets the fields of ``DescribeTrainingJob`` after every change (times in seconds since the epoch),
     *on_output* the name of a log stream and new lines of it.
@@ -73,7 +73,7 @@ class Training:
         request: Mapping[str, Any],
         directory: Path,
         storage: Storage,
-        circumstances: Circumstances,
+        platform: PlatformSettings,
         *,
         on_change: Callable[[dict[str, Any]], None] = lambda _: None,
         on_output: Callable[[str, list[str]], None] = lambda _, __: None,
@@ -81,7 +81,7 @@ class Training:
         self.request = request
         self.directory = directory
         self.storage = storage
-        self.circumstances = circumstances
+        self.platform = platform
         self.on_change = on_change
         self.on_output = on_output
         self.name = str(request["TrainingJobName"])
@@ -96,7 +96,7 @@ class Training:
 
     # -- states
 
-    def say(self, status: str, message: str, **changes: Any) -> None:
+    def set_status(self, status: str, message: str, **changes: Any) -> None:
         """The next secondary status."""
         now = time.time()
         transitions = self.state["SecondaryStatusTransitions"]
@@ -111,7 +111,7 @@ class Training:
         now = time.time()
         started = self.state.get("TrainingStartTime", now)
         seconds = max(1, round(now - started))
-        self.say(
+        self.set_status(
             secondary,
             message,
             TrainingJobStatus=status,
@@ -123,66 +123,66 @@ class Training:
         self.state["SecondaryStatusTransitions"][-1]["EndTime"] = now
         self.on_change(self.state)
 
-    def asked(self, name: str) -> bool:
-        """Whether somebody has left the control file *name*."""
+    def has_control_file(self, name: str) -> bool:
+        """Return True when the control file *name* is there."""
         return (self.directory / name).exists()
 
     # -- the whole
 
     def run(self) -> None:
-        """Until the job has ended, whatever happens."""
+        """Run the job to its end, whatever happens."""
         try:
-            self.say("Starting", "Launching requested ML instances")
+            self.set_status("Starting", "Launching requested ML instances")
             while self.once():
                 pass
-        except Cannot as error:
+        except TrainingJobError as error:
             self.finish("Failed", "Failed", str(error), FailureReason=str(error))
         except Exception as error:  # noqa: BLE001 - the job must not stay "InProgress" for ever
             reason = f"InternalServerError: {type(error).__name__}: {error}"
             self.finish("Failed", "Failed", reason, FailureReason=reason)
         finally:
-            for path in () if self.circumstances.keep else self.directory.glob("run-*"):
+            for path in () if self.platform.keep else self.directory.glob("run-*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def once(self) -> bool:
-        """One incarnation of the containers; True when there has to be another one."""
-        if self.asked("stop"):
+        """Run one incarnation of the containers; returns True when there has to be another one."""
+        if self.has_control_file("stop"):
             self.finish("Stopped", "Stopped")
             return False
         self.incarnation += 1
         base = self.directory / f"run-{self.incarnation}"
-        self.say("Downloading", "Downloading input data")
+        self.set_status("Downloading", "Downloading input data")
         for host in self.hosts:
-            self.furnish(base / host, host)
+            self.prepare_host(base / host, host)
         started = self.state.get("TrainingStartTime") or time.time()
         message = "Training image download completed. Training in progress."
-        self.say("Training", message, TrainingStartTime=started)
+        self.set_status("Training", message, TrainingStartTime=started)
         containers = self.start(base)
         why, statuses = self.watch(containers, base, started)
         if why == "Interrupted":
             (self.directory / "interrupt").unlink(missing_ok=True)
-            self.say("Interrupted", "Training job was interrupted: insufficient spot capacity")
-            self.say("Starting", "Launching requested ML instances")
+            self.set_status("Interrupted", "Training job was interrupted: insufficient spot capacity")
+            self.set_status("Starting", "Launching requested ML instances")
             return True
         self.conclude(base, why, statuses)
         return False
 
     def conclude(self, base: Path, why: str, statuses: Mapping[str, int]) -> None:
-        """What the job comes to, and what it leaves behind."""
+        """Record how the job ended, and upload what it leaves behind."""
         failed = [(host, status) for host, status in statuses.items() if status]  # in the order of their ends
         if not why and failed:
-            reason = f"AlgorithmError: {self.explanation(base, failed[0][0])}, exit code: {failed[0][1]}"
+            reason = f"AlgorithmError: {self.failure_text_of(base, failed[0][0])}, exit code: {failed[0][1]}"
             self.finish("Failed", "Failed", reason, FailureReason=reason)
             return
-        self.say("Uploading", "Uploading generated training model")
+        self.set_status("Uploading", "Uploading generated training model")
         artifact = self.upload(base)
         status, secondary = ("Completed", "Completed") if not why else ("Stopped", why)
         self.finish(status, secondary, f"Training job {status.lower()}", ModelArtifacts={"S3ModelArtifacts": artifact})
 
     # -- before the containers
 
-    def furnish(self, home: Path, host: str) -> None:
-        """The directory that the host will see as ``/opt/ml``. Raises `Cannot`."""
+    def prepare_host(self, home: Path, host: str) -> None:
+        """The directory that the host will see as ``/opt/ml``. Raises `TrainingJobError`."""
         request, ml = self.request, home / "ml"
         for name in ("input/config", "input/data", "model", "output/data", "checkpoints"):
             (ml / name).mkdir(parents=True)
@@ -227,35 +227,35 @@ class Training:
                 self.pushed[host, str(path.relative_to(target))] = _signature(path)
 
     def checkpoints(self, home: Path) -> Path:
-        """The host's checkpoint directory, as seen from outside. Raises `Cannot`."""
+        """The host's checkpoint directory, as seen from outside. Raises `TrainingJobError`."""
         local = PurePosixPath((self.request.get("CheckpointConfig") or {}).get("LocalPath") or CHECKPOINTS)
         if not local.is_relative_to(ML):
-            raise Cannot(f"ClientError: CheckpointConfig.LocalPath {local}: here it has to lie below {ML}")
+            raise TrainingJobError(f"ClientError: CheckpointConfig.LocalPath {local}: here it has to lie below {ML}")
         return home / "ml" / local.relative_to(ML)
 
     def environment(self, host: str) -> dict[str, str]:
-        """What a container gets to see, and nothing of whoever runs this."""
-        circumstances = self.circumstances
+        """Return the environment of a container, with nothing of the user's own."""
+        platform = self.platform
         user = self.user_site()
         return {
-            "PATH": circumstances.path or f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "PATH": platform.path or f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "HOME": "/tmp",  # noqa: S108 - the container's own
             "LANG": "C.UTF-8",
             "HOSTNAME": host,
             **({"PYTHONUSERBASE": user} if user else {}),
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": str(self.request.get("TrainingJobArn") or f"arn:aws:sagemaker:local:0:{self.name}"),
-            **circumstances.env,
+            **platform.env,
             **(self.request.get("Environment") or {}),
         }
 
     def user_site(self) -> str | None:
-        """Where this user's own packages are, if there are any and Python looks for them."""
+        """Return the directory of this user's own packages, if there is one and Python looks there."""
         user = site.getuserbase() if site.ENABLE_USER_SITE else None
         return user if user and Path(user).is_dir() else None
 
     def start(self, base: Path) -> Containers:
-        """All hosts of one incarnation. Raises `Cannot` where namespaces are not allowed."""
+        """Start all hosts of one incarnation. Raises `TrainingJobError` where namespaces are not allowed."""
         algorithm = self.request["AlgorithmSpecification"]
         argv = [*(algorithm.get("ContainerEntrypoint") or ["train"]), *(algorithm.get("ContainerArguments") or [])]
         logs = self.directory / "logs"
@@ -285,7 +285,7 @@ class Training:
                     "read_only": sorted({sys.prefix, *([user] if (user := self.user_site()) else [])}),
                 }
             )
-        isolated = self.circumstances.private_network or bool(self.request.get("EnableNetworkIsolation"))
+        isolated = self.platform.private_network or bool(self.request.get("EnableNetworkIsolation"))
         spec = {
             "job": self.name,
             "image": algorithm.get("TrainingImage", ""),
@@ -293,12 +293,12 @@ class Training:
             "gpus": self.request["ResourceConfig"]["InstanceType"] == "local_gpu",
             "hosts": specs,
         }
-        return self.circumstances.engine(base / "machine.json", spec)
+        return self.platform.engine(base / "machine.json", spec)
 
     # -- while they run
 
     def watch(self, containers: Containers, base: Path, started: float) -> tuple[str, dict[str, int]]:
-        """Until the last one has ended: why they were told to end (empty when they were not), and their statuses."""
+        """Watch the containers to their end; returns the reason of a stop (or nothing) and their statuses."""
         limits = self.request.get("StoppingCondition") or {}
         limit = float(limits.get("MaxRuntimeInSeconds") or 86400)
         why, kill_at, synced = "", float("inf"), 0.0
@@ -308,30 +308,30 @@ class Training:
                 now = time.monotonic()
                 if kill_at == float("inf"):
                     failed = any(containers.ended.values())
-                    if self.asked("stop"):
+                    if self.has_control_file("stop"):
                         why = "Stopped"
-                        self.say("Stopping", "Stopping the training job", TrainingJobStatus="Stopping")
-                    elif self.spot and self.asked("interrupt"):
+                        self.set_status("Stopping", "Stopping the training job", TrainingJobStatus="Stopping")
+                    elif self.spot and self.has_control_file("interrupt"):
                         why = "Interrupted"
                     elif time.time() - started > limit:
                         why = "MaxRuntimeExceeded"
                     if why or failed:
                         containers.send("term")
-                        kill_at = now + self.circumstances.grace_s
+                        kill_at = now + self.platform.grace_s
                 elif now > kill_at:
                     containers.send("kill")
-                self.pass_on()
-                if now - synced > self.circumstances.sync_s:
+                self.forward_logs()
+                if now - synced > self.platform.sync_s:
                     self.synchronise(base)
                     synced = time.monotonic()
         if containers.error:
-            raise Cannot(f"InternalServerError: {containers.error}")
-        self.pass_on(final=True)
+            raise TrainingJobError(f"InternalServerError: {containers.error}")
+        self.forward_logs(final=True)
         self.synchronise(base)
         return why, containers.ended
 
-    def pass_on(self, final: bool = False) -> None:
-        """What the containers have printed, line by line."""
+    def forward_logs(self, final: bool = False) -> None:
+        """Forward the output of the containers, line by line."""
         for stream, (path, offset, held) in list(self.tails.items()):
             with path.open("rb") as file:
                 file.seek(offset)
@@ -364,8 +364,8 @@ class Training:
 
     # -- afterwards
 
-    def explanation(self, base: Path, host: str) -> str:
-        """What the host that failed first has left in ``/opt/ml/output/failure``."""
+    def failure_text_of(self, base: Path, host: str) -> str:
+        """Return the text of ``/opt/ml/output/failure`` of the host that failed first."""
         try:
             text = (base / host / "ml/output/failure").read_text(errors="replace")
         except FileNotFoundError:

@@ -168,11 +168,11 @@ def test_the_same_attempt_submitted_again_is_the_same_job(backend, snapshot) -> 
     here.stage(snapshot, plan)
     assert here.find(plan.marker) is None
     first = here.submit(plan, {})
-    token = here._site("").service.get(plan.files[0].path.replace("agent.json", "link.json"))
+    token = here._jobs("").service.get(plan.files[0].path.replace("agent.json", "link.json"))
     second, third = here.submit(plan, {}), backend().find(plan.marker)
     assert {handle.native_id for handle in (first, second, third)} == {first.native_id}
     assert first.native_id.startswith("demo-")
-    assert here._site("").service.get(plan.files[0].path.replace("agent.json", "link.json")) == token
+    assert here._jobs("").service.get(plan.files[0].path.replace("agent.json", "link.json")) == token
 
 
 def test_a_name_that_is_somebody_elses_is_refused_and_nothing_secret_is_left(sagemaker, backend, snapshot) -> None:
@@ -241,7 +241,7 @@ def test_many_jobs_are_looked_up_in_lists_and_described_only_when_they_have_ende
         client.create_training_job(**request)
         handles.append(Handle("sm", "sagemaker", attempt.marker, attempt.marker, time.time()))
     gone = Handle("sm", "sagemaker", "orc-gone-abcdef-a1", "orc-gone-abcdef-a1", time.time() - 3600)
-    service = here._site("").service
+    service = here._jobs("").service
     described: list[str] = []
     describe = service.describe
     monkeypatch.setattr(service, "describe", lambda name: described.append(name) or describe(name))
@@ -308,7 +308,7 @@ def test_a_training_job_is_handed_back_as_an_object_of_the_sdk(sagemaker, backen
 
 def test_an_image_that_the_table_does_not_know_comes_from_the_sdk(backend) -> None:
     asked = Image("1.6.0", None, "py3", True, "ml.p3.2xlarge", REGION)
-    assert backend()._site("").service.image(asked).endswith("/pytorch-training:1.6.0-gpu-py3")
+    assert backend()._jobs("").service.image(asked).endswith("/pytorch-training:1.6.0-gpu-py3")
 
 
 def test_a_role_that_sagemaker_may_not_assume_is_named(sagemaker, backend, snapshot) -> None:
@@ -328,4 +328,4 @@ def test_a_submission_to_this_machine_that_was_cut_off_is_not_looked_for_at_aws(
     plan = render(here, snapshot, {"local": "contract"})
     here.stage(snapshot, plan)
     assert here.find(plan.marker) is None
-    assert "" not in here._sites
+    assert "" not in here._opened

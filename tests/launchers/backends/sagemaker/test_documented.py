@@ -12,12 +12,12 @@ import yaml
 
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
-from orc.launchers.backends.sagemaker.settings import job_fields, place_fields, read_settings
+from orc.launchers.backends.sagemaker.settings import cluster_fields, job_fields, read_settings
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
 DOCS = Path(__file__).parents[4] / "docs"
-FIELDS = {**place_fields(), **job_fields()}
+FIELDS = {**cluster_fields(), **job_fields()}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize(("heading", "known"), [("For clusters", place_fields()), ("For jobs", job_fields())])
+@pytest.mark.parametrize(("heading", "known"), [("For clusters", cluster_fields()), ("For jobs", job_fields())])
 def test_every_key_is_in_the_reference_with_what_becomes_of_it(heading, known, sections) -> None:
     rows = {row[0].strip("`"): row[1:] for row in sections[heading] if len(row) == 4}
     assert list(rows) == list(known)
@@ -79,7 +79,7 @@ def test_the_examples_of_the_how_to_can_be_sent(plan, tmp_path) -> None:
     assert plan(spot["additional_args"]).commands
     (inputs,) = (yaml.safe_load(block) for block in blocks("reference/sagemaker-options.md", "yaml"))
     assert plan({**inputs, "subnets": "subnet-1", "security_group_ids": "sg-1"}).commands
-    (program,) = blocks("how-to/sagemaker.md", "python")
+    (program,) = (block for block in blocks("how-to/sagemaker.md", "python") if "submit_estimator" in block)
     (call,) = [n for n in ast.walk(ast.parse(program)) if isinstance(n, ast.Call) and n.args and n.keywords]
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()

@@ -12,7 +12,7 @@ import pytest
 
 from orc.launchers.backends.sagemaker.aws import AwsService
 from orc.launchers.backends.sagemaker.service import NameTaken
-from orc.launchers.backends.sagemaker.settings import Place
+from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError
 
 pytest.importorskip("sagemaker")
@@ -76,7 +76,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Aws, str]]:
 
 @pytest.fixture
 def service(aws: tuple[Aws, str]) -> Iterator[AwsService]:
-    made = AwsService(Place(endpoint_url=aws[1]), "us-east-1", "cluster sm")
+    made = AwsService(ClusterSettings(endpoint_url=aws[1]), "us-east-1", "cluster sm")
     yield made
     made.close()
 
@@ -201,17 +201,17 @@ def test_no_credentials_at_all(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(BackendUnreachable, match="there are no AWS credentials") as caught:
-        AwsService(Place(), "us-east-1", "cluster sm").identity()
+        AwsService(ClusterSettings(), "us-east-1", "cluster sm").identity()
     assert caught.value.where == "cluster sm"
     assert "aws sso login" in caught.value.hint
     with pytest.raises(BackendError, match="mine"):
-        AwsService(Place(profile="mine"), "us-east-1", "cluster sm").identity()
+        AwsService(ClusterSettings(profile="mine"), "us-east-1", "cluster sm").identity()
 
 
 def test_an_unknown_region_is_named_with_those_that_are_known(monkeypatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    service = AwsService(Place(), "us-east-9", "cluster sm")
+    service = AwsService(ClusterSettings(), "us-east-9", "cluster sm")
     client = service._client("sts")
     client.meta.events.register_first("before-send.sts", _nobody)
     with pytest.raises(BackendUnreachable, match="nobody answers") as caught:

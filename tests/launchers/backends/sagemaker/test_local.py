@@ -20,7 +20,7 @@ from orc.launchers.backends.sagemaker.local import containers, open_local_servic
 from orc.launchers.backends.sagemaker.local.docker import kill_command, network_command, run_command
 from orc.launchers.backends.sagemaker.local.service import LocalService
 from orc.launchers.backends.sagemaker.local.storage import LocalStorage
-from orc.launchers.backends.sagemaker.local.training import Circumstances, Training
+from orc.launchers.backends.sagemaker.local.training import PlatformSettings, Training
 from orc.launchers.backends.sagemaker.service import NameTaken
 from orc.launchers.errors import BackendError
 
@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden/sagemaker/docker.json"
 
 @pytest.fixture(autouse=True)
 def _namespaces() -> None:
-    if why := containers.refusal():
+    if why := containers.unsupported_reason():
         pytest.skip(f"no containers here: {why}")
 
 
@@ -62,7 +62,7 @@ class Ran:
 def run(tmp_path: Path) -> Callable[..., Ran]:
     """``run(request, when={"algo-1 says": "stop"})``: to its end; leaves a control file when a host has said a line."""
 
-    def run(asked: dict[str, Any], *, when: dict[str, str] | None = None, **circumstances: Any) -> Ran:
+    def run(asked: dict[str, Any], *, when: dict[str, str] | None = None, **platform: Any) -> Ran:
         directory = tmp_path / "job"
         directory.mkdir()
         storage = LocalStorage(tmp_path / "s3")
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
                 if order := (when or {}).get(line):
                     (directory / order).touch()
 
-        training = Training(asked, directory, storage, Circumstances(**circumstances), on_output=listen)
+        training = Training(asked, directory, storage, PlatformSettings(**platform), on_output=listen)
         training.run()
         assert list(directory.glob("run-*")) == []
         return Ran(training.state, said, storage)
@@ -240,7 +240,7 @@ def test_nothing_survives_what_holds_the_containers(tmp_path: Path) -> None:
     asked = request("(sleep 4711 &) ; sleep 4711")
     directory = tmp_path / "job"
     directory.mkdir()
-    training = Training(asked, directory, LocalStorage(tmp_path), Circumstances(env={"MARK": str(tmp_path)}))
+    training = Training(asked, directory, LocalStorage(tmp_path), PlatformSettings(env={"MARK": str(tmp_path)}))
     thread = threading.Thread(target=training.run)
     thread.start()
     until(lambda: len(sleepers(tmp_path)) == 2)
@@ -395,7 +395,9 @@ def test_what_is_in_s3_is_not_fetched_and_said_to_be_missing(service: LocalServi
 def test_where_user_namespaces_are_not_allowed_that_is_said_with_what_to_do(
     service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "refusal", lambda: "this machine does not allow user namespaces: not permitted")
+    monkeypatch.setattr(
+        containers, "unsupported_reason", lambda: "this machine does not allow user namespaces: not permitted"
+    )
     with pytest.raises(BackendError, match="containers cannot be simulated here: this machine does not") as error:
         service.create(request("true"))
     assert "unprivileged_userns_clone" in error.value.hint

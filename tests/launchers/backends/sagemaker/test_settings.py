@@ -6,7 +6,7 @@ import pytest
 
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.sagemaker.arguments import ELSEWHERE, REFUSED
-from orc.launchers.backends.sagemaker.settings import known_names, place_fields, read_settings
+from orc.launchers.backends.sagemaker.settings import cluster_fields, known_names, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
@@ -101,7 +101,7 @@ def test_arguments_that_are_switched_off_are_no_wish(settings) -> None:
     assert settings({"debugger_hook_config": False, "rules": [], "max_wait": None}).max_wait is None
 
 
-@pytest.mark.parametrize("name", place_fields())
+@pytest.mark.parametrize("name", cluster_fields())
 def test_what_describes_the_cluster_is_not_for_jobs(settings, name) -> None:
     with pytest.raises(SpecError, match=f"{name!r} describes the cluster"):
         settings({name: "x"})

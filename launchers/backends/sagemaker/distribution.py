@@ -19,7 +19,7 @@ DATA_PARALLEL = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4
 
 
 def instance_of(job: JobSpec, settings: Settings) -> Instance:
-    """What the job's instances have. Raises `RenderError` with the nearest type."""
+    """Return the instance type of the job. Raises `RenderError` for an unknown one, with the nearest type."""
     name = settings.instance_type
     if name is None and settings.local_mode:
         name = "local"
@@ -43,7 +43,7 @@ def instance_of(job: JobSpec, settings: Settings) -> Instance:
     return found
 
 
-def adapt(job: JobSpec, settings: Settings) -> JobSpec:
+def adapt_job(job: JobSpec, settings: Settings) -> JobSpec:
     """*job* with the nodes, processes, launcher and runtime settings that SageMaker's own settings mean.
 
     Raises `RenderError` where the two contradict each other, and for what the instances do not have.

@@ -1,9 +1,9 @@
 """The containers of one training job on this machine, without docker: each host is a set of namespaces.
 
-Run as a program (``python -I -S machine.py SPEC.json``), standard library only. It makes user, mount and PID namespaces
-(and a network of its own, if asked to), becomes the first process there and starts every host in namespaces of its own:
-mounts (``/opt/ml``, ``/tmp``, ``/dev/shm``, ``/etc/hosts``), host name, PIDs. When this process ends, however it does,
-the kernel ends everything in them and the mounts are gone; it ends when its standard input does.
+Run as a program (``python -I -S namespaces.py SPEC.json``), standard library only. It makes user, mount and PID
+namespaces (and a network of its own, if asked to), becomes the first process there and starts every host in namespaces
+of its own: mounts (``/opt/ml``, ``/tmp``, ``/dev/shm``, ``/etc/hosts``), host name, PIDs. When this process ends,
+however it does, the kernel ends everything in them and the mounts are gone; it ends when its standard input does.
 
 It reads lines ``term HOST`` and ``kill HOST``, and prints a line of JSON for each event: ``{"started": HOST}``,
 ``{"ended": HOST, "status": n}`` (128 + n for signal n), ``{"error": text}``.
@@ -43,21 +43,21 @@ EXIT_REFUSED = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Refused(Exception):
+class NamespaceError(Exception):
     """The kernel, or who administers this machine, does not allow it."""
 
 
 def unshare(flags: int, what: str) -> None:
-    """unshare(2). Raises `Refused`."""
+    """unshare(2). Raises `NamespaceError`."""
     if _libc.unshare(flags):
-        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise NamespaceError(f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
-    """mount(2). Raises `Refused`."""
+    """mount(2). Raises `NamespaceError`."""
     words = [word.encode() if word is not None else None for word in (source, target, kind)]
     if _libc.mount(*words, ctypes.c_ulong(flags), data.encode() if data is not None else None):
-        raise Refused(f"cannot mount {kind or source} on {target}: {os.strerror(ctypes.get_errno())}")
+        raise NamespaceError(f"cannot mount {kind or source} on {target}: {os.strerror(ctypes.get_errno())}")
 
 
 def die_with_parent() -> None:
@@ -66,7 +66,7 @@ def die_with_parent() -> None:
 
 
 def tell(event: Mapping[str, Any]) -> None:
-    """One line for whoever has started this."""
+    """Print an event as one line for the parent process."""
     try:
         os.write(1, json.dumps(event).encode() + b"\n")
     except BrokenPipeError:
@@ -74,7 +74,7 @@ def tell(event: Mapping[str, Any]) -> None:
 
 
 def enter_namespaces(private_network: bool) -> None:
-    """Become root of namespaces of our own. Raises `Refused`."""
+    """Become root of namespaces of our own. Raises `NamespaceError`."""
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | (CLONE_NEWNET if private_network else 0)
     unshare(flags, "this machine does not allow user namespaces")
@@ -83,7 +83,7 @@ def enter_namespaces(private_network: bool) -> None:
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
         except OSError as error:
-            raise Refused(f"this machine does not allow user namespaces: {name}: {error.strerror}") from None
+            raise NamespaceError(f"this machine does not allow user namespaces: {name}: {error.strerror}") from None
 
 
 def raise_loopback() -> None:
@@ -95,7 +95,7 @@ def raise_loopback() -> None:
 
 
 class Host:
-    """One container."""
+    """Container of one host."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.name = str(spec["name"])
@@ -172,7 +172,7 @@ class Host:
         for path in self.read_only:
             protect(path)
         opt = os.path.join(self.scratch, "opt")
-        furnish(opt, self.ml)
+        prepare_host(opt, self.ml)
         for target, source in self.binds.items():
             mount(source, os.path.join(opt, "ml", target), flags=MS_BIND | MS_REC)
         mount(opt, "/opt", flags=MS_BIND | MS_REC)
@@ -194,7 +194,7 @@ def protect(path: str) -> None:
     mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
-def furnish(opt: str, ml: str) -> None:
+def prepare_host(opt: str, ml: str) -> None:
     """A copy of this machine's ``/opt``, made of bind mounts, that has an ``ml`` of its own."""
     os.makedirs(opt, exist_ok=True)
     for name in os.listdir("/opt"):
@@ -285,11 +285,11 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 die_with_parent()
                 status = init(hosts, private_network)
-            except Refused as error:
+            except NamespaceError as error:
                 tell({"error": str(error)})
             finally:
                 os._exit(status)  # and with it everything in its namespaces
-    except Refused as error:
+    except NamespaceError as error:
         tell({"error": str(error)})
         return EXIT_REFUSED
     os.close(0)

@@ -1,4 +1,4 @@
-"""One place that runs training jobs (AWS, or this machine in its stead): submitting to it, and looking at its jobs."""
+"""Training jobs of one service (AWS, or this machine in its stead): submission, status, logs, cleanup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orc.launchers.backends.base import (
     Snapshot,
     require_secrets,
 )
-from orc.launchers.backends.sagemaker.names import ACCOUNT, Home, default_bucket, training_job_name
+from orc.launchers.backends.sagemaker.names import ACCOUNT, S3Location, default_bucket, training_job_name
 from orc.launchers.backends.sagemaker.rendering import AGENT, LINK, REQUEST, SECRETS, secret_name
 from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError
 from orc.launchers.findings import Finding
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.sagemaker.logs import Logs
-    from orc.launchers.backends.sagemaker.records import Orders
+    from orc.launchers.backends.sagemaker.records import AttemptInputs
     from orc.launchers.backends.sagemaker.service import Service
-    from orc.launchers.backends.sagemaker.settings import Place
+    from orc.launchers.backends.sagemaker.settings import ClusterSettings
     from orc.launchers.backends.sagemaker.verdict import Job
     from orc.launchers.plan import Plan
 
@@ -45,30 +45,30 @@ STAGED = "staged"
 _LISTED_BEFORE_S = 300.0  # clocks differ
 
 
-class Site:
+class TrainingJobs:
     """The training jobs of one service. *native* is what their names have in front of them in handles."""
 
-    def __init__(self, service: Service, place: Place, region: str, cluster: str, native: str = "") -> None:
+    def __init__(self, service: Service, place: ClusterSettings, region: str, cluster: str, native: str = "") -> None:
         self.service = service
         # Secrets Manager is AWS's; what stays on this machine needs none.
         self.place = replace(place, secrets="s3") if native else place
         self.region = region
         self.cluster = cluster
         self.native = native
-        self._orders: dict[str, Orders] = {}
+        self._inputs: dict[str, AttemptInputs] = {}
 
     @cached_property
     def logs(self) -> Logs:
-        """Its logs, read on where they were left."""
+        """Logs of the training jobs; each is read on from where it was left."""
         from orc.launchers.backends.sagemaker.logs import Logs
 
         return Logs(self.service)
 
     @cached_property
-    def home(self) -> Home:
-        """Where orc's objects are."""
+    def location(self) -> S3Location:
+        """Location of orc's objects in S3."""
         bucket = self.place.bucket or default_bucket(self.region, self.service.account())
-        return Home(bucket, self.place.prefix.strip("/"))
+        return S3Location(bucket, self.place.prefix.strip("/"))
 
     def name_of(self, handle: Handle) -> str:
         """The training job of an attempt."""
@@ -77,7 +77,7 @@ class Site:
     # -- before the start
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Who are we, is the bucket there, can the role be used, does the image suit?"""
+        """Return the findings about credentials, bucket, role and image."""
         from orc.launchers.backends.sagemaker.preflight import check
 
         return check(self.service, plan, self.cluster)
@@ -92,11 +92,11 @@ class Site:
         from orc.launchers.backends.sagemaker.rendering import source_digest
         from orc.launchers.snapshot.content_store import ContentStore
 
-        place, store = self.home.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
-        if is_default_bucket(self.home.bucket) and not self.service.has_bucket(self.home.bucket):
-            self.service.create_bucket(self.home.bucket)
+        place, store = self.location.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
+        if is_default_bucket(self.location.bucket) and not self.service.has_bucket(self.location.bucket):
+            self.service.create_bucket(self.location.bucket)
         if self.native and plan is not None:  # where a submission that is cut off is to be looked for
-            self.service.put(self.home.attempt(plan.attempt) + STAGED, b"")
+            self.service.put(self.location.attempt(plan.attempt) + STAGED, b"")
         if self.service.exists(place + SOURCE):
             return
         key = self.place.s3_kms_key
@@ -146,7 +146,7 @@ class Site:
         """Everything the attempt reads; the request as it is to be sent."""
         import secrets as random
 
-        key, place = self.place.s3_kms_key, self.home.attempt(plan.attempt)
+        key, place = self.place.s3_kms_key, self.location.attempt(plan.attempt)
         request: dict[str, Any] = {}
         for file in plan.files:
             content = file.content
@@ -188,16 +188,16 @@ class Site:
         if self.place.secrets == "secretsmanager":
             self.service.delete_secret(secret_name(attempt))
         else:
-            self.service.delete(self.home.attempt(attempt) + SECRETS)
+            self.service.delete(self.location.attempt(attempt) + SECRETS)
 
-    def knows(self, marker: str) -> bool:
-        """Whether a submission of the attempt has come here; asked of this machine only."""
-        return self.service.exists(self.home.attempt(AttemptId.from_marker(marker)) + STAGED)
+    def has_submission(self, marker: str) -> bool:
+        """Return True when the attempt was submitted to this machine."""
+        return self.service.exists(self.location.attempt(AttemptId.from_marker(marker)) + STAGED)
 
     def find(self, marker: str) -> Handle | None:
         """Ask for the training job that the attempt's request names; objects are there before the job is."""
-        orders = self._orders_of([marker]).get(marker)
-        name = str(orders.request["TrainingJobName"]) if orders else training_job_name(AttemptId.from_marker(marker))
+        inputs = self._inputs_of([marker]).get(marker)
+        name = str(inputs.request["TrainingJobName"]) if inputs else training_job_name(AttemptId.from_marker(marker))
         return self._adopt(name, marker)
 
     def _adopt(self, name: str, marker: str) -> Handle | None:
@@ -231,23 +231,23 @@ class Site:
         from orc.launchers.backends.sagemaker.cost import cost_text
         from orc.launchers.backends.sagemaker.verdict import judge
 
-        orders = self._orders.get(handle.marker)
-        cost = cost_text(job.billable_s if job else None, orders.request if orders else {}, self.place.prices)
+        inputs = self._inputs.get(handle.marker)
+        cost = cost_text(job.billable_s if job else None, inputs.request if inputs else {}, self.place.prices)
         seen = judge(job, records, age_s=now - handle.submitted_at, cost=cost)
-        if seen.phase.ended and seen.phase is not Phase.LOST and orders:
+        if seen.phase.ended and seen.phase is not Phase.LOST and inputs:
             try:
-                self._remove_private(AttemptId.from_marker(handle.marker), orders)
+                self._remove_private(AttemptId.from_marker(handle.marker), inputs)
             except LaunchError as error:
                 left = f"its secrets may still be at AWS, and could not be removed: {error.what}"
                 seen = replace(seen, reason=f"{seen.reason}; {left}" if seen.reason else left)
         return seen
 
-    def _remove_private(self, attempt: AttemptId, orders: Orders) -> None:
-        """What nobody needs to know any more: the secrets, and what the agents knew each other by."""
-        if orders.config.get("secrets"):
+    def _remove_private(self, attempt: AttemptId, inputs: AttemptInputs) -> None:
+        """Delete the secrets of an attempt and the token of its agents."""
+        if inputs.config.get("secrets"):
             self._remove_secrets(attempt)
-        if orders.config.get("link"):
-            self.service.delete(self.home.attempt(attempt) + LINK)
+        if inputs.config.get("link"):
+            self.service.delete(self.location.attempt(attempt) + LINK)
 
     def _look(self, handles: Sequence[Handle]) -> dict[str, Job]:
         """The training jobs by name; those that have ended with all about them."""
@@ -272,41 +272,41 @@ class Site:
         return found
 
     def _records(self, handles: Sequence[Handle]) -> dict[str, AttemptRecords]:
-        """What the agents have written, as far as it has reached S3, by marker."""
+        """Return the agents' records by marker, as far as they have reached S3."""
         from orc.launchers.backends.sagemaker.records import read_records
 
-        orders = self._orders_of([handle.marker for handle in handles])
-        read = read_records(self.service, list(orders.values()))
-        return {marker: read[each.records_uri] for marker, each in orders.items()}
+        inputs = self._inputs_of([handle.marker for handle in handles])
+        read = read_records(self.service, list(inputs.values()))
+        return {marker: read[each.records_uri] for marker, each in inputs.items()}
 
-    def _orders_of(self, markers: Iterable[str]) -> dict[str, Orders]:
-        """What attempts were told, from the objects of their submission; those that are not there are left out."""
-        from orc.launchers.backends.sagemaker.records import Orders
+    def _inputs_of(self, markers: Iterable[str]) -> dict[str, AttemptInputs]:
+        """Return the inputs of attempts, from the objects of their submission; missing ones are left out."""
+        from orc.launchers.backends.sagemaker.records import AttemptInputs
 
         markers = list(markers)
-        unknown = [marker for marker in markers if marker not in self._orders]
-        places = {marker: self.home.attempt(AttemptId.from_marker(marker)) for marker in unknown}
+        unknown = [marker for marker in markers if marker not in self._inputs]
+        places = {marker: self.location.attempt(AttemptId.from_marker(marker)) for marker in unknown}
         found = self.service.get_many([place + name for place in places.values() for name in (AGENT, REQUEST)])
         for marker, place in places.items():
             if place + AGENT in found and place + REQUEST in found:
                 request, config = (json.loads(found[place + name]) for name in (REQUEST, AGENT))
-                self._orders[marker] = Orders(request, config)
-        return {marker: self._orders[marker] for marker in markers if marker in self._orders}
+                self._inputs[marker] = AttemptInputs(request, config)
+        return {marker: self._inputs[marker] for marker in markers if marker in self._inputs}
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Those of the hosts that CloudWatch has a stream of."""
-        orders = self._orders_of([handle.marker]).get(handle.marker)
-        return self.logs.selectors(self.name_of(handle), orders.nnodes, orders.nproc) if orders else []
+        """Return the selectors of the hosts that CloudWatch has a stream of."""
+        inputs = self._inputs_of([handle.marker]).get(handle.marker)
+        return self.logs.selectors(self.name_of(handle), inputs.nnodes, inputs.nproc) if inputs else []
 
     def read_log(self, handle: Handle, selector: LogSelector, offset: int) -> Iterator[LogChunk]:
         """From CloudWatch; nothing while it has nothing."""
-        orders = self._orders_of([handle.marker]).get(handle.marker)
-        nproc = orders.nproc if orders else 1
+        inputs = self._inputs_of([handle.marker]).get(handle.marker)
+        nproc = inputs.nproc if inputs else 1
         for data in self.logs.read(self.name_of(handle), selector, offset, nproc=nproc):
             yield LogChunk(selector, offset, data)
             offset += len(data)
 
     def read_file(self, handle: Handle, name: str, offset: int) -> bytes:
         """From the job's directory, as SageMaker has brought it to S3 last."""
-        orders = self._orders_of([handle.marker]).get(handle.marker)
-        return (self.service.get(f"{orders.job_uri}/{name}", offset) or b"") if orders else b""
+        inputs = self._inputs_of([handle.marker]).get(handle.marker)
+        return (self.service.get(f"{inputs.job_uri}/{name}", offset) or b"") if inputs else b""
