@@ -80,7 +80,7 @@ def agent_config(
     deadline_s: float | None = None,
     on_exit: Mapping[str, Any] | None = None,
     setup: Sequence[str] | None = None,
-) -> dict[str, Any]:
+) -> AgentConfig:
     """Return the content of ``agent.json`` (docs/explanation/attempt-directory.md).
 
     *nnodes* is the number of nodes, the largest that the job asks for unless given.
@@ -96,50 +96,48 @@ def agent_config(
         )
     network = fence(job.network, cluster.network)
     made = render_environment(job, cluster, snapshot, layout, command)
-    return {
-        "format": FORMAT,
-        "job": attempt.job,
-        "name": job.name,
-        "attempt": attempt.number,
-        "marker": attempt.marker,
-        "root": str(layout.root),
-        "job_dir": str(layout.job(attempt.job)),
-        "attempt_dir": str(layout.attempt(attempt)),
-        "code_tree": str(layout.tree(snapshot.code.digest)),
-        "runtime_tree": str(layout.tree(snapshot.runtime.digest)),
-        "nnodes": nnodes or job.resources.max_nodes,
-        "nproc": job.resources.nproc,
-        "python": cluster.python,
-        **({"environment": made} if made else {}),
-        **({"network": network} if network else {}),
-        "command": command.to_dict(),
-        "env": environment(job, attempt, cluster, layout),
-        "secrets": list(job.secrets),
-        **({"core_dumps": True} if job.core_dumps else {}),
-        "setup": list(setup if setup is not None else (*cluster.setup, *job.setup)),
-        "grace_s": job.grace,
-        "deadline_s": deadline_s,
-        "heartbeat_s": HEARTBEAT_S,
-        "peer_timeout_s": PEER_TIMEOUT_S,
-        "preempt_exit": PREEMPT_EXIT,
-        "on_exit": dict(on_exit) if on_exit else None,
-    }
+    return AgentConfig(
+        {
+            "format": FORMAT,
+            "job": attempt.job,
+            "name": job.name,
+            "attempt": attempt.number,
+            "marker": attempt.marker,
+            "root": str(layout.root),
+            "job_dir": str(layout.job(attempt.job)),
+            "attempt_dir": str(layout.attempt(attempt)),
+            "code_tree": str(layout.tree(snapshot.code.digest)),
+            "runtime_tree": str(layout.tree(snapshot.runtime.digest)),
+            "nnodes": nnodes or job.resources.max_nodes,
+            "nproc": job.resources.nproc,
+            "python": cluster.python,
+            **({"environment": made} if made else {}),
+            **({"network": network} if network else {}),
+            "command": command.to_dict(),
+            "env": environment(job, attempt, cluster, layout),
+            "secrets": list(job.secrets),
+            **({"core_dumps": True} if job.core_dumps else {}),
+            "setup": list(setup if setup is not None else (*cluster.setup, *job.setup)),
+            "grace_s": job.grace,
+            "deadline_s": deadline_s,
+            "heartbeat_s": HEARTBEAT_S,
+            "peer_timeout_s": PEER_TIMEOUT_S,
+            "preempt_exit": PREEMPT_EXIT,
+            "on_exit": dict(on_exit) if on_exit else None,
+        }
+    )
 
 
-def agent_file(config: Mapping[str, Any]) -> PlanFile:
-    """Return ``agent.json`` as a file of a plan.
-
-    Raises `RenderError` for text that is not Unicode, and `LaunchFailure` for what no agent would read.
-    """
-    AgentConfig(config)
-    content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+def agent_file(config: AgentConfig) -> PlanFile:
+    """Return ``agent.json`` as a file of a plan. Raises `RenderError` for text that is not Unicode."""
+    content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
     try:
         content.encode()
     except UnicodeEncodeError as error:
         bad = error.object[max(0, error.start - 20) : error.end]
         raise RenderError(
             f"the job holds text that is not valid UTF-8, near {bad!r}",
-            where=str(config["name"]),
+            where=config.name,
             hint="A variable taken over with ${env:NAME} may hold such bytes.",
         ) from None
-    return PlanFile(posixpath.join(str(config["attempt_dir"]), "agent.json"), content, 0o600)
+    return PlanFile(posixpath.join(config.attempt_dir, "agent.json"), content, 0o600)

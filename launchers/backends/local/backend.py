@@ -106,7 +106,7 @@ class LocalBackend(Backend):
         # For preflight alone: the nodes are simulated, so this machine has to hold what all of them ask for.
         asked = {"gpus": job.resources.gpus_per_node, "memory_bytes": job.resources.memory_bytes}
         if any(asked.values()):
-            config["asked"] = {key: value * config["nnodes"] for key, value in asked.items() if value}
+            config = config.replace(asked={key: value * config.nnodes for key, value in asked.items() if value})
         file = agent_file(config)
         # The tree's __main__.py runs the agent. -I -S: nothing of the user's Python environment gets into it, and it
         # starts in half the time.
@@ -114,7 +114,7 @@ class LocalBackend(Backend):
             sys.executable,
             "-I",
             "-S",
-            config["runtime_tree"],
+            config.runtime_tree,
             "gang",
             file.path,
             "--owner",
@@ -126,7 +126,7 @@ class LocalBackend(Backend):
             backend=self.kind,
             files=(file,),
             commands=(PlanCommand(argv, purpose="start the agents of all nodes on this machine"),),
-            env=config["env"],
+            env=config.env,
             trees=snapshot.digests,
             secrets=tuple(job.secrets),
         )

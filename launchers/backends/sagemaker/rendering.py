@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.backends.sagemaker.distribution import adapt_job, instance_of
 from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
@@ -99,7 +100,7 @@ def render_plan(
         backend="sagemaker",
         files=(agents, order),
         commands=(_command(settings, order.path, region),),
-        env=config["env"],
+        env=config.env,
         trees=snapshot.digests,
         secrets=tuple(job.secrets),
     )
@@ -126,7 +127,7 @@ def request_of(plan: Plan) -> dict[str, Any]:
 
 def _config(
     job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
-) -> dict[str, Any]:
+) -> AgentConfig:
     named = zip(("code", "runtime", "environment"), snapshot.bundles, strict=False)
     layout = ContainerLayout(
         PurePosixPath(ROOT), local_path(settings), tuple((bundle.digest, name) for name, bundle in named)
@@ -145,21 +146,20 @@ def _config(
         setup = [line, *setup]
     config = agent_config(job, snapshot, attempt, cluster, layout, deadline_s=job.resources.time_s, setup=setup)
     _check_checkpoints(job, config, settings)
-    config["work_dir"] = str(layout.work(attempt.job))
-    config["logs_dir"] = f"{ROOT}/logs"
-    config["private_dir"] = f"{ROOT}/private"
-    config["hosts"] = [{"name": name, "address": name} for name in (f"algo-{n + 1}" for n in range(nodes))]
+    config = config.replace(
+        work_dir=str(layout.work(attempt.job)),
+        logs_dir=f"{ROOT}/logs",
+        private_dir=f"{ROOT}/private",
+        hosts=[{"name": name, "address": name} for name in (f"algo-{n + 1}" for n in range(nodes))],
+    )
     if nodes > 1:
-        config["link"] = True
-        config["min_nodes"] = nodes
-        config["hub"] = {"port": HUB_PORT, "addresses": ["algo-1"]}
+        config = config.replace(link=True, min_nodes=nodes, hub={"port": HUB_PORT, "addresses": ["algo-1"]})
     own: dict[str, Any] = {"prefix_logs": True}
     if job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode:
         own["secrets"] = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
     elif job.secrets:
         own["secrets"] = {"from": "channel"}
-    config["sagemaker"] = own
-    return config
+    return config.replace(sagemaker=own)
 
 
 def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path) -> str:
@@ -195,9 +195,9 @@ def _requirements(job: JobSpec, environment: Environment, snapshot: Snapshot, py
     return shlex.join([python, "-m", "pip", "install", "--disable-pip-version-check", "-r", path])
 
 
-def _check_checkpoints(job: JobSpec, config: dict[str, Any], settings: Settings) -> None:
+def _check_checkpoints(job: JobSpec, config: AgentConfig, settings: Settings) -> None:
     """A directory outside of what SageMaker keeps is gone with the instances."""
-    given = config["env"].get("ORC_CHECKPOINT_DIR", "")
+    given = config.env.get("ORC_CHECKPOINT_DIR", "")
     kept = f"{local_path(settings)}/"
     if "://" in given or f"{given}/".startswith(kept) or given.startswith("/opt/ml/input/data/"):
         return

@@ -133,13 +133,13 @@ class SlurmBackend(Backend):
         counted: dict[str, Any] = {"nnodes_from": "SLURM_JOB_NUM_NODES"} if made.ranges else {}
         if made.components:
             counted["components"] = [nodes for nodes, _ in made.components]
-        config["peer_timeout_s"] = self._settings.peer_timeout
-        agents = agent_file({**config, "notice_s": made.lead_s, **counted})
+        config = config.replace(peer_timeout_s=self._settings.peer_timeout, notice_s=made.lead_s, **counted)
+        agents = agent_file(config)
         python = self.cluster.python or DEFAULT_PYTHON
         # -I -S: nothing of the user's Python environment can get into the agent.
-        agent = (python, "-I", "-S", str(config["runtime_tree"]), "node", agents.path)
+        agent = (python, "-I", "-S", config.runtime_tree, "node", agents.path)
         script = PlanFile(
-            f"{config['attempt_dir']}/{SCRIPT_NAME}",
+            f"{config.attempt_dir}/{SCRIPT_NAME}",
             render_script(
                 job,
                 options,
@@ -157,7 +157,7 @@ class SlurmBackend(Backend):
             backend=self.kind,
             files=(agents, script),
             commands=(PlanCommand(self._submission(attempt, script.path), purpose="submit"),),
-            env=config["env"],
+            env=config.env,
             trees=snapshot.digests,
             secrets=tuple(job.secrets),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.backends.ssh.placement import capacity
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings
@@ -33,7 +34,7 @@ def render_plan(
     configs = [_config(job, snapshot, attempt, cluster, settings, placement, name) for name in placement.hosts]
     files = [agent_file(config) for config in configs]
     commands = [
-        start_command(settings, name, node, config["runtime_tree"], file.path, attempt.marker)
+        start_command(settings, name, node, config.runtime_tree, file.path, attempt.marker)
         for node, (name, config, file) in enumerate(zip(placement.hosts, configs, files, strict=True))
     ]
     return Plan(
@@ -42,7 +43,7 @@ def render_plan(
         backend="ssh",
         files=_placed(files, placement.hosts),
         commands=tuple(commands),
-        env=configs[0]["env"],
+        env=configs[0].env,
         trees=snapshot.digests,
         secrets=tuple(job.secrets),
     )
@@ -64,7 +65,7 @@ def _config(
     settings: Settings,
     placement: Placement,
     name: str,
-) -> dict[str, Any]:
+) -> AgentConfig:
     hosts = [settings.host(other) for other in placement.hosts]
     config = agent_config(
         job,
@@ -75,18 +76,19 @@ def _config(
         nnodes=len(hosts),
         deadline_s=job.resources.time_s,
     )
-    config["python"] = settings.python_of(name)
-    config["min_nodes"] = job.resources.min_nodes if config["command"].get("elastic") else len(hosts)
-    config["peer_timeout_s"] = settings.options.peer_timeout
-    config["link"] = settings.options.shared is not True  # where the hosts share no files
-    config["hosts"] = [{"name": host.name, "address": host.where} for host in hosts]
-    config["slots"] = {
-        "total": {host.name: capacity(host, placement.slots) for host in hosts},
-        "take": placement.slots,
-        "gpus": job.resources.gpus_per_node > 0,
-        **({"gpus_per_node": job.resources.gpus_per_node} if job.resources.gpus_per_node else {}),
-    }
-    return config
+    return config.replace(
+        python=settings.python_of(name),
+        min_nodes=job.resources.min_nodes if config.command.get("elastic") else len(hosts),
+        peer_timeout_s=settings.options.peer_timeout,
+        link=settings.options.shared is not True,  # where the hosts share no files
+        hosts=[{"name": host.name, "address": host.where} for host in hosts],
+        slots={
+            "total": {host.name: capacity(host, placement.slots) for host in hosts},
+            "take": placement.slots,
+            "gpus": job.resources.gpus_per_node > 0,
+            **({"gpus_per_node": job.resources.gpus_per_node} if job.resources.gpus_per_node else {}),
+        },
+    )
 
 
 def _placed(files: list[PlanFile], hosts: tuple[str, ...]) -> tuple[PlanFile, ...]:

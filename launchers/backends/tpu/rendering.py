@@ -10,6 +10,7 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.base import Placement
 from orc.launchers.backends.ssh.rendering import hosts_of
@@ -112,7 +113,7 @@ def on_workers(plan: Plan, workers: Workers) -> Plan:
         config = json.loads(file.content)
         for host in config["hosts"]:
             host["address"] = internal[host["name"]]
-        made.append(replace(file, content=agent_file(config).content))
+        made.append(replace(file, content=agent_file(AgentConfig(config)).content))
     return replace(plan, backend="ssh", files=tuple(made))
 
 

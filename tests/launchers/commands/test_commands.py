@@ -34,7 +34,7 @@ def job(**settings: Any) -> JobSpec:
 def config(made: JobSpec, kind: str) -> dict[str, Any]:
     snapshot = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
     cluster = Cluster(name="lab", kind=kind, root="/r")
-    return agent_config(made, snapshot, AttemptId("x-000000", 1), cluster, Layout.at("/r"))
+    return agent_config(made, snapshot, AttemptId("x-000000", 1), cluster, Layout.at("/r")).to_dict()
 
 
 def test_kinds_are_found_without_a_list() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.local.backend import LocalBackend
@@ -119,4 +120,4 @@ def test_checkpoints_may_go_to_an_object_store(backend):
 def test_text_that_is_no_unicode_is_refused():
     plan = render(LocalBackend(Cluster(name="here", kind="local", root="/r")), script="train.py")
     with pytest.raises(RenderError, match="not valid UTF-8"):
-        agent_file({**json.loads(plan.files[0].content), "env": {"X": "caf\udce9"}})
+        agent_file(AgentConfig({**json.loads(plan.files[0].content), "env": {"X": "caf\udce9"}}))
