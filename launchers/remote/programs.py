@@ -14,7 +14,8 @@ from pathlib import Path
 
 _PACKING = threading.Lock()  # many hosts want the same at the same moment
 _ROOT = Path(__file__).resolve().parents[2]
-# Makes the modules when they are imported. An older Python gets as far as the message, so this is plain Python.
+# Makes the modules when they are imported. An older Python gets as far as the message, so this is plain Python. What a
+# program leaves behind is not marked as a command of the connection (`ssh.watchdog`).
 _BOOT = """\
 import os, sys, zlib
 if sys.version_info < (3, 9): sys.exit("%s is too old: Python %d.%d.%d" % ((sys.executable,) + sys.version_info[:3]))
@@ -35,6 +36,7 @@ class Shipped:
 sys.meta_path.insert(0, Shipped)
 main = __import__(sys.argv[2], fromlist=["main"]).main
 del sys.argv[1:3]
+os.environ.pop("ORC_SSH_COMMAND", None)
 main()
 """
 

@@ -68,7 +68,7 @@ def test_an_agent_belongs_to_nobody_and_is_seen_for_what_it_is(laptop: Orc, host
     assert seen["files"]["0"] == "/dev/null"
     assert seen["files"]["1"] == seen["files"]["2"] == f"{there}/logs/node-0.log"
     assert seen["local"] == []
-    assert len([path for path in seen["files"].values() if path.startswith("pipe:")]) == 1, "to its guard"
+    assert len([path for path in seen["files"].values() if path.startswith("pipe:")]) == 2, "to its guard and from it"
     assert not [name for name in seen["environment"] if name.startswith("ORC_")]
 
     laptop("cancel", job)

@@ -204,8 +204,11 @@ def _transport(route: Route, limit: float, connection: Any, **options: Any) -> p
 
 @cache
 def _config() -> fabric.Config:
-    """Return fabric's defaults: SSH configuration is read by `config`, fabric's own files are not."""
-    return fabric.Config(ssh_config=paramiko.SSHConfig(), lazy=True)
+    """Return fabric's defaults, but that commands do not read from our own input.
+
+    SSH configuration is read by `config`, fabric's own files are not.
+    """
+    return fabric.Config(ssh_config=paramiko.SSHConfig(), lazy=True, overrides={"run": {"in_stream": False}})
 
 
 def _quiet() -> None:
