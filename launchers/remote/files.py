@@ -1,4 +1,4 @@
-"""What a `Transport` promises about files and pipes, as it is done on the machine itself. All raise `OSError`."""
+"""File operations of `LocalTransport`. All raise `OSError`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_file(path: str, data: bytes | Iterable[bytes], mode: int) -> None:
 
 
 def make_directories(path: str, mode: int) -> None:
-    """A directory and its parents, all with *mode*; those that exist are left as they are."""
+    """Make a directory and its parents, all with *mode*; those that exist are left as they are."""
     missing = []
     while path and not os.path.isdir(path):
         missing.append(path)
@@ -39,7 +39,7 @@ def make_directories(path: str, mode: int) -> None:
 
 
 def remove(path: str) -> None:
-    """A file; one that is not there is fine."""
+    """Remove a file; one that is not there is fine."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def remove(path: str) -> None:
 
 
 def read_range(path: str, offset: int, limit: int | None) -> bytes:
-    """At most *limit* bytes from *offset* on; none beyond the end, however far that is."""
+    """Return at most *limit* bytes from *offset* on; none beyond the end, however far that is."""
     with open(path, "rb") as file:
         if offset > os.fstat(file.fileno()).st_size:
             return b""
@@ -56,7 +56,7 @@ def read_range(path: str, offset: int, limit: int | None) -> bytes:
 
 
 def read_existing(paths: Iterable[str]) -> dict[str, bytes]:
-    """Those of *paths* that are there."""
+    """Return the contents of those of *paths* that exist."""
     found = {}
     for path in paths:
         try:
@@ -68,7 +68,7 @@ def read_existing(paths: Iterable[str]) -> dict[str, bytes]:
 
 
 def names(path: str) -> list[str]:
-    """Sorted names in a directory; empty when there is none."""
+    """Return the sorted names in a directory; none when it does not exist."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where a backend's commands run and its files lie: behind one protocol, so that no backend assumes "this machine".
+"""Transports: commands and files of a machine behind one protocol, so that no backend assumes "this machine".
 
 `LocalTransport` is the machine orc runs on, as on a cluster's login node. Paths are absolute POSIX paths over there.
 """
@@ -29,7 +29,7 @@ class CommandTimeout(BackendUnreachable):
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended: its exit status (negative for a signal) and what it printed."""
+    """Result of a command: its exit status (negative for a signal) and its output."""
 
     argv: tuple[str, ...]
     status: int
@@ -38,22 +38,22 @@ class Completed:
 
 
 class Process(Protocol):
-    """A program that runs there while we talk to it. As a context manager it ends the program when it is left."""
+    """A running program with pipes. As a context manager it ends the program when it is left."""
 
     def write(self, data: bytes) -> None:
-        """To its standard input; waits while it does not read. Raises `BackendUnreachable` when it is gone."""
+        """Write to its standard input; waits while it does not read. Raises `BackendUnreachable` when it has ended."""
         ...
 
     def close_stdin(self) -> None:
-        """Nothing more will be written."""
+        """Close its standard input."""
         ...
 
     def read(self, size: int) -> bytes:
-        """At least one and at most *size* bytes of its standard output; empty at the end. Raises `CommandTimeout`."""
+        """Return 1 to *size* bytes of its standard output, none at the end. Raises `CommandTimeout`."""
         ...
 
     def wait(self) -> Completed:
-        """Its exit status and what it said on standard error; ``stdout`` holds what was not read yet."""
+        """Wait for its end; return its status and standard error. ``stdout`` holds what was not read yet."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -64,19 +64,19 @@ class Process(Protocol):
 
 
 class Transport(Protocol):
-    """A machine that can be told to do things."""
+    """Commands and files of one machine."""
 
     name: str  # the host's name in its cluster; ``local`` for this machine
 
     def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
-        """Start one command there and talk to it. *timeout_s* limits every single wait, not the whole.
+        """Start a command and return it with its pipes. *timeout_s* limits every single wait, not the whole.
 
         Raises `BackendError` when the program does not exist there, `BackendUnreachable`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections. The transport opens new ones when it is used again."""
+        """Close its connections. The transport opens new ones when it is used again."""
         ...
 
     def run(
@@ -89,7 +89,7 @@ class Transport(Protocol):
         keep_env: Sequence[str] = (),
         stdin: bytes | None = None,
     ) -> Completed:
-        """Run one command there and wait for it; any exit status is an answer.
+        """Run a command and wait for it; any exit status is an answer.
 
         ``drop_env`` are prefixes of variables that the command must not see (``SQUEUE_`` would change what squeue
         prints), ``keep_env`` are exceptions, ``env`` is set after that. Raises `CommandTimeout` after *timeout_s*
@@ -111,7 +111,7 @@ class Transport(Protocol):
         ...
 
     def expand(self, path: str) -> str:
-        """*path* with a leading ``~`` replaced by the home directory there."""
+        """Return *path* with a leading ``~`` replaced by the home directory there."""
         ...
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -130,20 +130,20 @@ class Transport(Protocol):
         ...
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes from *offset* on, at most *limit*. Raises `FileNotFoundError` when there is no such file."""
+        """Return bytes from *offset* on, at most *limit*. Raises `FileNotFoundError` when there is no such file."""
         ...
 
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """The small files among *paths* that exist, in one round trip."""
+        """Return the contents of those of *paths* that exist, in one command."""
         ...
 
     def names(self, path: str) -> list[str]:
-        """Sorted names in a directory; empty when there is none."""
+        """Return the sorted names in a directory; none when it does not exist."""
         ...
 
 
 class BaseTransport:
-    """Programs of ours, which every transport runs alike: in an interpreter that is started for it."""
+    """Base of transports: programs of ours run in an interpreter that is started for each."""
 
     def run_program(
         self: Transport,
@@ -280,7 +280,7 @@ class LocalTransport(BaseTransport):
         return LocalProcess(argv, timeout_s, {**os.environ, **(env or {})})
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """See `Transport.close`; there are no connections."""
 
     def expand(self, path: str) -> str:
         """See `Transport.expand`."""
@@ -355,7 +355,7 @@ def _start(
 
 
 def disk_hint(error: OSError) -> str:
-    """What to do about a file that could not be written."""
+    """Return the hint for a file that could not be written."""
     import errno
 
     return {

@@ -1,4 +1,4 @@
-"""What the SSH configuration says about a host: where it is, who logs in, with which keys, through which hosts."""
+"""Routes to hosts from the SSH configuration: addresses, users, keys, jump hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEEPEST = 16  # files that include each other
 
 @dataclass(frozen=True)
 class Route:
-    """How to reach and enter one host."""
+    """Address, login and host keys of one host."""
 
     name: str
     address: str
@@ -45,13 +45,13 @@ class Route:
 
     @property
     def where(self) -> str:
-        """For messages: ``node1 (10.0.0.1:22)``."""
+        """Return its name and address for messages: ``node1 (10.0.0.1:22)``."""
         at = f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
         return self.name if at == f"{self.name}:22" else f"{self.name} ({at})"
 
 
 class Config:
-    """The text of SSH configuration files, understood."""
+    """Parsed SSH configuration files."""
 
     def __init__(self, text: str) -> None:
         from paramiko import SSHConfig
@@ -60,7 +60,7 @@ class Config:
         self._parsed = SSHConfig.from_text(text)
 
     def lookup(self, spec: HostSpec) -> dict[str, Any]:
-        """The options of a host, in which those that *spec* has itself count more."""
+        """Return the options of a host; those of *spec* itself override them."""
         from paramiko import SSHConfig
 
         own = {"hostname": spec.address, "port": spec.port, "user": spec.user}
@@ -73,7 +73,7 @@ class Config:
 
 
 def read_config(files: Sequence[str]) -> Config:
-    """The SSH configuration in *files*, of which those that do not exist are skipped. Raises `SpecError`."""
+    """Parse the SSH configuration in *files*, of which those that do not exist are skipped. Raises `SpecError`."""
     from paramiko.ssh_exception import ConfigParseError
 
     lines: list[str] = []
@@ -89,7 +89,7 @@ def read_config(files: Sequence[str]) -> Config:
 
 
 def resolve(spec: HostSpec, config: Config) -> Route:
-    """The route to a host. Raises `SpecError`."""
+    """Return the route to a host. Raises `SpecError`."""
     from paramiko.ssh_exception import CouldNotCanonicalize
 
     try:
@@ -167,7 +167,7 @@ def _files(given: str | None, usual: Sequence[str], user: str, address: str) -> 
 
 
 def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
-    """The lines of a file, with those of the files that it includes, which paramiko does not read."""
+    """Yield the lines of a file and of the files that it includes, which paramiko does not read."""
     if depth > _DEEPEST:
         raise SpecError("SSH configuration files include each other in a circle", where=str(path))
     refuse_untrusted(path, "SSH configuration", SpecError)  # its ProxyCommand is run

@@ -1,4 +1,4 @@
-"""What goes wrong between here and a host."""
+"""Errors of connections to hosts."""
 
 from __future__ import annotations
 

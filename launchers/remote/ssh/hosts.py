@@ -39,7 +39,7 @@ def check_destination(host: str | None, user: str | None, port: int | None, *, w
 
 @dataclass(frozen=True)
 class HostSpec:
-    """One machine. What is `None` is looked up in the SSH configuration under `name`. Raises `SpecError`."""
+    """Name and login of one machine. `None` is looked up in the SSH configuration under `name`. Raises `SpecError`."""
 
     name: str  # what it is called in the cluster, and the name to look up in ~/.ssh/config
     address: str | None = None
@@ -55,13 +55,13 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class Access:
-    """How the machines of one cluster are reached."""
+    """Options of connections to the machines of one cluster."""
 
     host_keys: str = "strict"  # or accept-new: remember the key of a host that was never seen. Changed keys: never
     ssh_config: str | None = None  # instead of the user's and the system's
     connect_timeout_s: float = 10.0  # for each step of connecting; also the silence after which a connection is dead
 
     def config_files(self) -> tuple[str, ...]:
-        """The SSH configuration files to read, in order; the first value found counts."""
+        """Return the SSH configuration files to read, in order; the first value found counts."""
         given = self.ssh_config or os.environ.get("ORC_SSH_CONFIG")
         return (given,) if given else ("~/.ssh/config", "/etc/ssh/ssh_config")

@@ -1,4 +1,4 @@
-"""Host keys: whether the machine that answers is the one it was before (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT)."""
+"""Verification of host keys (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line about a host."""
+    """A line of a known_hosts file."""
 
     file: str
     line: int
@@ -33,17 +33,17 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """``file:line``."""
+        """Return ``file:line``."""
         return f"{self.file}:{self.line}"
 
 
 def entries(name: str, files: Sequence[str]) -> list[Entry]:
-    """All lines about the host called *name* (``host`` or ``[host]:port``). Raises `AccessRefused`."""
+    """Return the lines about the host called *name* (``host`` or ``[host]:port``). Raises `AccessRefused`."""
     return [entry for file in files for entry in _read(name, file)]
 
 
 def key_types(known: Sequence[Entry]) -> list[str]:
-    """The types of key by which the host is known, to be asked for first."""
+    """Return the types of key by which the host is known, to be asked for first."""
     kinds = [entry.kind for entry in known if not entry.marker]
     rsa = ["rsa-sha2-512", "rsa-sha2-256", "ssh-rsa"]
     return list(dict.fromkeys(name for kind in kinds for name in (rsa if kind == "ssh-rsa" else [kind])))
@@ -75,12 +75,12 @@ def check(route: Route, key: PKey, *, accept_new: bool) -> None:
 
 
 def fingerprint(key: PKey) -> str:
-    """As ssh-keygen prints it."""
+    """Return the fingerprint of a key as ssh-keygen prints it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
 
 
 def _is_known(route: Route, key: PKey) -> bool:
-    """Whether the key is the known one; false when there is none. Raises `AccessRefused` when it is another."""
+    """Return whether the key is the known one; false when there is none. Raises `AccessRefused` when it is another."""
     known = entries(route.host_key_name, route.known_hosts)
     blob = key.asbytes()
     for entry in known:
@@ -160,7 +160,7 @@ def _read(name: str, file: str) -> Iterator[Entry]:
 
 
 def _matches(name: str, patterns: str) -> bool:
-    """Whether the first field of a line is about *name*."""
+    """Return whether the first field of a line is about *name*."""
     if patterns.startswith("|"):
         return hmac.compare_digest(_hashed(name, patterns).encode(), patterns.encode())
     found = False
@@ -175,7 +175,7 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def _hashed(name: str, like: str = "") -> str:
-    """*name* as ``HashKnownHosts`` writes it, with the salt of *like* or a new one."""
+    """Return *name* as ``HashKnownHosts`` writes it, with the salt of *like* or a new one."""
     parts = like.split("|")
     try:
         salt = base64.b64decode(parts[2], validate=True) if len(parts) == 4 and parts[1] == "1" else os.urandom(20)

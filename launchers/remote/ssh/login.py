@@ -1,4 +1,4 @@
-"""Logging in with a key: which keys there are, in which order they are tried, and why none of them worked."""
+"""Public-key authentication: the keys in their order, and the reasons why none of them worked."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _refused(route: Route, notes: list[str]) -> AccessRefused:
 
 
 def _agent(route: Route, notes: list[str]) -> AgentSSH | None:
-    """The connection to the agent, if there is one."""
+    """Return the connection to the SSH agent, if there is one."""
     import socket
 
     from paramiko import SSHException
@@ -95,7 +95,7 @@ def _agent(route: Route, notes: list[str]) -> AgentSSH | None:
 
 
 def _candidates(route: Route, agent: AgentSSH | None, notes: list[str]) -> Iterator[tuple[str, PKey]]:
-    """Keys in the order of OpenSSH: those of the agent that are configured, its others, then files.
+    """Yield keys in the order of OpenSSH: those of the agent that are configured, its others, then files.
 
     What cannot be used is noted. A file whose key the agent holds is not read: it may be encrypted.
     """
@@ -123,7 +123,7 @@ def _label(key: AgentKey) -> str:
 
 
 def _public(path: Path) -> bytes:
-    """The public half of a key file, from the file beside it."""
+    """Return the public half of a key file, from the file beside it."""
     import base64
 
     name = path if path.suffix == ".pub" else path.with_name(path.name + ".pub")

@@ -50,7 +50,7 @@ def end_all(token: str) -> None:
         for group in groups(token):
             seen = time.monotonic()
             kill(group, signal.SIGTERM if seen - began < _KILL_AFTER_S else signal.SIGKILL)
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def watch(silence_s: float) -> None:
