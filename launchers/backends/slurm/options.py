@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from orc.launchers.backends.slurm.reserved import NOT_RESERVED, RESERVED, RESERVED_IN_SRUN, SHORT_SRUN_OPTIONS
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.options import Machine, Reaching
+from orc.launchers.remote.ssh.options import Machine, SshOptions
 from orc.launchers.spec.options import (
     Flag,
     FrozenModel,
@@ -267,7 +267,7 @@ class SlurmOptions(NodeOptions):
     )
 
 
-class SlurmSettings(Reaching):
+class SlurmSettings(SshOptions):
     """Settings of the cluster's Slurm. Only in clusters.yaml."""
 
     login: Machine | None = Field(

@@ -13,7 +13,7 @@ from orc.launchers.backends.ssh.hostfile import Host, Labels, Slots, expand, rea
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
-from orc.launchers.remote.ssh.options import HostName, Reaching, UserName
+from orc.launchers.remote.ssh.options import HostName, SshOptions, UserName
 from orc.launchers.spec.options import Flag, FrozenModel, Number, PathText, Whole, seconds, several, validate_options
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HostNames = Annotated[tuple[HostName, ...], several]
 
 
-class Options(Reaching):
+class Options(SshOptions):
     """``options:`` of a cluster of kind ssh."""
 
     hosts: Annotated[tuple[Host, ...], several] = Field((), description="The machines, in order of use.")

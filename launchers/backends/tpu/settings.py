@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from orc.launchers.backends.tpu import accelerators
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.hosts import Access
+from orc.launchers.remote.ssh.hosts import ConnectOptions
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT, JumpHosts, UserName
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
@@ -235,9 +235,9 @@ class Settings:
     public_key: str | None  # the text of ssh_key's .pub
 
     @property
-    def access(self) -> Access:
+    def access(self) -> ConnectOptions:
         """Access to the workers, but for their keys."""
-        return Access("strict", self.options.ssh_config, self.options.connect_timeout)
+        return ConnectOptions("strict", self.options.ssh_config, self.options.connect_timeout)
 
 
 def read_settings(cluster: Cluster) -> Settings:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 
 
-def ssh_argv(host: HostSpec, access: Access, *, terminal: bool) -> tuple[str, ...]:
+def ssh_argv(host: HostSpec, access: ConnectOptions, *, terminal: bool) -> tuple[str, ...]:
     """``ssh`` with the options that *host* is reached with, up to and with its name."""
     argv = ["ssh"]
-    # As in `Access`: one file instead of the user's and the system's.
+    # As in `ConnectOptions`: one file instead of the user's and the system's.
     if config := access.ssh_config or os.environ.get("ORC_SSH_CONFIG"):
         argv += ["-F", os.path.expanduser(config)]  # noqa: PTH111 - a text
     checking = "accept-new" if access.host_keys == "accept-new" else "yes"

@@ -20,8 +20,8 @@ from paramiko.ssh_exception import IncompatiblePeer
 from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.ssh import known_hosts
 from orc.launchers.remote.ssh.config import Route
-from orc.launchers.remote.ssh.errors import AccessRefused, LinkLost
-from orc.launchers.remote.ssh.hosts import Access
+from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
+from orc.launchers.remote.ssh.hosts import ConnectOptions
 from orc.launchers.remote.ssh.login import log_in
 
 _UNSENT = 1 << 17  # bytes that wait in the kernel: a sign of life must not queue behind megabytes on a slow line
@@ -35,7 +35,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
     """A fabric `Connection` that keeps to a `Route`. Threads may share it, and hosts behind it share it as gateway."""
 
     def __init__(
-        self, route: Route, access: Access, gateway: HostConnection | None, on_close: Callable[[], None]
+        self, route: Route, access: ConnectOptions, gateway: HostConnection | None, on_close: Callable[[], None]
     ) -> None:
         super().__init__(
             route.address,
@@ -47,7 +47,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
         self._set(original_host=route.name, route=route, access=access, opening=threading.Lock(), on_close=on_close)
 
     def open(self) -> None:
-        """Connect and log in, unless that is done. Raises `BackendUnreachable` (`AccessRefused`)."""
+        """Connect and log in, unless that is done. Raises `BackendUnreachable` (`HostAccessError`)."""
         with self.opening:
             deadline = time.monotonic() + self.access.connect_timeout_s
             while not self.is_connected:
@@ -81,7 +81,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
             self.client.connect(
                 self.host,
                 self.port,
-                sock=Heard(way),
+                sock=ActivitySocket(way),
                 timeout=2 * limit,
                 banner_timeout=limit,
                 auth_timeout=limit,
@@ -106,7 +106,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
         where = self.route.where
         if isinstance(error, IncompatiblePeer):
             hint = "Is its OpenSSH older than 6.5? Then it needs an update."
-            return AccessRefused(f"it speaks only what paramiko does not: {error}", where=where, hint=hint)
+            return HostAccessError(f"it speaks only what paramiko does not: {error}", where=where, hint=hint)
         if transport.remote_version and transport.is_active():
             return BackendUnreachable(f"it did not agree on keys within {2 * limit:g} s", where=where)
         if transport.remote_version:
@@ -151,7 +151,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
                     raise LinkLost(what, where=self.route.where) from error
 
 
-class Heard:
+class ActivitySocket:
     """A socket, or a channel of a jump host, that notes when something came last."""
 
     def __init__(self, connection: Any) -> None:
@@ -171,11 +171,11 @@ class Heard:
 class _KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # has no types
     """Verification of a host key, as strict as the cluster wants it."""
 
-    def __init__(self, route: Route, access: Access) -> None:
+    def __init__(self, route: Route, access: ConnectOptions) -> None:
         self._route, self._accept_new = route, access.host_keys == "accept-new"
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Raise `AccessRefused` unless *key* is the host's."""
+        """Raise `HostAccessError` unless *key* is the host's."""
         known_hosts.check(self._route, key, accept_new=self._accept_new)
 
 
@@ -186,7 +186,7 @@ class _Keys(AuthStrategy):  # type: ignore[misc]  # has no types
         self._route = route
 
     def authenticate(self, transport: paramiko.Transport) -> None:
-        """Log in. Raises `AccessRefused`, `LinkLost`."""
+        """Log in. Raises `HostAccessError`, `LinkLost`."""
         log_in(transport, self._route)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orc.launchers.errors import BackendUnreachable
 
 
-class AccessRefused(BackendUnreachable):
+class HostAccessError(BackendUnreachable):
     """The host answered and one side refused the other: a key, a host key, no Python. Trying again does not help.
 
     It says nothing about the jobs that run there, hence it is a `BackendUnreachable`.

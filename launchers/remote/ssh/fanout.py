@@ -1,4 +1,4 @@
-"""The same work for many hosts at once, but not for all of them at the same time."""
+"""Bounded parallel work on many hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 32
 
 
 def each(items: Mapping[str, A], work: Callable[[A], T], *, limit: int = LIMIT) -> dict[str, T | LaunchError]:
-    """What *work* returned or refused (a `LaunchError`) for each item, in their order; at most *limit* at a time.
+    """Return the result of *work*, or its `LaunchError`, for each item in their order; at most *limit* at a time.
 
     A host that cannot be reached does not hold up the others. Any other exception ends the whole: what was not begun
     is left out, and it is raised here, at once. So does Ctrl-C; what is underway then ends at its own time limit.

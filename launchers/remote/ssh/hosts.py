@@ -54,7 +54,7 @@ class HostSpec:
 
 
 @dataclass(frozen=True)
-class Access:
+class ConnectOptions:
     """Options of connections to the machines of one cluster."""
 
     host_keys: str = "strict"  # or accept-new: remember the key of a host that was never seen. Changed keys: never

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.launchers.remote.ssh.errors import AccessRefused
+from orc.launchers.remote.ssh.errors import HostAccessError
 
 if TYPE_CHECKING:
     from paramiko import PKey
@@ -38,7 +38,7 @@ class Entry:
 
 
 def entries(name: str, files: Sequence[str]) -> list[Entry]:
-    """Return the lines about the host called *name* (``host`` or ``[host]:port``). Raises `AccessRefused`."""
+    """Return the lines about the host called *name* (``host`` or ``[host]:port``). Raises `HostAccessError`."""
     return [entry for file in files for entry in _read(name, file)]
 
 
@@ -52,20 +52,20 @@ def key_types(known: Sequence[Entry]) -> list[str]:
 def check(route: Route, key: PKey, *, accept_new: bool) -> None:
     """Compare the key that the host showed with the one that is known. With *accept_new* an unknown one is remembered.
 
-    A key that differs from the known one is always refused. Raises `AccessRefused`.
+    A key that differs from the known one is always refused. Raises `HostAccessError`.
     """
     if _is_known(route, key):
         return
     authorities = [e for e in entries(route.host_key_name, route.known_hosts) if e.marker == "cert-authority"]
     if authorities:
-        raise AccessRefused(
+        raise HostAccessError(
             f"it is known by its certificate authority alone ({authorities[0].where}), which orc cannot check",
             where=route.where,
             hint=f"Its key is {key.get_name()} {fingerprint(key)}. When that is right, add it to {_own(route)}; "
             f"`ssh-keyscan -p {route.port} {route.address}` prints the line.",
         )
     if not accept_new:
-        raise AccessRefused(
+        raise HostAccessError(
             f"its host key is not known: {key.get_name()} {fingerprint(key)}",
             where=route.where,
             hint=f"Connect once with `ssh {route.name}` and compare the fingerprint, "
@@ -80,12 +80,12 @@ def fingerprint(key: PKey) -> str:
 
 
 def _is_known(route: Route, key: PKey) -> bool:
-    """Return whether the key is the known one; false when there is none. Raises `AccessRefused` when it is another."""
+    """Return whether the key is the known one; false when there is none. Raises `HostAccessError` for another."""
     known = entries(route.host_key_name, route.known_hosts)
     blob = key.asbytes()
     for entry in known:
         if entry.marker == "revoked" and entry.key == blob:
-            raise AccessRefused(
+            raise HostAccessError(
                 f"its host key is revoked: {fingerprint(key)}, see {entry.where}",
                 where=route.where,
                 hint="Somebody who must not have it has this key. Do not connect; ask who runs the host.",
@@ -95,7 +95,7 @@ def _is_known(route: Route, key: PKey) -> bool:
         return True
     if plain:
         entry = next((e for e in plain if e.kind == key.get_name()), plain[0])
-        raise AccessRefused(
+        raise HostAccessError(
             f"its host key has changed: {key.get_name()} {fingerprint(key)} is not the one in {entry.where}",
             where=route.where,
             hint="Either somebody is listening in, or the host was installed anew. Ask who runs it; if it was, forget "
@@ -126,7 +126,7 @@ def _remember(route: Route, key: PKey) -> None:
             os.write(descriptor, (line if ends_well else f"\n{line}").encode())
             os.fsync(descriptor)
     except OSError as error:
-        raise AccessRefused(
+        raise HostAccessError(
             f"its host key cannot be remembered: {error.strerror}",
             where=file,
             hint="Make the file writable, or set UserKnownHostsFile in ~/.ssh/config.",
@@ -143,7 +143,7 @@ def _read(name: str, file: str) -> Iterator[Entry]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise AccessRefused(f"the known host keys cannot be read: {error.strerror}", where=file) from error
+        raise HostAccessError(f"the known host keys cannot be read: {error.strerror}", where=file) from error
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -154,7 +154,7 @@ def _read(name: str, file: str) -> Iterator[Entry]:
         try:
             yield Entry(file, number, marker, words[1], base64.b64decode(words[2], validate=True))
         except ValueError as error:
-            raise AccessRefused(
+            raise HostAccessError(
                 "a known host key is damaged", where=f"{file}:{number}", hint="Remove the line, and connect again."
             ) from error
 

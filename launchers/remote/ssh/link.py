@@ -13,7 +13,7 @@ import paramiko
 
 from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.programs import Program
-from orc.launchers.remote.ssh.errors import AccessRefused, LinkLost, NoSession
+from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost, NoSession
 from orc.launchers.remote.ssh.process import SshProcess
 from orc.launchers.remote.ssh.watchdog import TICK_S
 
@@ -71,7 +71,7 @@ class Link:
         return LinkLost(self._failure or "the connection was cut", where=self.name)
 
     def session(self, command: str, timeout_s: float) -> Any:
-        """Start a command in a new session, to be given to `release`. Raises `LinkLost`, `AccessRefused`."""
+        """Start a command in a new session, to be given to `release`. Raises `LinkLost`, `HostAccessError`."""
         if not self._room.acquire(timeout=timeout_s):
             raise LinkLost(f"{_SESSIONS} commands are underway and none has ended for {timeout_s:g} s", where=self.name)
         try:
@@ -95,7 +95,7 @@ class Link:
                     raise NoSession(self.failure().what, where=self.name) from error
                 # Less are allowed there than usual, or one is not quite closed yet. paramiko does not always say which.
                 if time.monotonic() > deadline:
-                    raise AccessRefused(
+                    raise HostAccessError(
                         f"it logs us in, but opens no session: {error}",
                         where=self.name,
                         hint="Its sshd needs MaxSessions 2 at least; 10 is usual.",
@@ -123,14 +123,14 @@ class Link:
         self._connection.on_close()
 
     def _greeted(self) -> str:
-        """Return the home directory there, which the watchdog tells. Raises `AccessRefused`, `LinkLost`."""
+        """Return the home directory there, which the watchdog tells. Raises `HostAccessError`, `LinkLost`."""
         said = b""
         while not said.endswith(b"\n"):
             piece = self._watchdog.read(1 << 16)
             if not piece:
                 done = self._watchdog.wait()
                 words = done.stderr.strip().splitlines()[-1:]
-                raise AccessRefused(
+                raise HostAccessError(
                     f"orc's program could not be started there (status {done.status})"
                     + "".join(f": {word[:300]}" for word in words),
                     where=self.name,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.launchers.remote.ssh.errors import AccessRefused, LinkLost
+from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
 
 if TYPE_CHECKING:
     from paramiko import PKey, Transport
@@ -23,7 +23,7 @@ _SMALLEST_TRIES = "the host closed the connection after {} keys: set IdentityFil
 def log_in(transport: Transport, route: Route) -> None:
     """Authenticate as the route's user, with a key and without asking anybody anything.
 
-    Raises `AccessRefused` that says what is wrong with every key there is, `LinkLost`.
+    Raises `HostAccessError` that says what is wrong with every key there is, `LinkLost`.
     """
     from paramiko import AuthenticationException, BadAuthenticationType, SSHException
 
@@ -61,10 +61,10 @@ def log_in(transport: Transport, route: Route) -> None:
     raise _refused(route, notes)
 
 
-def _refused(route: Route, notes: list[str]) -> AccessRefused:
+def _refused(route: Route, notes: list[str]) -> HostAccessError:
     listed = "".join(f"\n  - {note}" for note in notes) or "\n  - there is no key: make one with `ssh-keygen`"
     who = f"{route.user}@{route.name}"
-    return AccessRefused(
+    return HostAccessError(
         f"the login of {route.user} failed:{listed}",
         where=route.where,
         hint=f"`ssh -o BatchMode=yes {who} true` must work; `ssh-copy-id {who}` adds your key there.",

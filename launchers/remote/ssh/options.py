@@ -1,4 +1,4 @@
-"""What can be said about reaching machines over SSH, in any part of clusters.yaml: names, jump hosts, host keys."""
+"""Options of SSH in any part of clusters.yaml: names, jump hosts, host keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from orc.launchers.remote.ssh.hosts import Access, HostSpec, is_user
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec, is_user
 from orc.launchers.spec import grammar
 from orc.launchers.spec.options import Argument, FrozenModel, Number, PathText, Port, Reader, seconds
 
@@ -76,7 +76,7 @@ class Machine(FrozenModel):
         return HostSpec(self.name, self.address, self.user, self.port, self.via, self.python or python)
 
 
-class Reaching(FrozenModel):
+class SshOptions(FrozenModel):
     """How the machines of a cluster are reached."""
 
     host_keys: Literal["strict", "accept-new"] = Field(
@@ -88,6 +88,6 @@ class Reaching(FrozenModel):
     )
 
     @property
-    def access(self) -> Access:
+    def access(self) -> ConnectOptions:
         """The same for transports."""
-        return Access(self.host_keys, self.ssh_config, self.connect_timeout)
+        return ConnectOptions(self.host_keys, self.ssh_config, self.connect_timeout)

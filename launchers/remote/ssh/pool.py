@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.config import Config, Route, read_config, resolve
-from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.connection import HostConnection
@@ -20,7 +20,7 @@ _DEEPEST = 8  # jump hosts in a row
 class ConnectionPool:
     """Makes the connections of one cluster, whose jump hosts it closes when nothing is behind them any more."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: ConnectOptions) -> None:
         self.access = access
         self._lock = threading.RLock()
         self._gateways: dict[Route, HostConnection] = {}

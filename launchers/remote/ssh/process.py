@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.command import NOT_FOUND, command_line, marks
-from orc.launchers.remote.ssh.errors import AccessRefused
+from orc.launchers.remote.ssh.errors import HostAccessError
 from orc.launchers.remote.transport import CommandTimeout, Completed
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class SshProcess:
             if status:
                 raise _unstarted(self._argv[0], status, self._where)
         elif len(self._out) > _NOISE:
-            raise AccessRefused(
+            raise HostAccessError(
                 "the login prints so much that nothing else can be heard",
                 where=self._where,
                 hint="Look for programs that print in ~/.bashrc (or the like) there.",
@@ -201,7 +201,7 @@ class SshProcess:
     def _check_start(self) -> None:
         if self._group is None:
             self._check_link()
-            raise AccessRefused(
+            raise HostAccessError(
                 f"no command can be started there (status {self._channel.exit_status}){self._last_words()}",
                 where=self._where,
                 hint="Does the user have a login shell that runs commands?",

@@ -8,7 +8,7 @@ import pytest
 
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 
 
 def job_options(**values: Any):
@@ -178,7 +178,7 @@ def test_the_login_node_is_a_host_like_those_of_kind_ssh(given: Any, spec: HostS
     settings = read_settings({"login": given, "host_keys": "accept-new", "connect_timeout": "3s"})
     assert settings.login is not None
     assert settings.login.spec() == spec
-    assert settings.access == Access("accept-new", None, 3.0)
+    assert settings.access == ConnectOptions("accept-new", None, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh import known_hosts as trusted
 from orc.launchers.remote.ssh.client import ssh_argv
 from orc.launchers.remote.ssh.config import read_config, resolve
-from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 from orc.launchers.spec.clusters import Cluster
 
 Make = Callable[..., Cluster]
@@ -120,7 +120,7 @@ def test_openssh_reads_it_the_same_way(cluster: Make, tmp_path: Path) -> None:
     own.write_text("Host *\n  ServerAliveInterval 77\n")
     settings = read_settings(cluster(user="me", ssh_config=str(own)))
     workers = open_workers(api, settings, NODE, tmp_path / "state")  # type: ignore[arg-type]
-    argv = ssh_argv(HostSpec("worker-1"), Access(ssh_config=workers.ssh_config), terminal=True)
+    argv = ssh_argv(HostSpec("worker-1"), ConnectOptions(ssh_config=workers.ssh_config), terminal=True)
     shown = subprocess.run(["ssh", "-G", *argv[1:]], capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = {
         "hostname 34.1.2.4",

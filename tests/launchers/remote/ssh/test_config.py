@@ -10,7 +10,7 @@ import pytest
 
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.config import Route, read_config, resolve
-from orc.launchers.remote.ssh.hosts import Access, HostSpec
+from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 
 
 def route(tmp_path: Path, text: str, name: str = "node1", **spec: object) -> Route:
@@ -162,7 +162,7 @@ def test_the_user_s_file_counts_more_than_the_system_s(tmp_path: Path) -> None:
 
 
 def test_the_configuration_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Access().config_files() == ("~/.ssh/config", "/etc/ssh/ssh_config")
+    assert ConnectOptions().config_files() == ("~/.ssh/config", "/etc/ssh/ssh_config")
     monkeypatch.setenv("ORC_SSH_CONFIG", "/elsewhere")
-    assert Access().config_files() == ("/elsewhere",)
-    assert Access(ssh_config="/here").config_files() == ("/here",)
+    assert ConnectOptions().config_files() == ("/elsewhere",)
+    assert ConnectOptions(ssh_config="/here").config_files() == ("/here",)

@@ -10,7 +10,7 @@ import yaml
 
 from orc.launchers import connections
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.errors import AccessRefused
+from orc.launchers.remote.ssh.errors import HostAccessError
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_hosts_behind_a_jump_host_share_the_connection_to_it(hosts: Any, lab: An
 def test_a_changed_host_key_is_refused(hosts: Any, lab: Any) -> None:
     lab(host_keys="accept-new")
     hosts.fault("rekey", "node1")
-    with connections("lab", ["node1"]) as group, pytest.raises(AccessRefused, match="its host key has changed"):
+    with connections("lab", ["node1"]) as group, pytest.raises(HostAccessError, match="its host key has changed"):
         group[0].run("true", hide=True)
 
 

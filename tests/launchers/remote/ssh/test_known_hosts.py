@@ -12,7 +12,7 @@ import pytest
 
 from orc.launchers.remote.ssh import known_hosts
 from orc.launchers.remote.ssh.config import Route
-from orc.launchers.remote.ssh.errors import AccessRefused
+from orc.launchers.remote.ssh.errors import HostAccessError
 
 KEY = paramiko.ECDSAKey.generate()
 OTHER = paramiko.ECDSAKey.generate()
@@ -61,12 +61,12 @@ def test_a_known_key_is_accepted(tmp_path: Path, names: str, name: str) -> None:
     ],
 )
 def test_lines_about_other_hosts_do_not_count(tmp_path: Path, names: str) -> None:
-    with pytest.raises(AccessRefused, match="its host key is not known: ecdsa-sha2-nistp256 SHA256:"):
+    with pytest.raises(HostAccessError, match="its host key is not known: ecdsa-sha2-nistp256 SHA256:"):
         known_hosts.check(route(tmp_path, line(names)), KEY, accept_new=False)
 
 
 def test_an_unknown_host_is_refused_with_its_fingerprint_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(AccessRefused) as refused:
+    with pytest.raises(HostAccessError) as refused:
         known_hosts.check(route(tmp_path, ""), KEY, accept_new=False)
     assert known_hosts.fingerprint(KEY) in refused.value.what
     assert refused.value.where == "node1 (10.0.0.1:22)"
@@ -77,7 +77,7 @@ def test_an_unknown_host_is_refused_with_its_fingerprint_and_what_to_do(tmp_path
 @pytest.mark.parametrize("accept_new", [False, True])
 def test_a_changed_key_is_always_refused_with_file_and_line(tmp_path: Path, accept_new: bool) -> None:
     here = route(tmp_path, "# first\n" + line("node1", OTHER))
-    with pytest.raises(AccessRefused) as refused:
+    with pytest.raises(HostAccessError) as refused:
         known_hosts.check(here, KEY, accept_new=accept_new)
     assert "its host key has changed" in refused.value.what
     assert f"{tmp_path}/known:2" in refused.value.what
@@ -87,7 +87,7 @@ def test_a_changed_key_is_always_refused_with_file_and_line(tmp_path: Path, acce
 
 @pytest.mark.parametrize("accept_new", [False, True])
 def test_another_type_of_key_than_the_known_one_is_a_changed_key(tmp_path: Path, accept_new: bool) -> None:
-    with pytest.raises(AccessRefused, match="has changed"):
+    with pytest.raises(HostAccessError, match="has changed"):
         known_hosts.check(route(tmp_path, line("node1", RSA)), KEY, accept_new=accept_new)
 
 
@@ -98,7 +98,7 @@ def test_one_of_several_known_keys_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accept_new", [False, True])
 def test_a_revoked_key_is_refused_even_if_it_is_known(tmp_path: Path, accept_new: bool) -> None:
     here = route(tmp_path, line("node1") + "@revoked " + line("*"))
-    with pytest.raises(AccessRefused, match=r"its host key is revoked: SHA256:.*known:2"):
+    with pytest.raises(HostAccessError, match=r"its host key is revoked: SHA256:.*known:2"):
         known_hosts.check(here, KEY, accept_new=accept_new)
 
 
@@ -109,13 +109,13 @@ def test_that_another_key_is_revoked_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accept_new", [False, True])
 def test_a_host_known_by_its_authority_alone_is_refused_and_says_so(tmp_path: Path, accept_new: bool) -> None:
     here = route(tmp_path, "@cert-authority " + line("node*", OTHER))
-    with pytest.raises(AccessRefused, match=r"certificate authority alone \(.*known:1\), which orc cannot check"):
+    with pytest.raises(HostAccessError, match=r"certificate authority alone \(.*known:1\), which orc cannot check"):
         known_hosts.check(here, KEY, accept_new=accept_new)
     known_hosts.check(route(tmp_path, "@cert-authority " + line("node*", OTHER) + line("node1")), KEY, accept_new=False)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    with pytest.raises(AccessRefused, match=r"known:1: a known host key is damaged"):
+    with pytest.raises(HostAccessError, match=r"known:1: a known host key is damaged"):
         known_hosts.check(route(tmp_path, "node1 ssh-ed25519 AAA!\n"), KEY, accept_new=False)
 
 
@@ -127,7 +127,7 @@ def test_a_new_host_is_remembered_in_the_first_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     known_hosts.check(here, KEY, accept_new=False)
-    with pytest.raises(AccessRefused, match="has changed"):
+    with pytest.raises(HostAccessError, match="has changed"):
         known_hosts.check(here, OTHER, accept_new=True)
 
 
@@ -169,7 +169,7 @@ def test_many_who_meet_a_new_host_at_once_write_one_line(tmp_path: Path) -> None
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     here = replace(route(tmp_path, ""), known_hosts=(str(tmp_path / "file" / "known"),))
-    with pytest.raises(AccessRefused, match=r"file/known: its host key cannot be remembered"):
+    with pytest.raises(HostAccessError, match=r"file/known: its host key cannot be remembered"):
         known_hosts.check(here, KEY, accept_new=True)
 
 

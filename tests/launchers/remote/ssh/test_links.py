@@ -18,7 +18,7 @@ from hosts_testbed import eventually
 
 from orc.launchers.backends.ssh.transports import open_transports
 from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
-from orc.launchers.remote.ssh.errors import AccessRefused, LinkLost
+from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
 from orc.launchers.remote.ssh.fanout import each
 from orc.launchers.remote.transport import Transport
 
@@ -144,7 +144,7 @@ def known(tmp_path: Path, text: str) -> str:
 
 
 def test_a_host_that_was_never_seen_is_refused(hosts: Any, reach: Reach, tmp_path: Path) -> None:
-    with pytest.raises(AccessRefused, match="its host key is not known: ssh-ed25519 SHA256:"):
+    with pytest.raises(HostAccessError, match="its host key is not known: ssh-ed25519 SHA256:"):
         reach("node1", known(tmp_path, "")).names("/")
     assert (tmp_path / "known").read_text() == ""
 
@@ -156,7 +156,7 @@ def test_a_host_that_was_never_seen_is_remembered_when_that_is_wanted(
     assert hostname(reach("node1", config, host_keys="accept-new")) == "node1"
     assert hostname(reach("node1", config)) == "node1", "from now on it is known"
     hosts.fault("rekey", "node1")
-    with pytest.raises(AccessRefused, match="its host key has changed"):
+    with pytest.raises(HostAccessError, match="its host key has changed"):
         reach("node1", config, host_keys="accept-new").names("/")
 
 
@@ -173,7 +173,7 @@ def test_all_hosts_of_a_cluster_are_remembered_at_once(hosts: Any, tmp_path: Pat
 @pytest.mark.parametrize("host_keys", ["strict", "accept-new"])
 def test_a_changed_host_key_is_refused(hosts: Any, reach: Reach, host_keys: str) -> None:
     hosts.fault("rekey", "node1")
-    with pytest.raises(AccessRefused) as refused:
+    with pytest.raises(HostAccessError) as refused:
         reach("node1", host_keys=host_keys).names("/")
     assert refused.value.where == f"node1 ({hosts.address('node1')}:22)"
     assert f"is not the one in {hosts.known_hosts}:1" in refused.value.what
@@ -182,7 +182,7 @@ def test_a_changed_host_key_is_refused(hosts: Any, reach: Reach, host_keys: str)
 
 def test_the_host_key_of_a_jump_host_is_checked_too(hosts: Any, reach: Reach) -> None:
     hosts.fault("rekey", "node2")
-    with pytest.raises(AccessRefused) as refused:
+    with pytest.raises(HostAccessError) as refused:
         reach("node1", host={"via": "node2"}).names("/")
     assert refused.value.where == f"node2 ({hosts.address('node2')}:22)"
 
@@ -191,7 +191,7 @@ def test_no_key_is_offered_to_a_host_that_is_refused(hosts: Any, reach: Reach) -
     hosts.fault("rekey", "node1")
     log = hosts.directory / "hosts" / "node1" / "log" / "sshd.log"
     before = log.read_text().count("Accepted publickey")
-    with pytest.raises(AccessRefused):
+    with pytest.raises(HostAccessError):
         reach("node1").names("/")
     assert log.read_text().count("Accepted publickey") == before
 
@@ -263,7 +263,7 @@ def test_an_interpreter_in_the_home_directory_is_found(hosts: Any, reach: Reach,
 
 def test_a_host_without_python_is_refused(hosts: Any, reach: Reach) -> None:
     (hosts.home("node1") / ".bashrc").write_text("PATH=/nowhere\n")
-    with pytest.raises(AccessRefused, match=r"orc's program could not be started there \(status 127\)") as refused:
+    with pytest.raises(HostAccessError, match=r"orc's program could not be started there \(status 127\)") as refused:
         reach("node1", host={"python": "python3"}).names("/")
     assert "Python 3.9 or newer" in refused.value.hint
 
@@ -273,7 +273,7 @@ def test_a_python_that_is_too_old_is_refused(hosts: Any, reach: Reach) -> None:
     pretend = "import sys; sys.version_info = (3, 6, 8); sys.version = '3.6.8'; exec(sys.argv[1])"
     file.write_text(f'#!/bin/sh\nexec python3 -c "{pretend}" "$4"\n')
     file.chmod(0o755)
-    with pytest.raises(AccessRefused, match=r"is too old: Python 3\.6\.8"):
+    with pytest.raises(HostAccessError, match=r"is too old: Python 3\.6\.8"):
         reach("node1", host={"python": "/home/trainer/old"}).names("/")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.remote.ssh.errors import AccessRefused
+from orc.launchers.remote.ssh.errors import HostAccessError
 
 Agent = dict[str, str]
 OWN = "Host node1\n IdentityFile {}\n IdentitiesOnly yes\n"
@@ -39,8 +39,8 @@ def only(hosts: Any, key: Path | str) -> str:
     )
 
 
-def refused(transport: Any) -> AccessRefused:
-    with pytest.raises(AccessRefused) as caught:
+def refused(transport: Any) -> HostAccessError:
+    with pytest.raises(HostAccessError) as caught:
         transport.run(("hostname",), timeout_s=20)
     assert re.match(r"node1 \([0-9.]+:22\)", caught.value.where)
     return caught.value
