@@ -39,7 +39,7 @@ _TERM_GRACE_S = 30.0
 _REACTION_S = 3600.0  # nothing to watch but signals
 
 
-def _here() -> str:
+def _current_directory() -> str:
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -71,7 +71,7 @@ class LocalLaunch:
             return [self.python, "-m", *self.program]
         if not Path(first).exists():
             hint = "Use -m for a module, or --no-python for a program that is not Python."
-            raise LaunchError(f"no such script: {first}", where=_here(), hint=hint)
+            raise LaunchError(f"no such script: {first}", where=_current_directory(), hint=hint)
         return [self.python, *self.program]
 
 
@@ -85,10 +85,19 @@ class _End:
 
 
 def launch(request: LocalLaunch) -> int:
-    """Run the ranks to their end; returns the exit status: 0, or that of the first failing rank (128 + signal).
+    """Run the ranks of a launch to their end.
 
     Output and standard input (rank 0's) are inherited. When a rank fails, the others are ended and the failing one is
-    named on standard error. Raises `LaunchError` when nothing could be started.
+    named on standard error.
+
+    Args:
+        request: The program, the number of its ranks, and their settings.
+
+    Returns:
+        The exit status: 0, or that of the first failing rank (128 + signal).
+
+    Raises:
+        LaunchError: Nothing could be started.
     """
     if request.nprocs < 1:
         raise LaunchError(f"-n {request.nprocs}: at least one process is needed")
@@ -107,10 +116,10 @@ def launch(request: LocalLaunch) -> int:
         for restart in range(request.max_restarts + 1):
             end = _Round(request, argv, env, restart).run()
             if end.what:
-                _say(end.what)
+                _log_stderr(end.what)
             if end.status == 0 or end.interrupted or restart == request.max_restarts:
                 break
-            _say(f"restart {restart + 1} of {request.max_restarts}")
+            _log_stderr(f"restart {restart + 1} of {request.max_restarts}")
         return end.status
     except LaunchFailure as error:
         raise LaunchError(str(error)) from None
@@ -118,7 +127,7 @@ def launch(request: LocalLaunch) -> int:
         release_signals()
 
 
-def _say(text: str) -> None:
+def _log_stderr(text: str) -> None:
     sys.stderr.write(f"orc launch: {escape_controls(text)}\n")
     sys.stderr.flush()
 
@@ -249,10 +258,10 @@ class _Round:
         if self.preloader is None or not os.waitpid(self.preloader[0], os.WNOHANG)[0]:
             return
         with os.fdopen(self.preloader[1], "rb") as pipe:
-            said = pipe.read()
+            report = pipe.read()
         self.preloader = None
-        if said:
-            self.alive = {pid: rank for rank, pid in enumerate(json.loads(said))}
+        if report:
+            self.alive = {pid: rank for rank, pid in enumerate(json.loads(report))}
             self.started = True
             for pid in self.alive if self.interrupted else ():
                 signal_process(pid, self.interrupted or signal.SIGTERM)

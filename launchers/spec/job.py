@@ -68,7 +68,7 @@ class Launcher(FrozenModel):
 
     short_form = "kind"
 
-    kind: Name = Field("torchrun", description="torchrun, mpirun, deepspeed, xla or python.")
+    kind: Name = Field("torchrun", description="The command that starts the ranks; see docs/reference/commands.md.")
     options: dict[str, Any] = Field({}, description="Options of that launcher.")
 
 
