@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check, for people: its level, the problem, its place and the remedy."""
+    """Result of a check, for people: its level, the problem, its place and the remedy."""
 
     level: Literal["info", "warning", "error"]
     what: str

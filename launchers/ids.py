@@ -31,7 +31,7 @@ def placeholder_job_id(name: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class AttemptId:
-    """One try at running a job. Its marker is how backends recognise it, for ever."""
+    """Attempt at running a job. Backends recognise it by its marker, for ever."""
 
     job: str
     number: int  # from 1

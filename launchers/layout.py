@@ -1,4 +1,4 @@
-"""Where things live below a cluster's root directory (docs/explanation/attempt-directory.md).
+"""Directories below a cluster's root (docs/explanation/attempt-directory.md).
 
 Pure path arithmetic on POSIX paths: the root may be on another machine.
 """
@@ -32,7 +32,7 @@ class Layout:
         return self.store / "trees" / digest
 
     def job(self, job: str) -> PurePosixPath:
-        """What all attempts of a job share: ``work/``, ``checkpoints/``."""
+        """Return the directory that all attempts of a job share: ``work/``, ``checkpoints/``."""
         return self.root / "jobs" / job
 
     def work(self, job: str) -> PurePosixPath:
@@ -40,7 +40,7 @@ class Layout:
         return self.job(job) / "work"
 
     def checkpoints(self, job: str) -> PurePosixPath:
-        """Where checkpoints go unless the job names another place."""
+        """Return the directory of checkpoints, unless the job names another place."""
         return self.job(job) / "checkpoints"
 
     def attempt(self, attempt: AttemptId) -> PurePosixPath:
@@ -56,5 +56,5 @@ class Layout:
         return self.attempt(attempt) / "logs" / f"rank-{rank}.log"
 
     def node_log(self, attempt: AttemptId, node: int) -> PurePosixPath:
-        """What the agent, the setup commands and the launcher of one node printed."""
+        """Return the log of the agent, the setup commands and the launcher of one node."""
         return self.attempt(attempt) / "logs" / f"node-{node}.log"

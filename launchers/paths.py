@@ -1,4 +1,4 @@
-"""Where orc keeps things on this machine. Every place can be moved with an environment variable."""
+"""Directories of orc on this machine. Every place can be moved with an environment variable."""
 
 from __future__ import annotations
 

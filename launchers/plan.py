@@ -40,7 +40,7 @@ class PlanCommand:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Backend.submit` does, byte for byte. Holds no secret and touches nothing.
+    """Plan of an attempt: all that `Backend.submit` does, byte for byte. Holds no secret and touches nothing.
 
     ``files`` are written in order, ``commands`` run in order. ``env`` is the environment that the ranks get on top
     of what the node gives (also contained in the agent's file; repeated here to be seen and compared). ``trees``

@@ -18,7 +18,7 @@ _MAX_BYTES = 64 * 1024
 
 
 def secrets_dir() -> Path:
-    """Where secrets may lie as files: ``secrets/NAME`` in the configuration directory, mode 0600 or stricter."""
+    """Return the directory of secrets: ``secrets/NAME`` in the configuration directory, mode 0600 or stricter."""
     return config_dir() / "secrets"
 
 

@@ -1,4 +1,4 @@
-"""Who could have written a file: what another user can change is not believed, as sshd has it with ``StrictModes``.
+"""Owners and modes of files: those that another user can change are rejected, like ``StrictModes`` of sshd.
 
 Travels to hosts: standard library only, Python >= 3.9.
 """

@@ -23,11 +23,11 @@ ROWS = [line.strip("| \n").split(" | ") for line in GLOSSARY.read_text().splitli
 PRIVATE_WORDS = {"Hand", "Sight", "Look", "Cannot", "Gone", "Broken", "Refused", "Witness"}
 PRIVATE_WORDS |= {"beside", "complain", "culprit", "culprits"}
 # ... and such as are fine as a part of another name.
-PRIVATE_NAMES = {"Side", "Copy", "Kept", "Found", "Why", "Needs", "Change", "Waiting", "Prepared", "Elsewhere"}
+PRIVATE_NAMES = {"Side", "Kept", "Found", "Why", "Needs", "Change", "Waiting", "Prepared", "Elsewhere"}
 PRIVATE_NAMES |= {"meet", "reach", "look", "why"}
 VAGUE = re.compile(r"(What|Whether|Who|Whom|Whose|Which|Where|How|When|One|Somebody|Nobody|Whoever)\b")
-# Rooms that are still being renamed.
-OPEN: tuple[str, ...] = ("launchers",)
+# Rooms below launchers/ that are still being renamed.
+OPEN: tuple[str, ...] = ("backends/sagemaker", "commands", "foreground", "remote")
 
 
 def used(name: str) -> bool:
@@ -73,7 +73,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     for room in ("launchers", "orchestrator"):
         for path in sorted((REPOSITORY / room).rglob("*.py")):
             name = path.relative_to(REPOSITORY).as_posix()
-            if not name.startswith(tuple(f"{one}/" for one in OPEN)):
+            if not name.startswith(tuple(f"launchers/{one}/" for one in OPEN)):
                 yield name, ast.parse(path.read_text())
 
 

@@ -1,4 +1,4 @@
-"""One rank of the all-reduce probe, on a host whose Python has torch.
+"""Program of a rank of the all-reduce probe, on a host whose Python has torch.
 
 <rank> <world size> <backend>     the first rank prints {"port", "addresses"} and then its result; the others read
                                   that line from standard input first. Result: {"rank", "latency_us", "mb_s",

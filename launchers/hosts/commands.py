@@ -1,4 +1,4 @@
-"""One command on many hosts at once, its output line by line."""
+"""Commands on many hosts at once, its output line by line."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SYMLINK_HOPS = 40  # where Linux gives up with ELOOP
 
 
 class Entry(NamedTuple):
-    """One file or symbolic link of a snapshot."""
+    """File or symbolic link of a snapshot."""
 
     path: str  # relative, POSIX, UTF-8
     mode: int  # FILE, EXECUTABLE or SYMLINK

@@ -112,7 +112,7 @@ class _UnreadableSnapshot(BundleError):
 
 
 class _Delivery:
-    """One call of `sync`."""
+    """A call of `sync`."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ _FREE_SPACE = "Free some space (`orc gc --cluster ...` removes what no job needs
 
 
 class Receiver:
-    """One transfer into the store below one cluster root."""
+    """Transfer into the store below one cluster root."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source

@@ -135,7 +135,8 @@ def start_array(
     ws.on_live_job()
     try:
         _deliver_array(ws, backend, records, plans, snapshot, secrets, at_once)
-        return ws.ledger.jobs([job.id for job in new])
+        records_now = {record.id: record for record in ws.ledger.jobs([job.id for job in new])}
+        return [records_now[job.id] for job in new]
     except KeyboardInterrupt:
         for record in records:
             _abandon(ws, record)

@@ -24,7 +24,7 @@ _MEANINGLESS = frozenset(("stderr_to_stdout", "use_srun"))  # a rank has one log
 
 @dataclass(frozen=True)
 class FunctionParameters:
-    """What submitit's parameters ask of a function job."""
+    """Function job that parameters of submitit describe."""
 
     name: str | None
     resources: Mapping[str, Any]  # the section of a job file

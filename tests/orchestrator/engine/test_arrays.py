@@ -38,10 +38,10 @@ def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> l
 
 
 def test_each_element_is_a_job_with_its_own_handle(client, backend, job_file):
-    records = start(client, backend, job_file())
+    records = start(client, backend, job_file(), count=8)
     assert backend.limit == 2
-    assert [record.state for record in records] == ["PENDING"] * 3
-    assert backend.calls("run") == [f"orc-{record.id}-a1" for record in records]
+    assert [record.state for record in records] == ["PENDING"] * 8
+    assert backend.calls("run") == [f"orc-{record.id}-a1" for record in records]  # in the order of the specifications
     assert len(backend.calls("stage")) == 1
     kinds = [event.kind for event in client.events(records[0].id)]
     assert kinds == ["queued", "prepared", "submitting", "accepted"]
