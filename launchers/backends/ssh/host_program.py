@@ -251,7 +251,8 @@ def end(directory: str, config: dict[str, Any]) -> None:
 def main() -> None:
     """Answer one request from standard input."""
     request = json.loads(sys.stdin.buffer.read())
-    os.environ[VARIABLE] = request.get("trusted", "")
+    if request.get("trusted"):
+        os.environ[VARIABLE] = request["trusted"]
     operations = {f.__name__: f for f in (status, prepare, start, cancel, reap, undo)}
     try:
         answer: dict[str, Any] = operations[request["do"]](request) or {}
