@@ -68,7 +68,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a session, or one is being made."""
+        """Return whether there is a session, or one is being made."""
         return bool(self.is_connected or self.opening.locked())
 
     def _open(self) -> None:

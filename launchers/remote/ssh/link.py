@@ -63,7 +63,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether nothing has gone wrong yet."""
+        """Return whether the link still works."""
         return not self._failure and bool(self._transport.is_active())
 
     def failure(self) -> LinkLost:

@@ -34,7 +34,7 @@ def user_name(value: Any) -> str:
 
 
 def jump_hosts(value: Any) -> str:
-    """One jump host or several. Raises `ValueError`."""
+    """Return jump hosts as they are written, several separated by commas. Raises `ValueError`."""
     text = grammar.scalar_text(value).strip()
     for user, at, host in (hop.rpartition("@") for hop in text.split(",")):
         if not re.fullmatch(_NAME, host) or (at and not is_user(user)):
@@ -48,7 +48,7 @@ JumpHosts = Annotated[str, Reader(jump_hosts)]
 
 
 class Machine(FrozenModel):
-    """How one machine is reached. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
+    """Options of reaching a machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
 
     name: HostName = Field(description="What it is called here, and in ~/.ssh/config.")
     address: HostName | None = Field(None, description="Where it is, if the name does not tell.")
@@ -72,12 +72,12 @@ class Machine(FrozenModel):
         return self.address or self.name
 
     def spec(self, python: str | None = None) -> HostSpec:
-        """What the transport needs to know; *python* is for a machine that names none."""
+        """Return the `HostSpec` of a machine; *python* is for a machine that names none."""
         return HostSpec(self.name, self.address, self.user, self.port, self.via, self.python or python)
 
 
 class SshOptions(FrozenModel):
-    """How the machines of a cluster are reached."""
+    """Options of reaching the machines of a cluster."""
 
     host_keys: Literal["strict", "accept-new"] = Field(
         "strict", description="Whether unknown host keys are refused: strict or accept-new."

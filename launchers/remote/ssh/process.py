@@ -212,7 +212,7 @@ class SshProcess:
         return f": {lines[-1][:300]}" if lines else ""
 
     def _silent(self) -> bool:
-        """Whether nothing more comes from the host."""
+        """Return whether the output of the command has ended."""
         return bool(self._channel.closed or self._channel.eof_received)
 
     def _drained(self) -> bool:
@@ -223,7 +223,7 @@ class SshProcess:
         return bool(self._channel.exit_status_ready())
 
     def _finished(self) -> bool:
-        """Whether it has ended and everything that it said is here."""
+        """Return whether the command has ended and all of its output is here."""
         if not self._ended():
             return False
         self._check_link()

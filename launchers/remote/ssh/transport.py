@@ -38,7 +38,7 @@ _HOME = 'getent passwd "$1" | cut -d: -f6'
 
 
 class SshTransport(BaseTransport):
-    """One machine, over one connection that all threads share. It connects when first used, and again when needed."""
+    """Transport to a machine over a connection that all threads share, made when first used and again when needed."""
 
     def __init__(self, spec: HostSpec, pool: ConnectionPool) -> None:
         self.name = spec.name
