@@ -1,4 +1,4 @@
-"""One action at a time beside the training, whose failure is told to the next who asks."""
+"""Actions beside the training, one at a time; the error of a failed one is raised at the next `Background.finish`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether the action has ended with an error that nobody has seen."""
+        """Return whether the action has ended with an error that `finish` has not raised yet."""
         return self._failure is not None
 
     @property
     def running(self) -> bool:
-        """Whether the action is under way."""
+        """Return whether the action is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, what: str, action: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Where a save puts its files, and what makes them a checkpoint there."""
+"""Destinations of a save: the place of its files, and the step that makes them a checkpoint there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from orc.runtime.checkpoint.remote import Place, Remote, RemoteFile
 
 
 class Destination(ABC):
-    """One save on one rank.
+    """The files of one save, as one rank creates and commits them.
 
     Attributes:
         target: the directory of the checkpoint.
@@ -51,7 +51,7 @@ class Destination(ABC):
 
     @abstractmethod
     def hook_files(self) -> dict[str, FileRecord]:
-        """What hooks wrote there and is brought by this rank."""
+        """Return the records of the files that hooks wrote there and that this rank adds to the checkpoint."""
 
     @abstractmethod
     def create(self, name: str) -> Hashing:
@@ -134,7 +134,7 @@ class LocalDestination(Destination):
         return HashingFile(self._temporary / name)
 
     def present(self) -> list[str]:
-        """What this site's ranks and their hooks have written."""
+        """Return the names of the files that this site's ranks and their hooks have written."""
         return sorted(entry.name for entry in self._temporary.iterdir() if entry.is_file() and entry.name != self._mark)
 
     def path(self) -> Path:

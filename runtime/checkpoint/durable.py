@@ -24,7 +24,7 @@ _RENAME_EXCHANGE = 2
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file: its size in bytes and the checksum of each block of `BLOCK` bytes."""
+    """Size in bytes of one file and the checksum of each of its blocks of `BLOCK` bytes, as a manifest records them."""
 
     size: int
     sums: tuple[int, ...]
@@ -187,12 +187,12 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def temporary_name(target: Path, author: str = "") -> Path:
-    """Where the next content of *target* is put together, by *author* where there are several."""
+    """Return the path at which the next content of *target* is put together, by *author* where there are several."""
     return target.with_name(f"{target.name}.{author}.tmp" if author else f"{target.name}.tmp")
 
 
 def replaced_name(target: Path) -> Path:
-    """Where the old content of *target* waits while the new one takes its place, if names cannot be swapped."""
+    """Return the path of the old content of *target* during its replacement, if names cannot be swapped."""
     return target.with_name(f"{target.name}.replaced")
 
 

@@ -1,4 +1,4 @@
-"""What saving and loading raise."""
+"""Exceptions that saving and loading raise."""
 
 from __future__ import annotations
 

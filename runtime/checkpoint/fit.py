@@ -1,4 +1,4 @@
-"""Whether a checkpoint's states fit what is prepared, judged before anything is changed.
+"""Checks that a checkpoint's states fit the prepared objects, made before anything is changed.
 
 What a model, an optimizer or a loader will take can be told from names, shapes and types. Everything else decides for
 itself when it loads: it is tried first, and put back when anything on any rank does not fit.

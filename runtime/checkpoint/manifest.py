@@ -24,7 +24,7 @@ _UNCHECKED = (_CRC32_ONLY, 2)  # formats before manifests checked themselves
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. ``step`` counts optimizer steps; times are seconds since the epoch.
+    """Content of a checkpoint. ``step`` counts optimizer steps; times are seconds since the epoch.
 
     ``epoch`` and ``offset`` (samples over all ranks) are where training goes on. On object stores, ``prefix`` stands
     before the names of files that took the place of others. ``checksum`` names the algorithm of ``files``.
@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether *directory* has a manifest and every file in it has its size."""
+    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
     try:
         manifest = read_manifest(directory)
     except CheckpointError:
@@ -135,7 +135,7 @@ def is_committed(directory: Path) -> bool:
 
 
 def size_problems(directory: Path, manifest: Manifest) -> list[str]:
-    """What is missing, cut off or too long, one line each."""
+    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
     problems = []
     for name, record in manifest.files.items():
         try:
@@ -149,7 +149,7 @@ def size_problems(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Which of the files *names* do not hold what was written, one line each. Reads them whole, blocks in parallel."""
+    """Return the files *names* that do not hold what was written, a line each. Reads them whole, blocks in parallel."""
 
     def check(block: tuple[str, int, int]) -> str | None:
         name, number, expected = block

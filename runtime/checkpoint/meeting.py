@@ -1,4 +1,4 @@
-"""Where the ranks of a save or load agree: over the board, with a time-out and a name for who is missing.
+"""Meetings: the ranks of a save or load agree over the board, with a time-out that names the missing ranks.
 
 A collective would hang when one rank does not come (``if accelerator.is_main_process: accelerator.save_state()``), and
 its error would name no rank. A meeting costs two small messages per rank.

@@ -159,7 +159,7 @@ class Checkpointing(StateSaving):
 
     @property
     def preempted(self) -> bool:
-        """Whether this run was asked to go and this is the step all processes have agreed to stop at.
+        """Return whether the run was told to stop and this is the step at which all processes have agreed to stop.
 
         Left alone, the run saves a checkpoint at the next step boundary and ends with status 75. A script that wants to
         do something before checks this after each optimizer step, on all processes.

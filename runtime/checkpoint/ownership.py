@@ -1,4 +1,4 @@
-"""Which run a folder of checkpoints belongs to: one at a time.
+"""Ownership of a folder of checkpoints, which belongs to one run at a time.
 
 A run holds ``flock`` on a file in the folder from its first save there until it ends, and writes into it who it is.
 Where the file system passes locks on between machines (NFS, Lustre with ``flock``, GPFS, CephFS), the lock alone
@@ -34,7 +34,7 @@ _RUN = secrets.token_hex(8)  # this process and those that it forks
 
 @dataclass(frozen=True)
 class Owner:
-    """Who saves in a folder; ``since`` is in seconds since the epoch, ``job_id`` empty outside of a job."""
+    """The process that saves in a folder; ``since`` is in seconds since the epoch, ``job_id`` empty outside a job."""
 
     run: str
     host: str

@@ -13,13 +13,13 @@ _CAN_ALLOW = hasattr(torch.serialization, "safe_globals")  # not torch 2.4
 
 
 def read(file: Any, map_location: Any = None, *, mmap: bool = False) -> Any:
-    """What `torch.save` has written to *file*."""
+    """Return the object that `torch.save` has written to *file*."""
     with _arrays():
         return torch.load(file, map_location=map_location, mmap=mmap, weights_only=True)
 
 
 def is_array(value: Any) -> bool:
-    """Whether *value* is a NumPy array that `read` takes."""
+    """Return whether *value* is a NumPy array that `read` can load."""
     kind = type(value)
     return _CAN_ALLOW and kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.dtype.char in _ELEMENTS
 

@@ -27,7 +27,7 @@ _INDEX = 4  # bytes
 
 
 class Relay:
-    """One transfer. Sender and readers use the same *prefix*, which nobody has used before."""
+    """A transfer of files. Sender and readers use the same *prefix*, which no transfer has used before."""
 
     def __init__(self, store: Board, prefix: str, patience_s: float) -> None:
         self._store = store
@@ -54,7 +54,9 @@ class Relay:
             self._await_readers(one)
 
     def receive(self, names: Sequence[str], create: Callable[[str], Hashing | None]) -> dict[str, FileRecord]:
-        """What the sender sends of *names*, each into the file that *create* opens for it, or nowhere with `None`.
+        """Receive the files *names*, each into the file that *create* opens for it, or nowhere with `None`.
+
+        Returns the records of the written files.
 
         Raises:
             OSError: a file cannot be written.

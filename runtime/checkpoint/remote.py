@@ -177,7 +177,7 @@ def read_manifest(directory: Remote) -> Manifest:
 
 
 def problems(directory: Remote, manifest: Manifest) -> list[str]:
-    """What is missing, cut off or too long, one line each."""
+    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
     sizes = directory.sizes(manifest.prefix + name for name in manifest.files)
     lines = []
     for name, record in manifest.files.items():
@@ -254,7 +254,7 @@ class RemoteRoot:
 
 
 def is_committed(directory: Remote) -> bool:
-    """Whether *directory* has a manifest and every file in it has its size."""
+    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
     try:
         return not problems(directory, read_manifest(directory))
     except CheckpointError:

@@ -70,7 +70,7 @@ def complete(meeting: Meeting, sites: Sites, destination: Destination) -> dict[s
 
 
 def _transfers(sites: Sites, present: list[list[str]]) -> list[tuple[int, list[str], list[int]]]:
-    """Who sends which files to whom: the first that has a file to all that lack one of the same sender."""
+    """Return sender, files and readers per transfer: the first with a file sends to all that lack one of its files."""
     have = {leader: set(present[leader]) for leader in sites.leaders}
     plan: dict[int, tuple[list[str], set[int]]] = {}
     for name in sorted(set().union(*have.values())):
@@ -133,7 +133,7 @@ def provide(
 
 
 def _trouble(sites: Sites, directory: Path, identity: str) -> tuple[str, str] | None:
-    """What keeps this rank's site from having the checkpoint: ``lacking`` or ``damaged``, and the text."""
+    """Return why this rank's site does not have the checkpoint, if so: ``lacking`` or ``damaged``, and the text."""
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:

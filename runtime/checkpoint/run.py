@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on after `Accelerator.resume`.
+    """The point at which training continues after `Accelerator.resume`.
 
     Attributes:
         path: the checkpoint that was loaded.
@@ -73,7 +73,7 @@ class RunCheckpoints:
 
     @cached_property
     def meeting(self) -> Meeting:
-        """Where the ranks agree; with a connection that is made on first use."""
+        """The meetings in which the ranks agree, over a connection that is made on first use."""
         return Meeting(self.context, self._timeout_s)
 
     @cached_property
@@ -92,7 +92,7 @@ class RunCheckpoints:
 
     @property
     def root(self) -> CheckpointRoot | RemoteRoot | None:
-        """Where automatically named checkpoints are: below the project's folder, or the configured directory."""
+        """The root of automatically named checkpoints: below the project's folder, or the configured directory."""
         project, configured = self.project, self.context.config.checkpoint_dir
         if project.project_dir is not None and (project.automatic_checkpoint_naming or configured is None):
             where = place(os.fspath(project.project_dir)) / "checkpoints"
@@ -109,7 +109,7 @@ class RunCheckpoints:
 
     @property
     def keep(self) -> int | None:
-        """How many automatically named checkpoints stay."""
+        """The number of automatically named checkpoints to keep."""
         return self.project.total_limit or self.context.config.checkpoint_keep
 
     def progress(self) -> Progress:
@@ -264,7 +264,7 @@ class RunCheckpoints:
         return verified(self.context, self.meeting, directory, sites=sites, identity=identity)
 
     def _offers(self, root: CheckpointRoot | RemoteRoot | None) -> list[Any]:
-        """What this machine has below *root*, told by one of its ranks, and what kept it from looking."""
+        """Return this machine's checkpoints below *root*, listed by one of its ranks, and the error of the listing."""
         if root is None or not looks(self.context, root):
             return [[], None]
         return list(attempt(lambda: offers(root)))

@@ -197,7 +197,7 @@ def open_url(url: str) -> tuple[S3, str]:
 
 @lru_cache(maxsize=1)
 def _client(pid: int) -> Any:
-    """One for each process: its connections are not shared across a fork."""
+    """Return the boto3 client of process *pid*, its own because connections are not shared across a fork."""
     try:
         import boto3
     except ImportError:

@@ -41,7 +41,7 @@ Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is: optimizer steps, and the place of the loader that training reads."""
+    """Progress of training: optimizer steps, and the position of the loader that training reads."""
 
     step: int = 0
     epoch: int = 0
@@ -50,7 +50,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One save, as every rank asks for it.
+    """Arguments of one save, as each rank passes them.
 
     directory:
         Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
@@ -250,7 +250,7 @@ def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) ->
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What *action* returns, and its error as text, to be brought to the meeting: the others must not wait for it."""
+    """Return the result of *action*, or its error as text to bring to the meeting: no other rank must wait for it."""
     try:
         return action(), None
     except CheckpointError as error:
@@ -260,7 +260,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
-    """Whether this rank is the one that looks what is there: one per machine, which may have a disk of its own."""
+    """Return whether this rank lists *root*: one per machine, which may have its own disk; rank 0 if it is remote."""
     return context.is_main if isinstance(root, RemoteRoot) else context.is_local_main
 
 

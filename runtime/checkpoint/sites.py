@@ -1,4 +1,4 @@
-"""Which machines see the same directory, and which have one each.
+"""Detection of the machines that see the same directory and of those that have one each.
 
 A *site* is the machines that share a directory of checkpoints: all of them on a shared file system, each by itself with
 local disks. A checkpoint is written once per site, whole.
@@ -48,7 +48,7 @@ class Sites:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what is done once per site."""
+        """Return whether this rank leads its site: it does the work that is done once per site."""
         return self.mine == self.rank
 
     @property

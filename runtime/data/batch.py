@@ -35,13 +35,13 @@ def _columns(batch: Any) -> list[Any]:
 
 
 def _of_samples(batch: Any) -> bool:
-    """Whether *batch* is a list of samples (as ``collate_fn=list`` makes): its columns do not agree on their length."""
+    """Return whether *batch* is a list of samples (as ``collate_fn=list`` makes): its columns have no common length."""
     lengths = {length for column in _columns(batch) if (length := _length(column)) is not None}
     return isinstance(batch, (list, tuple)) and len(lengths) != 1
 
 
 def rows_of(batch: Any) -> int | None:
-    """How many samples *batch* holds; `None` when nothing in it has rows."""
+    """Return the number of samples in *batch*; `None` when nothing in it has rows."""
     if _of_samples(batch):
         return len(batch)
     lengths = [length for column in _columns(batch) if (length := _length(column)) is not None]
@@ -61,7 +61,7 @@ def cut(batch: Any, part: slice, process_index: int | None = None, num_processes
 
 
 def join(batches: list[Any]) -> Any:
-    """One batch with the samples of all *batches*, which have the same structure."""
+    """Return a batch with the samples of all *batches*, which have the same structure."""
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -74,7 +74,7 @@ def join(batches: list[Any]) -> Any:
 
 
 def fit(batches: list[Any]) -> bool:
-    """Whether `join` can join *batches*: their tensors agree beyond the first dimension."""
+    """Return whether `join` can join *batches*: their tensors agree beyond the first dimension."""
     if all(_of_samples(batch) for batch in batches):
         return True
     shapes = [

@@ -209,7 +209,7 @@ class CustomBatches(PassSampler):
         return self.shard.total_length if self.world_size == 1 else len(self.shard)
 
     def tail(self, current: Pass) -> int:
-        """What the shard saw when it filled up its last batch."""
+        """Return the number of items in the last round before the shard filled it up; -1 where it filled up none."""
         return -1 if self.shard.tail is None or self.world_size == 1 else self.shard.tail
 
     @property

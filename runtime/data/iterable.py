@@ -103,7 +103,7 @@ class Marked:
 
 
 class Stream(IterableDataset[Any]):
-    """What a prepared loader reads: a rank's share, from any round on, with the filled-up end marked.
+    """The dataset that a prepared loader reads: a rank's share, from any round on, with the filled-up end marked.
 
     On one process it is the dataset itself, unfilled. Attributes that it lacks are the dataset's.
     """
@@ -161,8 +161,10 @@ class Stream(IterableDataset[Any]):
 
 
 def seek_tensor(start: int, skip: int = 0) -> torch.Tensor:
-    """What a loader and its workers share about a pass: the round it begins with, whether the workers' streams
-    began with their first instead, and the samples before the first round.
+    """Return the tensor in which a loader and its workers share the start of a pass.
+
+    Its elements: the round that the pass begins with, whether the workers' streams began with their first instead, and
+    the samples before the first round.
 
     It is memory of all of them, because workers that stay hear of nothing but that a new pass begins.
     """

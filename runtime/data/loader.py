@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepBoundary(Protocol):
-    """Who wants to know that everything of a step is done: called when the loop asks for the next batch."""
+    """Callback for the moment when a step's work is all done: called when the loop asks for the next batch."""
 
     def __call__(self, loader: DataLoaderAdapter) -> None:
         """The body of the loop has finished with the last batch of *loader*."""
@@ -203,7 +203,7 @@ class DataLoaderAdapter:
         return cut
 
     def state_dict(self) -> Position:
-        """Where this loader is: in the middle of a pass while one runs, otherwise at the start of the next epoch."""
+        """Return the position: in the middle of a pass while one runs, otherwise at the start of the next epoch."""
         cursor, sampler, generator = self.cursor, self._passes(), self._generator()
         state: Position = {
             "epoch": self.epoch,
@@ -460,7 +460,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
 
 def shares_itself(dataset: Any) -> bool:
-    """Whether *dataset* yields the samples of one rank only.
+    """Return whether *dataset* yields the samples of one rank only.
 
     It says so with a true ``__orc_sharded__``, or is what `datasets.distributed.split_dataset_by_node` has made of a
     stream.
@@ -470,5 +470,5 @@ def shares_itself(dataset: Any) -> bool:
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Whether *loader* reads an iterable dataset."""
+    """Return whether *loader* reads an iterable dataset."""
     return isinstance(loader.dataset, IterableDataset)

@@ -18,7 +18,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def permutation(sampler: RandomSampler, generator: torch.Generator, *, finish: bool = False) -> Indices:
-    """What *sampler* would yield from *generator*; with *finish* that moves exactly as far as the sampler moves it."""
+    """Return what *sampler* would yield from *generator*; *finish* moves that exactly as far as the sampler does."""
     n, wanted = len(sampler.data_source), sampler.num_samples
     if sampler.replacement:
         # torch draws in pieces of 32, and one last piece that may be empty
@@ -74,7 +74,7 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """What `torch.utils.data.RandomSampler` would yield on rank 0, agreed on by all ranks.
+    """The order that `torch.utils.data.RandomSampler` would yield on rank 0, agreed on by all ranks.
 
     Draws exactly what the sampler would draw, from the same generator, so that on one process the order equals the
     unprepared loader's for the same seed.
@@ -116,7 +116,7 @@ class ShuffledOrder:
 
 
 class SeededOrder:
-    """What `SeedableRandomSampler` yields: a function of its seed and the epoch alone."""
+    """The order that `SeedableRandomSampler` yields: a function of its seed and the epoch alone."""
 
     kind = "seeded"
 

@@ -1,4 +1,4 @@
-"""Which samples of an epoch a rank reads, as arithmetic: a plan describes the cut, positions in it are numbers."""
+"""Arithmetic of the samples of an epoch that a rank reads: a plan describes the cut, positions in it are numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PositionError(ValueError):
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """How one epoch's order of samples is cut into batches over ranks.
+    """The cut of one epoch's order of samples into batches over ranks.
 
     The order (a permutation or simply 0, 1, 2, ...) is consumed in *rounds* of `global_batch` samples; in each round
     rank ``r`` takes rows ``r * rows`` to ``(r + 1) * rows``. Nothing here depends on the rank that asks, so a plan is
@@ -72,7 +72,7 @@ class IndexPlan:
 
     @property
     def fills_up(self) -> bool:
-        """Whether the incomplete last round is completed from the start of the order."""
+        """Return whether the incomplete last round is completed from the start of the order."""
         return self.even_batches and self.world_size > 1 and self.remainder > 0
 
     def batches(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a loader is: passes over it while they run, and what a checkpoint keeps of them."""
+"""Positions of a loader: its passes while they run, and the position that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Share = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Position(TypedDict):
-    """What a checkpoint stores of a loader; plain values and tensors only.
+    """Position of a loader, as a checkpoint stores it; plain values and tensors only.
 
     ``offset`` and ``global_batch`` count samples over all ranks; ``rounds`` counts batches of one rank. ``key`` and the
     counts are meaningful only when ``live``: saved while a pass was running. It is ``finished`` when the last batch
@@ -39,8 +39,9 @@ class Position(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where in an epoch the samples began to be cut into the present rounds: at its start, unless it was continued with
-    another number of samples per step.
+    """The point of an epoch from which on its samples are cut into the present rounds.
+
+    It is the start, unless the epoch was continued with another number of samples per step.
 
     ``rounds`` and ``samples`` were taken before; ``batches`` those of a batch sampler of the user's own.
     """
@@ -81,7 +82,7 @@ def next_epoch(position: Position) -> Position:
 
 @dataclass(slots=True)
 class Pass:
-    """One iteration over a loader. ``done`` counts this rank's batches of the epoch, skipped ones included."""
+    """An iteration over a loader. ``done`` counts this rank's batches of the epoch, skipped ones included."""
 
     epoch: int = 0
     done: int = 0

@@ -206,7 +206,7 @@ def _data_place(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _is_shared(dataloader: DataLoader[Any], world: int) -> bool:
-    """Whether *dataloader* reads one rank's share as it is."""
+    """Return whether *dataloader* already reads one rank's share and needs no cutting."""
     sampler = getattr(dataloader.batch_sampler, "sampler", getattr(dataloader, "sampler", None))
     distributed = isinstance(sampler, DistributedSampler) and sampler.num_replicas == world
     return world > 1 and (distributed or shares_itself(dataloader.dataset))

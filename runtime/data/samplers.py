@@ -114,8 +114,9 @@ class BatchSamplerShard(Sampler[list[Any]]):
         return rounds + (1 if self.even_batches or self.process_index < rest else 0)
 
     def _misses_last_piece(self) -> bool:
-        """Whether the last batch is too short for a piece for this rank. Of a batch sampler of the user's own nobody
-        can tell before: no.
+        """Return whether the last batch is too short for a piece for this rank.
+
+        `False` for a batch sampler of the user's own, whose last batch cannot be foreseen.
         """
         if self.even_batches or self.drop_last or type(self.batch_sampler) is not BatchSampler:
             return False

@@ -1,4 +1,4 @@
-"""One message for a batch of any structure: tensors as raw bytes, the rest pickled and signed, in one buffer.
+"""Messages of one batch of any structure: tensors as raw bytes, the rest pickled and signed, in one buffer.
 
 Both ends of a connection keep the same capacity. A message that does not fit is announced in one that does, and both
 ends grow; so the steady state is exactly one transfer per batch and rank.
@@ -29,7 +29,7 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """What arrives: a part of a batch (`CONTENT`, `LAST`), the `END`, or the text of an `ERROR`.
+    """A message to one rank: a part of a batch (`CONTENT`, `LAST`), the `END`, or the text of an `ERROR`.
 
     ``remainder`` counts the samples of the global batch that are no repetitions, -1 for all.
     """

@@ -294,7 +294,7 @@ def _pad(leaf: Tensor, dim: int, missing: int, value: float, first: bool) -> Ten
 
 
 def any_process(flag: bool, *, ctx: RunContext | None = None) -> bool:
-    """Whether *flag* is set on any process; the same answer on all."""
+    """Return whether *flag* is set on any process; the result is the same on all."""
     ctx = ctx or current_context()
     if ctx.world_size == 1:
         return flag

@@ -32,7 +32,7 @@ class PeerFailed(ContextError):
 
 
 class Exchange(Protocol):
-    """How ranks meet: every collective is one exchange of values."""
+    """Interface through which ranks communicate: every collective is one exchange of values."""
 
     def swap(self, rank: int, what: str, value: Any) -> list[Any]:
         """Bring *value*; the values of all ranks. *what* must be the same everywhere."""
@@ -41,7 +41,7 @@ class Exchange(Protocol):
         """Send *value* from rank *source* to rank *target*."""
 
     def take(self, source: int | None, target: int, tag: int) -> tuple[int, Any]:
-        """What *target* was sent, by *source* or by anybody, and by whom."""
+        """Return the sender and the value of a message to *target*, from *source* or, with `None`, from any rank."""
 
 
 class ThreadExchange:
@@ -133,7 +133,7 @@ class Mirrors:
         return [value] * self.size
 
     def put(self, source: int, target: int, tag: int, value: Any) -> None:
-        """Nobody is there to receive it."""
+        """Discard *value*: there is no peer to receive it."""
 
     def take(self, source: int | None, target: int, tag: int) -> tuple[int, Any]:
         """Raise `ContextError`: nobody sends."""
@@ -164,7 +164,7 @@ class _Receiving(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` has returned."""
+        """Return whether `wait` has received the message."""
         return self._source is not None
 
     def _source_rank(self) -> int:
@@ -208,7 +208,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 
 class InMemoryGroup(dist.ProcessGroup):
-    """One rank's end of an exchange, as the process group that collectives are given."""
+    """Process group of one rank, whose collectives run over an `Exchange`."""
 
     is_open = True  # torch.distributed does not know it, so it cannot say
 
@@ -229,7 +229,7 @@ class InMemoryGroup(dist.ProcessGroup):
         distributed_c10d._world.pg_backend_config.pop(self, None)
 
     def getBackendName(self) -> str:
-        """How it is called in messages."""
+        """Return the name of the backend, as messages show it."""
         return "in-memory"
 
     @property

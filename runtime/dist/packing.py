@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How the tensors on one device travel: *parts* in one payload of *size* bytes, *large* ones on their own.
+    """Layout in which tensors on one device travel: *parts* in one payload of *size* bytes, *large* ones each alone.
 
     *empty* ones do not travel.
     """
@@ -79,7 +79,7 @@ def sole(found: Sequence[Layout]) -> Layout | None:
 
 
 def key_of(leaves: Sequence[Tensor]) -> Key:
-    """What decides the layout of *leaves*."""
+    """Return the shapes, dtypes and devices of *leaves*, which decide their layout."""
     return tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
 
 
@@ -91,7 +91,7 @@ def shapes_of(key: Key) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
 
 @lru_cache(maxsize=256)
 def layouts(key: Key) -> tuple[Layout, ...]:
-    """One layout per device in *key*. Parts are ordered by falling element size, which keeps every part aligned."""
+    """Return a layout per device in *key*. Parts come by falling element size, which keeps every part aligned."""
     result = []
     for device in dict.fromkeys(device for _, _, device in key):
         small: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
@@ -183,7 +183,7 @@ def joined(shape: torch.Size, ranks: int) -> torch.Size:
 
 @lru_cache(maxsize=32)
 def _interleave(part: Part, ranks: int, device: torch.device) -> Tensor:
-    """Where the elements are: payloads lie rank by rank, results tensor by tensor."""
+    """Return the payload index of each result element: payloads lie rank by rank, results tensor by tensor."""
     columns = torch.arange(ranks * part.elements).view(ranks, part.elements)
     sizes = [math.prod(run.shape) for run in part.runs for _ in range(run.count)]
     return torch.cat([piece.reshape(-1) for piece in torch.split_with_sizes(columns, sizes, dim=1)]).to(device)

@@ -1,4 +1,4 @@
-"""What a nested structure of tensors looks like: its shapes, its device, and empty tensors of the same kind."""
+"""Description of a nested structure of tensors: its shapes, its device, and empty tensors of the same kind."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether *tensor* is a tensor."""
+    """Return whether *tensor* is a tensor."""
     return is_tensor(tensor)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether *tensor_info* is a `TensorInformation`."""
+    """Return whether *tensor_info* is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether *data* is an instance of a named tuple."""
+    """Return whether *data* is an instance of a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 

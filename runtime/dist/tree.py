@@ -66,7 +66,7 @@ def _build_dataclass(original: Any, values: list[Any]) -> Any:
 
 
 def _open(data: Any) -> tuple[Callable[[Any, list[Any]], Any], Sequence[Any], Iterable[Any]] | None:
-    """How to rebuild *data*, the keys and the values below it; `None` when it is no container."""
+    """Return a function that rebuilds *data*, and the keys and the values below it; `None` when it is no container."""
     kind = type(data)
     if kind is dict:
         return _build_dict, tuple(data), data.values()
@@ -167,7 +167,7 @@ def elements(data: Any, path: str = "", *, canonical: bool = False) -> Iterator[
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether *value* is a tensor."""
+    """Return whether *value* is a tensor."""
     return isinstance(value, Tensor)
 
 

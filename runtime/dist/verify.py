@@ -69,7 +69,7 @@ def _describe(data: Any, free_sizes: bool) -> list[_Element]:
 
 
 def mismatch(operation: str, described: list[list[_Element]], shapes: list[str]) -> str | None:
-    """What differs between the processes, or `None`; *shapes* is how each process's operand is shown."""
+    """Return the message on the first difference between the processes, or `None`; it shows operands as *shapes*."""
     first = described[0]
     for rank, other in enumerate(described):
         if other == first:

@@ -1,1 +1,1 @@
-"""What keeps a run alive and its promises when the platform takes machines away."""
+"""Handling of preemption, stalls and spikes, to keep a run and its promises when the platform takes machines away."""

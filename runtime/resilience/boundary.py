@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """What happens between steps of one Accelerator.
+    """Actions between steps of one Accelerator: progress, metrics, preemption and automatic checkpoints.
 
     Args:
         checkpoints: of the run.
@@ -73,7 +73,7 @@ class Boundary:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run is to stop at the boundary that comes next."""
+        """Return whether the run is to stop at the next boundary."""
         return self._preemption.due()
 
     def steps(self) -> int:

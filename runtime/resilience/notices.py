@@ -42,12 +42,12 @@ DMI = Path("/sys/devices/virtual/dmi/id")
 
 
 class Source(Protocol):
-    """Where notices come from."""
+    """A source of preemption notices."""
 
     name: str
 
     def look(self) -> str | None:
-        """What the notice says; `None` while there is none. Raises `OSError` when it cannot be asked."""
+        """Return the text of the notice; `None` while there is none. Raises `OSError` when the query fails."""
         ...
 
 
@@ -145,7 +145,7 @@ def _request(url: str, headers: Mapping[str, str], method: str = "GET") -> str |
 
 
 def sources(env: Mapping[str, str], notice_file: str | None = None, dmi: Path = DMI) -> list[Source]:
-    """Who is to be asked in the environment *env* on this machine."""
+    """Return the sources to query for notices in the environment *env* on this machine."""
     found: list[Source] = []
     if notice_file is not None:
         found.append(NoticeFile(Path(notice_file)))

@@ -182,7 +182,7 @@ class Preemption:
         return self._reached(now)
 
     def due(self) -> bool:
-        """Whether the next boundary is the one to stop at. The same answer on every rank that asks at this place."""
+        """Return whether the next boundary is the one to stop at; the same on all ranks that call it at this place."""
         if self.world_size == 1:
             return self.signal is not None
         with self._lock:
@@ -192,7 +192,7 @@ class Preemption:
         return self._reached(now)
 
     def _passes(self, boundary: int) -> bool:
-        """Whether this rank goes past *boundary* without asking anybody; it is then noted as passed."""
+        """Return whether this rank passes *boundary* without waiting for others; if so, note it as passed."""
         if self._limit is not None and boundary >= self._limit:
             return False
         # A limit that comes later must not take back what the script was told.

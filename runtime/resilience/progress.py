@@ -1,4 +1,4 @@
-"""How far the run is, for those who watch it: a small file that the agent puts into its heartbeat."""
+"""Progress of the run for those who watch it: a small file that the agent puts into its heartbeat."""
 
 from __future__ import annotations
 

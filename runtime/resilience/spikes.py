@@ -40,7 +40,7 @@ class SpikeError(OrcRuntimeError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One value that is wrong. ``usual`` is the median before it, `None` for a value that is not finite."""
+    """A value that is not finite or jumps. ``usual`` is the median before it, `None` for a value that is not finite."""
 
     step: int
     quantity: str
@@ -57,7 +57,7 @@ class Finding:
 
 
 class Usual:
-    """What is usual for one quantity, and what is not. Pure."""
+    """Detector of values of one quantity that are not finite or far above the median of those before. Pure."""
 
     def __init__(self, quantity: str, factor: float, warm_up: int = WARM_UP) -> None:
         self.quantity = quantity
@@ -126,7 +126,7 @@ class Readings:
         self._fill = 0
 
     def take(self, wait: bool = False) -> list[tuple[int, list[float | None]]]:
-        """What has arrived since, by step; nothing while it is on its way, unless *wait*."""
+        """Return the values that have arrived, by step; nothing while they are on their way, unless *wait*."""
         if self._travelling is None:
             return []
         host, event, steps, known = self._travelling
@@ -255,7 +255,7 @@ class SpikeGuard:
     # ---- skipping
 
     def _skip(self, prepared: AcceleratedOptimizer) -> bool:
-        """Whether the host is to leave out this update. Optimizers that can are told on the device instead."""
+        """Return whether the host must skip this update. Optimizers that can do so skip it on the device instead."""
         norm = self._norm
         if norm is None:
             gradients = [p.grad for group in prepared.param_groups for p in group["params"] if p.grad is not None]
@@ -285,7 +285,7 @@ class SpikeGuard:
 
 
 class _Limit:
-    """What the gradient norm may be, kept on the device: a multiple of its moving average."""
+    """Limit of the gradient norm, kept on the device: a multiple of its moving average."""
 
     def __init__(self, device: torch.device, factor: float) -> None:
         self._factor = factor
@@ -304,7 +304,7 @@ class _Limit:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether *optimizer* skips its update on the device when ``found_inf`` says so: torch's fused ones do."""
+    """Return whether *optimizer* skips its update on the device when ``found_inf`` is set: torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         bool(group.get("fused")) for group in optimizer.param_groups
     )

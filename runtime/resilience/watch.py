@@ -167,7 +167,7 @@ class Watch:
                 store = None  # it went with rank 0's process; this rank watches itself
 
     def _moved(self) -> bool:
-        """Whether this rank has got on since the last look, which is now."""
+        """Return whether this rank's position has changed since the last call, and store the new position."""
         before, self._place = self._place, self.position()
         return self._place != before
 
@@ -300,7 +300,7 @@ def _make(context: RunContext) -> Watch | None:
 
 
 def _generation(context: RunContext) -> int:
-    """Which watch of this store it is: a process may make several runs on one store, the same on every rank."""
+    """Return the number of the run's watch on its store, the same on every rank: one store may serve several runs."""
     if context not in _generations:
         _generations[context] = next(_numbers)
     return _generations[context]

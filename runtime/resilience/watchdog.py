@@ -37,7 +37,7 @@ LATE_FLOOR_S = 3.0  # less is noise: garbage collection, a slow disk, the watch'
 
 @dataclass(frozen=True)
 class StallRules:
-    """When to speak up and whether to end the process then. ``None`` switches a rule off."""
+    """Rules for reporting stalls and late ranks, and whether a stall ends the process. ``None`` switches a rule off."""
 
     timeout_s: float | None = None
     factor: float | None = None
@@ -57,13 +57,13 @@ class StallRules:
 
     @property
     def on(self) -> bool:
-        """Whether there is anything to watch for."""
+        """Return whether any rule is switched on."""
         return self.timeout_s is not None or self.factor is not None
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One rank's answer: how far it is, for how long it has been there, and what it is doing.
+    """State of one rank: how far it is, for how long it has been there, and what it is doing.
 
     ``position`` grows with every step and every batch; positions of different ranks compare.
     """
@@ -76,7 +76,7 @@ class Beat:
     place: Place | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the beat as one line of JSON."""
         return json.dumps(
             {
                 "rank": self.rank,
@@ -130,7 +130,7 @@ def holding_up(beats: Mapping[int, Beat | None]) -> list[int]:
 
 
 def summarize(kind: str, idle_s: float, beats: Mapping[int, Beat | None]) -> str:
-    """One line for people: ``stalled: no step for 60 s at step 12; rank 1 is at train.py:31 in main: x = read()``."""
+    """Return a line to read: ``stalled: no step for 60 s at step 12; rank 1 is at train.py:31 in main: x = read()``."""
     known = [beat for beat in beats.values() if beat is not None]
     step = max((beat.step for beat in known), default=0)
     culprits = holding_up(beats)
@@ -151,7 +151,7 @@ def summarize(kind: str, idle_s: float, beats: Mapping[int, Beat | None]) -> str
 
 
 def table(beats: Mapping[int, Beat | None]) -> list[str]:
-    """One line per rank."""
+    """Return a table of all ranks, one line per rank."""
     culprits = set(holding_up(beats))
     lines = []
     for rank, beat in sorted(beats.items()):
@@ -202,7 +202,7 @@ def report(
 
 
 def report_path(context: RunContext) -> Path | None:
-    """Where this rank's report goes: the node's folder of the attempt; `None` outside of a job."""
+    """Return the path of this rank's report in the node's folder of the attempt; `None` outside of a job."""
     attempt = context.env.job.attempt_dir
     if attempt is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a thread is: read from its stack when somebody asks, so that the thread itself keeps no record of it."""
+"""Place of a thread, read from its stack on request, so that the thread itself keeps no record of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITING = ("collective", "backward")  # a rank that is there may be waiting for 
 
 @dataclass(frozen=True)
 class Place:
-    """What a thread is doing.
+    """Line of the script that a thread executes, the operation it has called there, and the kind of activity.
 
     Attributes:
         where: the innermost line of the script: ``train.py:31 in main``.
@@ -67,7 +67,7 @@ def _name(code: CodeType) -> str:
 
 
 def place_of(frame: FrameType) -> Place:
-    """What the thread with the innermost frame *frame* is doing."""
+    """Return the place of the thread with the innermost frame *frame*."""
     frames: list[FrameType] = []
     walk: FrameType | None = frame
     while walk is not None:
@@ -89,7 +89,7 @@ def place_of(frame: FrameType) -> Place:
 
 
 def main_place() -> Place:
-    """What the main thread of this process is doing. Callable from any thread."""
+    """Return the place of the main thread of this process. Callable from any thread."""
     frames = sys._current_frames()
     return place_of(frames[threading.main_thread().ident or 0])
 
