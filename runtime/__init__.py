@@ -1,4 +1,4 @@
-"""What training scripts import: ``from orc.runtime import Accelerator``.
+"""Public API of the runtime for training scripts: ``from orc.runtime import Accelerator``.
 
 Names are imported when they are first used, so that importing this package costs nothing and needs no torch.
 """

@@ -313,7 +313,7 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last check, the same answer on all; lowers it."""
+        """Return whether any process raised the flag since the last check, the same answer on all; lower it."""
         raised, self._trigger = self._trigger, False
         return any_process(raised, ctx=self.ctx)
 

@@ -48,7 +48,7 @@ class Accumulation:
 
 
 class AccumulateBlock:
-    """What ``accelerator.accumulate(model)`` returns: a class, because a generator costs more than it does."""
+    """Context manager that ``accelerator.accumulate(model)`` returns; a class, because a generator costs more."""
 
     __slots__ = ("_accumulation", "_entered", "_models")
 

@@ -56,7 +56,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this step's gradients are synchronised and applied."""
+        """`True` if this step's gradients are synchronised and applied."""
         return self._gradient.sync_gradients
 
     @sync_gradients.setter
@@ -89,7 +89,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped because of an overflow."""
+        """`True` if an overflow made any optimizer skip its last step."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @property
@@ -114,17 +114,17 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def device_placement(self) -> bool:
-        """Whether models and batches are put on the device."""
+        """`True` if models and batches are moved to the device."""
         return self._options.device_placement
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch is cut over the processes."""
+        """`True` if each batch is split over the processes."""
         return self._options.dataloader.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last batches are filled up so that all processes get equally many."""
+        """`True` if the last batches are filled up so that all processes get equally many."""
         return self._options.dataloader.even_batches
 
     @even_batches.setter
@@ -133,7 +133,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders that are prepared from now on are distributed."""
+        """Options of distribution for the loaders that are prepared from now on."""
         return self._options.dataloader
 
     @property
@@ -143,22 +143,22 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; `None`: for iterable datasets."""
+        """`True` if rank 0 reads the batches of all ranks; `None`: for iterable datasets."""
         return self._options.dataloader.dispatch_batches
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while the program goes on."""
+        """`True` if batches are copied to the device asynchronously."""
         return self._options.dataloader.non_blocking
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether random samplers draw from a seed and the epoch."""
+        """`True` if random samplers draw from a seed and the epoch."""
         return self._options.dataloader.use_seedable_sampler
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers follow the optimizer."""
+        """`True` if schedulers advance only when the optimizer steps."""
         return self._options.step_scheduler_with_optimizer
 
     @property
@@ -168,7 +168,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where and how checkpoints are written."""
+        """Folders and options of checkpoints and logs."""
         return self._options.project
 
     @property

@@ -1,4 +1,4 @@
-"""What this machine and this installation have: devices and optional packages.
+"""Availability of devices on this machine and of optional packages in this installation.
 
 A package is available when it can be imported from a real file: a folder of the same name in the working directory,
 such as the ``wandb/`` that runs leave behind, does not count.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def is_cuda_available() -> bool:
-    """Whether CUDA (or ROCm) works here. Asks the driver and does not initialise the device: forking stays safe."""
+    """Return whether CUDA (or ROCm) is usable. Queries the driver, never initialises the device: forking stays safe."""
     import torch
 
     from orc.runtime.patching import patch_environment
@@ -26,7 +26,7 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether Apple's Metal works here, with torch *min_version* or newer."""
+    """Return whether Apple's Metal (MPS) is usable, with torch *min_version* or newer."""
     import torch
 
     from orc.runtime.versions import is_torch_version
@@ -35,32 +35,32 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether Intel GPUs work here; with *check_device*, whether one can be used."""
+    """Return whether Intel GPUs are usable; *check_device* also requires that there is one."""
     return _device_module("xpu", check_device)
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Whether Ascend NPUs work here (needs ``torch_npu``)."""
+    """Return whether Ascend NPUs are usable (needs ``torch_npu``)."""
     return is_package("torch_npu") and _device_module("npu", check_device, "torch_npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether Cambricon MLUs work here (needs ``torch_mlu``)."""
+    """Return whether Cambricon MLUs are usable (needs ``torch_mlu``)."""
     return is_package("torch_mlu") and _device_module("mlu", check_device, "torch_mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Whether Moore Threads GPUs work here (needs ``torch_musa``)."""
+    """Return whether Moore Threads GPUs are usable (needs ``torch_musa``)."""
     return is_package("torch_musa") and _device_module("musa", check_device, "torch_musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether Tecorigin SDAA devices work here (needs ``torch_sdaa``)."""
+    """Return whether Tecorigin SDAA devices are usable (needs ``torch_sdaa``)."""
     return is_package("torch_sdaa") and _device_module("sdaa", check_device, "torch_sdaa")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether Intel Gaudi works here (needs ``habana_frameworks``); *init_hccl* also loads its collectives."""
+    """Return whether Intel Gaudi is usable (needs ``habana_frameworks``); *init_hccl* also loads its collectives."""
     if not is_package("habana_frameworks.torch"):
         return False
     if init_hccl:
@@ -85,7 +85,7 @@ def _device_module(name: str, check_device: bool, extension: str | None = None) 
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed; with a check, whether it computes on a TPU or a GPU.
+    """Return whether torch_xla is installed; with a check, whether it computes on a TPU or a GPU.
 
     Raises:
         ValueError: both checks at once.
@@ -101,17 +101,17 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_fp16_available() -> bool:
-    """Whether training in float16 works on this process's device. torch has it everywhere."""
+    """Return whether this process's device can train in float16: always `True`, torch supports it everywhere."""
     return True
 
 
 def is_ccl_available() -> bool:
-    """Whether Intel's oneCCL bindings are installed."""
+    """Return whether Intel's oneCCL bindings are installed."""
     return is_package("oneccl_bindings_for_pytorch") or is_package("torch_ccl")
 
 
 def is_ipex_available() -> bool:
-    """Whether an Intel Extension for PyTorch is installed that fits this torch (same major and minor version)."""
+    """Return whether an Intel Extension for PyTorch for this torch (same major and minor version) is installed."""
     if not is_package("intel_extension_for_pytorch"):
         return False
     import importlib.metadata
@@ -123,7 +123,7 @@ def is_ipex_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Whether a back end of 8-bit training is installed."""
+    """Return whether a back end of 8-bit training is installed."""
     return is_transformer_engine_available() or is_torchao_available() or is_msamp_available()
 
 
@@ -132,7 +132,7 @@ def is_fp8_available() -> bool:
 
 @cache
 def is_package(name: str) -> bool:
-    """Whether the module *name* can be imported; nothing is imported but the packages above it."""
+    """Return whether the module *name* can be imported; imports nothing but the packages above it."""
     module = sys.modules.get(name)
     if module is not None:
         return getattr(module, "__file__", None) is not None
@@ -185,31 +185,31 @@ is_wandb_available = _package("wandb", "the tracker Weights & Biases")
 
 
 def is_tensorboard_available() -> bool:
-    """Whether TensorBoard's writer (``tensorboard`` or ``tensorboardX``) is installed."""
+    """Return whether TensorBoard's writer (``tensorboard`` or ``tensorboardX``) is installed."""
     return is_package("tensorboard") or is_package("tensorboardX")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Whether bitsandbytes with 4-bit support is installed."""
+    """Return whether bitsandbytes with 4-bit support is installed."""
     from orc.runtime.versions import compare_versions
 
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Whether bitsandbytes with 8-bit support is installed."""
+    """Return whether bitsandbytes with 8-bit support is installed."""
     from orc.runtime.versions import compare_versions
 
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.37.2")
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has pipelining (2.4 and newer)."""
+    """Return whether torch has pipelining (2.4 and newer)."""
     return is_package("torch.distributed.pipelining")
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load(weights_only=True)`` can be used (torch 2.4 and newer)."""
+    """Return whether ``torch.load`` can be used with ``weights_only=True`` (torch 2.4 and newer)."""
     from orc.runtime.versions import is_torch_version
 
     return is_torch_version(">=", "2.4.0")

@@ -11,7 +11,7 @@ from orc.runtime.config import PRECISIONS
 
 
 def default_config_folder(env: Mapping[str, str]) -> Path:
-    """Where the documented configuration file is: below ``HF_HOME``, else ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    """Return the folder of the documented configuration file: below ``HF_HOME``, ``XDG_CACHE_HOME`` or ``~/.cache``."""
     if home := env.get("HF_HOME"):
         return Path(home) / "accelerate"
     cache = env.get("XDG_CACHE_HOME") or "~/.cache"

@@ -46,11 +46,11 @@ class BoardError(OrcRuntimeError):
 
 
 class BoardTimeout(BoardError):
-    """What was waited for has not come, or the board has not answered in time."""
+    """A key was not written in time, or the board did not answer in time."""
 
 
 class Board(Protocol):
-    """What the ranks do with it. Every thread that may wait takes a `clone` for itself."""
+    """Operations of the ranks on the board. Every thread that may wait takes a `clone` for itself."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write *value*, in place of the one that is there."""
@@ -147,7 +147,7 @@ class LocalBoard:
 
 
 class _Line:
-    """One connection: messages of bytes, each with a tag over its place and content once both sides are known."""
+    """Connection that carries messages of bytes, each tagged over its place and content once both ends have a key."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -108,7 +108,7 @@ def _level(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """One configuration key: its name, how a value is read, its default and what it means."""
+    """Configuration key: its name, the parser of its value, its default and its description."""
 
     name: str
     parse: Callable[[Any], Any]
@@ -278,7 +278,7 @@ class RuntimeConfig:
             raise AttributeError(f"no configuration key {name!r}") from None
 
     def source(self, name: str) -> str:
-        """Where the value of *name* came from."""
+        """Return the origin of the value of *name*; see `Value`."""
         return self.values[name].source
 
 

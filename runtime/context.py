@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PreparedLoader(Protocol):
-    """What the core reads from a prepared loader, and what the loader does in return.
+    """Interface of a prepared loader: the attributes that the core reads, and the calls that the loader makes.
 
     On the start of a pass it calls ``ctx.gradient.begin(self)``, on every batch it sets
     ``ctx.gradient.current = self``, and when the pass ends ``ctx.gradient.end(self, exhausted=...)`` with
@@ -99,7 +99,7 @@ class GradientRecord:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loader being iterated has just yielded its last batch."""
+        """`True` if the innermost loader being iterated has just yielded its last batch."""
         return bool(self.active) and self.active[-1].end_of_dataloader
 
     @property
@@ -135,7 +135,7 @@ class _Settings:
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
-    """One process of one run.
+    """Process of a run: its ranks, device and process group.
 
     Ranks count from 0. ``backend`` and ``group`` are `None` in a single process, which needs no
     ``torch.distributed`` at all. ``env`` holds the platform's facts, among them the orc job.
@@ -164,7 +164,7 @@ class RunContext:
 
     @property
     def configured(self) -> bool:
-        """Whether an Accelerator has chosen the settings."""
+        """`True` once an Accelerator has chosen the settings."""
         return self._settings.fixed
 
     @property
@@ -189,7 +189,7 @@ class RunContext:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together; a single one computing through torch_xla is ``XLA``, too."""
+        """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
         if self.xla is not None:
             return DistributedType.XLA
         if self.world_size == 1:
@@ -198,7 +198,7 @@ class RunContext:
 
     @functools.cached_property
     def control_device(self) -> torch.device:
-        """Where small control messages (sizes, flags) are collected: the CPU when the group has a backend for it."""
+        """Device that collects small control messages (sizes, flags): the CPU when the group has a backend for it."""
         import torch
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and which backend carries its collectives."""
+"""Selection of the device of this process, and of the backend of its collectives."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def collective_backend(device: torch.device) -> str:
 
 
 def process_group_backend(backend: str) -> str:
-    """What ``init_process_group`` gets: next to nccl a gloo group, so that CPU tensors and objects travel too."""
+    """Return the backend for ``init_process_group``: gloo beside nccl, so that CPU tensors and objects travel too."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend

@@ -1,4 +1,4 @@
-"""Which module goes on which device: planning from sizes and memory limits. Devices are numbers, ``cpu``, ``disk``."""
+"""Assignment of modules to devices (numbers, ``cpu``, ``disk``), planned from sizes and memory limits."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def _is_placed(name: str, placed: Mapping[str, Device]) -> bool:
 
 
 def _share(ties: list[list[str]], one: str, other: str) -> bool:
-    """Whether the modules (or parameters) *one* and *other* hold the same parameter."""
+    """Return whether the modules (or parameters) *one* and *other* hold the same parameter."""
     return any(
         any(_under(name, one) for name in group) and any(_under(name, other) for name in group) for group in ties
     )

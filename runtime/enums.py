@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DistributedType(StrEnum):
-    """How the processes of a run work together."""
+    """Kinds of distributed runs, by device or engine."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -25,14 +25,14 @@ class DistributedType(StrEnum):
 
 
 class ComputeEnvironment(StrEnum):
-    """Where the job runs."""
+    """Environments in which a job runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(StrEnum):
-    """How a SageMaker job is distributed."""
+    """Kinds of distributed SageMaker jobs."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"

@@ -1,4 +1,4 @@
-"""What the runtime raises. Every message says what is wrong, where, and what to do; torch-free."""
+"""Exceptions of the runtime. Every message names what is wrong, where, and what to do; torch-free."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients accumulate.
+    """Options of gradient accumulation.
 
     Attributes:
         num_steps: batches per optimizer step; `None`: from ``gradient_accumulation_steps``, the environment, or 1.
@@ -111,7 +111,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled (``torch.compile``).
+    """Options of ``torch.compile`` for prepared models.
 
     Attributes:
         backend: a `DynamoBackend`; `None`: ``ORC_DYNAMO_BACKEND``, else none.
@@ -152,7 +152,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are distributed; see `orc.runtime.prepare_data_loader` for what each option does."""
+    """Options of prepared loaders; see `orc.runtime.prepare_data_loader` for the effect of each."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -165,7 +165,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where and how checkpoints and logs are written.
+    """Folders of checkpoints and logs, and options for writing them.
 
     Attributes:
         project_dir: the project's folder.

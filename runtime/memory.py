@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether *exception* says that a device, or the machine, ran out of memory."""
+    """Return whether *exception* reports that a device, or the machine, ran out of memory."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in _OUT_OF_MEMORY)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MovedParameters:
-    """Which parameters have taken the place of which. Does not keep the old ones alive."""
+    """Map from replaced parameters to those in their place. Does not keep the old ones alive."""
 
     def __init__(self) -> None:
         self._new: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -20,7 +20,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something listens on *port* of this machine; 29500, where ranks meet by default, without a port."""
+    """Return whether a server listens on TCP *port* of this machine; by default 29500, the usual ``MASTER_PORT``."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -40,7 +40,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether *module* is what ``torch.compile(model)`` returned."""
+    """Return whether *module* is the result of ``torch.compile(model)``."""
     from torch._dynamo.eval_frame import OptimizedModule  # no public name
 
     return isinstance(module, OptimizedModule)
@@ -54,7 +54,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether parameters of *model* are distributed tensors."""
+    """Return whether *model* has parameters that are distributed tensors (``DTensor``)."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -134,7 +134,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because of an overflow."""
+        """`True` if an overflow made the optimizer skip its last step."""
         return self._skipped
 
     def train(self) -> None:

@@ -1,4 +1,4 @@
-"""What a script passes to `Accelerator(...)`, checked and put in one place. Pure; torch-free."""
+"""Arguments of `Accelerator(...)`, checked and put in one place. Pure; torch-free."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SMDDP = "smdistributed.dataparallel.torch.torch_smddp"
 
 
 def platform_backend(backend: str, env: Mapping[str, str]) -> str:
-    """What ``init_process_group`` gets for *backend*; the platform's library serves GPUs only.
+    """Return the backend for ``init_process_group`` from *backend*; the platform's library serves GPUs only.
 
     Raises `LaunchError` for a library that is unknown or not there.
     """

@@ -19,7 +19,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether bfloat16 works on this process's accelerator; on a CPU it always does.
+    """Return whether this process's accelerator supports bfloat16; `True` on a CPU.
 
     On a TPU it does unless *ignore_tpu*.
     """
@@ -85,7 +85,7 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Where `inspect.signature` finds the arguments."""
+        """The original forward, where `inspect.signature` finds the arguments."""
         return self.original
 
     def __getstate__(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Preparing(AcceleratorAttributes, Watching):
         return self.device_placement if device_placement is None else device_placement
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether *model* or a part of it is spread over several devices by a device map."""
+        """Return whether *model* or a part of it has a device map (``hf_device_map``) with more than one entry."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
 

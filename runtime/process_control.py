@@ -1,4 +1,4 @@
-"""Who does what, and when: statements for one process, order between processes, shares of an input."""
+"""Control of processes: statements for one process, order between processes, shares of an input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """What Accelerator and the state classes share. They provide ``ctx``."""
+    """Properties and methods that Accelerator and the state classes have in common; these provide ``ctx``."""
 
     __slots__ = ()
 
@@ -47,12 +47,12 @@ class ProcessControl:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """`True` if the run has more than one process."""
         return self.ctx.distributed
 
     @property
     def distributed_type(self) -> str:
-        """How the processes work together; a `DistributedType`."""
+        """Kind of distributed run; a `DistributedType`."""
         return self.ctx.distributed_type
 
     @property

@@ -1,4 +1,4 @@
-"""What the Accelerator saves and loads: single objects, state dicts, and whole checkpoints (see `checkpoint`)."""
+"""Saving and loading with the Accelerator: single objects, state dicts, and whole checkpoints (see `checkpoint`)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _skip(scheduler: Any, count: int) -> None:
 
 
 def _walk(scheduler: Any, count: int) -> None:
-    """What *count* calls of ``step`` do to the rates, without what surrounds that: a tenth of their cost."""
+    """Set the rates as *count* calls of ``step`` do, without the rest of ``step``: a tenth of the cost."""
     groups = scheduler.optimizer.param_groups
     if not all(isinstance(group["lr"], float) for group in groups):
         for _ in range(count):
@@ -83,7 +83,7 @@ def _count(scheduler: Any, count: int) -> None:
 
 
 def _are(rates: Any, scheduler: Any) -> bool:
-    """Whether *rates* are in force: another schedule, or the script, may have changed them, or they are tensors."""
+    """Return whether the groups have *rates*; not after a change by another schedule or the script, nor for tensors."""
     return all(
         isinstance(group["lr"], float) and math.isclose(group["lr"], rate, rel_tol=1e-9, abs_tol=1e-9 * base)
         for group, rate, base in zip(scheduler.optimizer.param_groups, rates, scheduler.base_lrs, strict=True)

@@ -1,4 +1,4 @@
-"""How many bytes a model needs, computed from shapes and dtypes alone: the model may be on the meta device."""
+"""Memory of a model in bytes, computed from shapes and dtypes alone: the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def get_max_layer_size(
 
 
 def class_names(classes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One class name or several as a tuple."""
+    """Return *classes*, one class name or several, as a tuple."""
     return (classes,) if isinstance(classes, str) else tuple(classes or ())
 
 
@@ -178,7 +178,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What loading a model in one dtype needs, in bytes."""
+    """Memory that loading a model in one dtype takes, in bytes."""
 
     dtype: str
     largest_layer: float
@@ -197,7 +197,7 @@ class MemoryEstimate:
 def estimate_memory(
     model: nn.Module, dtypes: Sequence[str] = ("float32", "float16", "int8", "int4")
 ) -> list[MemoryEstimate]:
-    """What *model* needs in each of *dtypes*, starting from the float32 model. Activations come on top.
+    """Estimate the memory of *model* in each of *dtypes*, starting from the float32 model. Activations come on top.
 
     Raises:
         ValueError: a dtype other than ``float32``, ``float16``, ``int8`` and ``int4``.

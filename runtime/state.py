@@ -30,7 +30,7 @@ class _View:
 
 
 class PartialState(_View, ProcessControl):
-    """Where this process stands: ranks, device, backend. The first one makes the process context.
+    """Ranks, device and backend of this process. The first instance makes the process context.
 
     Args:
         cpu: stay on the CPU. Contradicting a context that is on another device raises `ContextError`.
@@ -60,7 +60,7 @@ class PartialState(_View, ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether operands of collectives are compared first."""
+        """`True` if the operands of a collective are compared across the ranks first."""
         return bool(self.ctx.config.debug_mode)
 
     @property
@@ -159,7 +159,7 @@ class GradientState(_View):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this step's gradients are synchronised and applied."""
+        """`True` if this step's gradients are synchronised and applied."""
         return self.ctx.gradient.sync_gradients
 
     @property
@@ -174,17 +174,17 @@ class GradientState(_View):
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a pass always synchronises."""
+        """`True` if the last batch of a pass always synchronises gradients."""
         return self.ctx.gradient.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are synchronised on every batch."""
+        """`True` if gradients are synchronised on every batch."""
         return self.ctx.gradient.sync_each_batch
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What differs from the defaults of `GradientAccumulationPlugin`."""
+        """Options of accumulation that differ from the defaults of `GradientAccumulationPlugin`."""
         gradient = self.ctx.gradient
         return GradientAccumulationPlugin(
             num_steps=gradient.num_steps,
@@ -200,7 +200,7 @@ class GradientState(_View):
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """`True` while a prepared loader is being iterated."""
         return bool(self.ctx.gradient.active)
 
     @property
@@ -210,7 +210,7 @@ class GradientState(_View):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether that loader has just yielded its last batch."""
+        """`True` if the innermost loader being iterated has just yielded its last batch."""
         return self.ctx.gradient.end_of_dataloader
 
     @property

@@ -340,7 +340,7 @@ def _rank(call: bytes, variables: Mapping[str, str], answer: Connection) -> None
 
 
 def _collect(pipes: Sequence[Connection], deadline: float) -> list[tuple[str, Any] | None]:
-    """What each rank answered before *deadline*. After a failure the others get two more seconds: they may hang."""
+    """Return the ranks' answers before *deadline*. After a failure the others get two more seconds: they may hang."""
     answers: list[tuple[str, Any] | None] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting and (left := deadline - time.monotonic()) > 0:

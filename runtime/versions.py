@@ -19,7 +19,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether ``library_or_version operation requirement_version`` holds, by the ordering of PEP 440.
+    """Return whether ``library_or_version operation requirement_version`` holds, by the ordering of PEP 440.
 
     A local label (the ``+cpu`` of ``2.13.0+cpu``) counts only where the requirement has one too.
 
@@ -50,7 +50,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the torch of this process is ``operation version``: ``is_torch_version(">=", "2.4")``."""
+    """Return whether the torch of this process satisfies ``operation version``: ``is_torch_version(">=", "2.4")``."""
     import torch
 
     return compare_versions(str(torch.__version__), operation, version)

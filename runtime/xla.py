@@ -47,7 +47,7 @@ class Modules:
 
 
 def wanted(env: Mapping[str, str]) -> bool:
-    """Whether this process is to compute through torch_xla.
+    """Return whether this process is to compute through torch_xla.
 
     It is where ``PJRT_DEVICE`` says so, and on the machine of a TPU that has torch_xla.
 
@@ -180,7 +180,7 @@ class Xla:
 
     @property
     def kind(self) -> str:
-        """What computes: ``TPU``, ``CPU``, …"""
+        """Type of the device that computes, such as ``TPU`` or ``CPU``."""
         return str(self._runtime.device_type())
 
     def mark(self) -> None:

@@ -32,7 +32,7 @@ def resolve_plugin(plugin: TorchDynamoPlugin, config: RuntimeConfig) -> TorchDyn
 
 
 def compiles(plugin: TorchDynamoPlugin) -> bool:
-    """Whether *plugin* (resolved) asks for compilation."""
+    """Return whether *plugin* (resolved) turns on compilation."""
     return plugin.backend not in (None, DynamoBackend.NO) and not plugin.disable
 
 
@@ -51,7 +51,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether *model* is what ``torch.compile(module)`` returns."""
+    """Return whether *model* is the result of ``torch.compile(module)``."""
     from torch._dynamo.eval_frame import OptimizedModule  # no public name
 
     return isinstance(model, OptimizedModule)

@@ -45,7 +45,7 @@ class LossNormalizer:
         self._unit: Any = 1
 
     def scale(self, loss: Tensor, count: Count) -> Tensor:
-        """What to call backward on for *loss*, the sum over *count* items.
+        """Return the tensor to call backward on for *loss*, the sum over *count* items.
 
         Raises:
             ValueError: *count* is not one number, or negative; or processes may have run out of batches.

@@ -55,7 +55,7 @@ def join_uneven_inputs(
 
 
 def _bare(joinable: Any) -> Any:
-    """What prepare or torch.compile put *joinable* into."""
+    """Return the model or optimizer inside the wrapper that prepare or torch.compile made, or *joinable* itself."""
     return getattr(joinable, "_orig_mod", None) or getattr(joinable, "optimizer", None) or joinable
 
 

@@ -1,4 +1,4 @@
-"""Where am I: one module per platform, each reading its own variables. Torch-free.
+"""Detection of the launch environment: one module per platform, each reading its own variables. Torch-free.
 
 A new platform is a module here with ``NAME``, ``present`` and ``read``, and its place in the order below.
 """

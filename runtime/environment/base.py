@@ -1,4 +1,4 @@
-"""What a launch environment tells a process about itself, and how its variables are read. Torch-free."""
+"""Rank, world size and job that a launch environment gives a process, and the reading of its variables. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orc.runtime.errors import LaunchError
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Which orc job this process belongs to; all `None` or zero outside of one."""
+    """Name, attempt and folders of the orc job that this process belongs to; all `None` or zero outside of one."""
 
     id: str | None = None
     name: str | None = None
@@ -60,7 +60,7 @@ class Platform(Protocol):
     NAME: str
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Whether *env* was made by this platform."""
+        """Return whether this platform set the variables in *env*."""
         ...
 
     def read(self, env: Mapping[str, str]) -> LaunchEnvironment:

@@ -1,4 +1,4 @@
-"""One plain process: ``python train.py``."""
+"""Single process without a launcher: ``python train.py``."""
 
 from __future__ import annotations
 

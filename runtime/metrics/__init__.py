@@ -1,1 +1,1 @@
-"""What a run measures of itself: step time, throughput, FLOPs, waiting for data, and how these differ by rank."""
+"""Measurements of a run: step time, throughput, FLOPs, waiting for data, and the differences between ranks."""

@@ -35,7 +35,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device: torch.device, configured: float | None = None) -> float | None:
-    """What *device* can do at most, in TFLOP/s; `None` where it is unknown and not *configured*."""
+    """Return the peak throughput of *device* in TFLOP/s; `None` where it is unknown and not *configured*."""
     if configured is not None:
         return configured
     if device.type != "cuda":

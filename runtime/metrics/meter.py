@@ -15,7 +15,7 @@ _clock = time.perf_counter
 
 
 class _Pass:
-    """One pass over a loader: what it has taken since the last optimizer step."""
+    """State of one pass over a loader: samples, tokens and waiting time since the last optimizer step."""
 
     __slots__ = ("began", "loader", "mark", "rows", "tokens", "trained", "waited")
 

@@ -176,7 +176,7 @@ class Reporter:
 
 
 def combine(windows: Mapping[int, Window], own: int, peak: float | None) -> dict[str, Any]:
-    """One line's measurements from those of the ranks: sums, means, and the spread between ranks."""
+    """Return the measurements of one line from the windows of the ranks: sums, means, and the spread between ranks."""
     ranks = sorted(windows)
     times = {rank: windows[rank]["step_s"] for rank in ranks}
     tflops = [windows[rank]["tflops"] for rank in ranks if windows[rank]["tflops"]]

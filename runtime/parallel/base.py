@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What a script asks for when it prepares a model."""
+    """Strategy and options that a script requests when it prepares a model."""
 
     strategy: str = "auto"
     evaluation: bool = False  # the model is not trained
@@ -23,13 +23,13 @@ class Request:
 
 
 class Parallelizer(Protocol):
-    """One way to spread a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400."""
+    """Method of spreading a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400."""
 
     name: str
     order: int
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
-        """Whether it is to be applied."""
+        """Return whether to apply this parallelizer to *model*."""
         ...
 
     def requires(self, ctx: RunContext) -> str | None:

@@ -1,4 +1,4 @@
-"""How gradients travel in data-parallel training: torch's communication hooks by their documented names."""
+"""Compression of gradients in data-parallel training: torch's communication hooks by their documented names."""
 
 from __future__ import annotations
 

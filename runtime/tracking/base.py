@@ -1,4 +1,4 @@
-"""What a tracker is: the base of the built-in ones and of those that scripts bring along."""
+"""Base classes of the built-in trackers and of those that scripts bring along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the libraries have in common whose runs are opened by ``init(project=...)``: wandb, trackio, SwanLab."""
+"""Base of the trackers whose libraries open runs with ``init(project=...)``: wandb, trackio, SwanLab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trackers a script's ``log_with`` means here: names are looked up, missing libraries sorted out."""
+"""Selection of trackers from a script's ``log_with``: names are looked up, missing libraries sorted out."""
 
 from __future__ import annotations
 
