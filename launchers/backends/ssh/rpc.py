@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.programs import Program
 from orc.launchers.strict_modes import VARIABLE
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 STATUS_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
-_PROGRAM = Program("backends.ssh.host_program", ("strict_modes", "attempts.home", "agent.procfs"))
+_PROGRAM = Program(
+    "backends.ssh.host_program",
+    ("strict_modes", "attempts.home", *(f"agent.{name}" for name in ("procfs", "cleanup", "records", "signals"))),
+)
 _ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
 
 
@@ -46,6 +49,10 @@ def call(
                 f"{python} cannot be run there: {said or f'exit status {done.status}'}",
                 where=transport.name,
                 hint="Set `python:` of the cluster, or of the host, to an interpreter (3.9 or later) that is there.",
+            )
+        if done.status <= 0:  # it was killed, or cut off: it may have done its work
+            raise BackendUnreachable(
+                f"{do} was cut off there (status {done.status}) {said}".rstrip(), where=transport.name
             )
         what = said or done.stdout.strip()[-2000:] or f"no answer, exit status {done.status}"
         raise BackendError(f"{do} failed: {what}", where=transport.name)

@@ -45,20 +45,31 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
             gateway=gateway or route.proxy_command or False,
         )
         self._set(original_host=route.name, route=route, access=access, opening=threading.Lock(), on_close=on_close)
+        self._set(failure=None, failed_at=0.0)
 
     def open(self) -> None:
         """Connect and log in, unless that is done. Raises `BackendUnreachable` (`HostAccessError`)."""
+        asked = time.monotonic()
         with self.opening:
-            deadline = time.monotonic() + self.access.connect_timeout_s
-            while not self.is_connected:
-                try:
-                    self._open()
-                except ServerBusy:
-                    # Some sessions at a time must be enough for it (MaxStartups of sshd): others wait for their turn.
-                    pause = random.uniform(0.1, 0.6)  # noqa: S311 - nothing secret about it
-                    if time.monotonic() + pause > deadline:
-                        raise
-                    time.sleep(pause)
+            if self.failed_at > asked:  # while we waited for our turn: a jump host that is down is tried once for all
+                raise type(self.failure)(self.failure.what, where=self.failure.where, hint=self.failure.hint)
+            try:
+                self._open_patiently()
+            except BackendUnreachable as error:
+                self._set(failure=error, failed_at=time.monotonic())
+                raise
+
+    def _open_patiently(self) -> None:
+        deadline = time.monotonic() + self.access.connect_timeout_s
+        while not self.is_connected:
+            try:
+                self._open()
+            except ServerBusy:
+                # Some sessions at a time must be enough for it (MaxStartups of sshd): others wait for their turn.
+                pause = random.uniform(0.1, 0.6)  # noqa: S311 - nothing secret about it
+                if time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
 
     def close(self) -> None:
         """Close the session, and those to jump hosts behind which there is none any more."""
@@ -125,7 +136,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
         if isinstance(self.gateway, HostConnection):
             return self._through(self.gateway)
         if self.gateway:
-            return _proxied(self.gateway)
+            return _proxied(self.gateway, self.route.where)
         return _dial(self.route, self.access.connect_timeout_s)
 
     def _through(self, gateway: HostConnection) -> Any:
@@ -144,11 +155,25 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
                     hint=f"`ssh {gateway.route.name}` and try `nc -vz {self.host} {self.port}` there.",
                 ) from error
             except (paramiko.SSHException, EOFError, OSError) as error:
+                if _answers(transport, self.access.connect_timeout_s):
+                    what = f"{gateway.route.where} gets no answer from it"
+                    raise BackendUnreachable(what, where=self.route.where) from error
                 with suppress(EOFError, OSError):  # it may have died while nobody used it; a new one tells
                     transport.close()
                 if fresh:
                     what = f"{gateway.route.where}, on the way, went silent: {error}"
                     raise LinkLost(what, where=self.route.where) from error
+
+
+def _answers(transport: Any, timeout_s: float) -> bool:
+    """Return whether the SSH server behind *transport* still answers; other hosts may be reached through it."""
+    try:
+        transport.open_session(timeout=timeout_s).close()
+    except paramiko.ChannelException:
+        return True  # it refuses
+    except (paramiko.SSHException, EOFError, OSError):
+        return False
+    return True
 
 
 class ActivitySocket:
@@ -246,16 +271,19 @@ def _dial(route: Route, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _proxied(command: str) -> socket.socket:
+def _proxied(command: str, where: str) -> socket.socket:
     """Return a connection whose other end is the input and output of ProxyCommand."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", f"exec {command}"],  # as ssh does it; the text is the user's own
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {command}"],  # as ssh does it; the text is the user's own
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+    except OSError as error:
+        raise BackendUnreachable(f"its ProxyCommand cannot be started: {error.strerror}", where=where) from error
     threading.Thread(target=process.wait, name="orc-proxy", daemon=True).start()  # it leaves no zombie
     return ours

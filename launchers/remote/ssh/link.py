@@ -66,6 +66,11 @@ class Link:
         """Return whether the link still works."""
         return not self._failure and bool(self._transport.is_active())
 
+    def outlives(self, pause_s: float) -> bool:
+        """Return whether the link still works after a pause: sessions end a moment before a cut link counts as cut."""
+        self._transport.join(pause_s)
+        return self.alive
+
     def failure(self) -> LinkLost:
         """Return the reason why it cannot be used any more, to be raised."""
         return LinkLost(self._failure or "the connection was cut", where=self.name)
@@ -79,6 +84,8 @@ class Link:
             try:
                 session.exec_command(command.encode())
             except (paramiko.SSHException, EOFError, OSError) as error:
+                if self._transport.is_active():
+                    raise HostAccessError(f"no command can be started there: {error}", where=self.name) from error
                 raise LinkLost(self.failure().what, where=self.name) from error
             return session
         except BaseException:
@@ -104,7 +111,7 @@ class Link:
 
     def release(self, session: Any) -> None:
         """Close a session."""
-        with suppress(OSError, EOFError):  # closed with the whole connection
+        with suppress(OSError, EOFError, paramiko.SSHException):  # closed with the whole connection
             session.close()
         self._room.release()
 
@@ -140,8 +147,11 @@ class Link:
         return str(json.loads(said.partition(b"\n")[0])["home"])
 
     def _say(self, words: bytes) -> None:
-        with self._saying, suppress(BackendUnreachable):  # whoever waits for something is told
-            self._watchdog.write(words)
+        try:
+            with self._saying:
+                self._watchdog.write(words)
+        except BackendUnreachable as error:  # nothing would end the commands of this connection any more
+            self._fail(f"the watchdog there has ended: {error.what}")
 
     def _tick(self) -> None:
         while self.alive:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 
+import paramiko
+
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.command import NOT_FOUND, command_line, marks
 from orc.launchers.remote.ssh.errors import HostAccessError
@@ -22,6 +24,7 @@ _CHUNK = 1 << 16
 _KILLED_WITHIN_S = 5.0  # a killed group has ended, or its disk hangs
 _LOOK_S = 0.05  # between looks at the output of a command that takes no input
 _SETTLE_S = 2.0  # of silence after its end, where others hold its output open
+_UNTIL_CUT_S = 0.5  # between the end of the sessions of a connection and its own
 _NOISE = 1 << 20  # bytes that a login may print before the command starts
 
 
@@ -77,7 +80,7 @@ class SshProcess:
         """See `Process.close_stdin`."""
         if not self._input_closed:
             self._input_closed = True
-            with suppress(OSError, EOFError):  # it has ended
+            with suppress(OSError, EOFError, paramiko.SSHException):  # it has ended
                 self._channel.shutdown_write()
 
     def read(self, size: int) -> bytes:
@@ -160,7 +163,7 @@ class SshProcess:
             return int(self._channel.send(view[:_CHUNK]))
         except TimeoutError:
             return 0
-        except (OSError, EOFError):
+        except (OSError, EOFError, paramiko.SSHException):
             self._channel.status_event.wait(_LOOK_S)
             return 0
 
@@ -240,7 +243,7 @@ class SshProcess:
 
     def _check_link(self) -> None:
         """Raise `LinkLost` when the end of the session is that of the connection."""
-        if self._channel.exit_status < 0 and not self._link.alive:
+        if self._channel.exit_status < 0 and not self._link.outlives(_UNTIL_CUT_S):
             raise self._link.failure()
 
     def _outcome(self) -> tuple[int, bytes, bytes]:

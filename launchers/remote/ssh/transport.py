@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import tarfile
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,12 +28,13 @@ _DISK_S = 60.0  # a file operation that takes longer hangs
 _LOCALE = {"LC_ALL": "C"}
 _WRITE = """\
 umask 077; parent=$(dirname -- "$1") && mkdir -p -- "$parent" || exit
-part=$parent/.${1##*/}.$$.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM; set -C
+part=$parent/.${1##*/}.$4.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM; set -C
 cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync "$part" && mv -fT -- "$part" "$1"
 """
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
 _READ = 'head -c 0 -- "$1" && tail -c "+$2" -- "$1" | if test -n "$3"; then head -c "$3"; else cat; fi'
-_READ_MANY = "tar -cPhf - -b 1 --null --no-recursion -T -"
+# 1: a file was replaced while it was read
+_READ_MANY = "tar -cPhf - -b 1 --null --no-recursion -T - || test $? -eq 1"
 _NAMES = 'find "$1/" -mindepth 1 -maxdepth 1 -printf "%f\\0"'
 _HOME = 'getent passwd "$1" | cut -d: -f6'
 
@@ -46,6 +48,7 @@ class SshTransport(BaseTransport):
         self._pool = pool
         self._connecting = threading.Lock()  # one thread connects, the others wait for it
         self._link: Link | None = None
+        self._closed = 0  # times
 
     def run(
         self,
@@ -81,7 +84,9 @@ class SshTransport(BaseTransport):
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Transport.write`."""
-        self._change(f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), stdin=data)
+        self._change(
+            f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), secrets.token_hex(6), stdin=data
+        )
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""
@@ -99,8 +104,13 @@ class SshTransport(BaseTransport):
         """See `Transport.read_many`."""
         wanted = "".join(f"{path}\0" for path in paths).encode()
         data = self._script(_READ_MANY, stdin=wanted, fine=_NOT_THERE) if wanted else b""
-        with tarfile.open(fileobj=io.BytesIO(data or bytes(1024))) as archive:
-            return {entry.name: file.read() for entry in archive if (file := archive.extractfile(entry))}
+        if not data:
+            return {}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                return {entry.name: file.read() for entry in archive if (file := archive.extractfile(entry))}
+        except tarfile.TarError as error:
+            raise BackendUnreachable(f"the files came damaged: {error}", where=self.name) from error
 
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""
@@ -108,6 +118,7 @@ class SshTransport(BaseTransport):
 
     def close(self) -> None:
         """See `Transport.close`. What still runs there for us is ended."""
+        self._closed += 1
         link, self._link = self._link, None  # without the lock: nobody wants to wait for a host that is being called
         if link is not None:
             link.close()
@@ -137,10 +148,10 @@ class SshTransport(BaseTransport):
         """Return the output of a file operation. What fails with an error number in *fine* does not matter.
 
         All can be done twice, so one that met a dead connection is tried on a new one. Raises `OSError` as it happened
-        there, `BackendUnreachable`.
+        there, `BackendUnreachable` for failures that no error number stands for: nothing is known then.
         """
         while True:
-            _, fresh = self._connected()
+            link, fresh = self._connected()
             try:
                 with self._started(
                     ("/bin/sh", "-c", script, "orc", *arguments), _DISK_S, _LOCALE, whole=True
@@ -151,11 +162,14 @@ class SshTransport(BaseTransport):
                 what = f"its file system has not answered for {_DISK_S:g} s"
                 raise BackendUnreachable(what, where=self.name) from None
             except LinkLost:
-                if fresh:
+                if fresh or link.alive:
                     raise
         problems = [_problem(line) for line in err.decode(errors="replace").splitlines()] if status else []
-        if status and (serious := [error for error in problems if error.errno not in fine and error.errno]):
+        if serious := [error for error in problems if error.errno and error.errno not in fine]:
             raise serious[-1]
+        if status and not any(error.errno in fine for error in problems):
+            what = err.decode(errors="replace").strip()[-300:] or f"exit status {status}"
+            raise BackendUnreachable(f"a file operation failed there: {what}", where=self.name)
         return out
 
     @cached_property
@@ -170,8 +184,13 @@ class SshTransport(BaseTransport):
                 return self._link, False
             from orc.launchers.remote.ssh.link import Link
 
-            self._link = Link(self.name, self.connection, self.spec.python)
-            return self._link, True
+            closed = self._closed
+            link = Link(self.name, self.connection, self.spec.python)
+            if self._closed != closed:
+                link.close()
+                raise LinkLost("the connection was closed", where=self.name)
+            self._link = link
+            return link, True
 
 
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends.ssh.transports import open_transports
-from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport
 
 
@@ -262,6 +262,12 @@ def test_a_place_that_cannot_be_written_is_named(there: There) -> None:
         there.transport.remove(there.directory)
 
 
+def test_a_failure_that_no_error_number_stands_for_is_a_failure(there: There) -> None:
+    there.transport.mkdir(there.path("full/inside"))
+    with pytest.raises(LaunchError):
+        there.transport.write(there.path("full"), b"x")
+
+
 def test_a_directory_that_exists_is_left_as_it_is(there: There) -> None:
     there.transport.mkdir(there.path("d"), mode=0o755)
     there.transport.mkdir(there.path("d"), mode=0o700)
@@ -324,7 +330,7 @@ def test_a_closed_transport_opens_again_when_it_is_used(there: There) -> None:
 def test_a_full_disk_leaves_nothing_behind_and_says_what_to_do(tmp_path: Path) -> None:
     script = f"""
 import resource, signal
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import LaunchError, BackendError
 from orc.launchers.remote.transport import LocalTransport
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
