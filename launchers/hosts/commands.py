@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -30,10 +30,13 @@ class Script:
     sudo: bool = False
 
     def argv(self) -> tuple[str, ...]:
-        """Return the command for each host; both of its streams go to standard output, in their order."""
+        """Return the command for each host, which reads `text`: a command line is there for everybody to see."""
+        return (*(("sudo", "-n") if self.sudo else ()), "/bin/sh", "-e", "-c", 'eval "$(cat)"')
+
+    def text(self) -> str:
+        """Return what the shell runs; both of its streams go to standard output, in their order."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
-        text = "\n".join(["exec 2>&1", *exports, *self.lines])
-        return (*(("sudo", "-n") if self.sudo else ()), "/bin/sh", "-e", "-c", text)
+        return "\n".join(["exec 2>&1 </dev/null", *exports, *self.lines])
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def run_on_hosts(
         transports: The hosts, by their names.
         script: What runs on each.
         on_line: Called with a host's name and one line of its output, by one thread at a time.
-        silence_s: Seconds without output after which a host is given up and its script ended.
+        silence_s: Seconds without output after which a host is given up and its script ended; with *sudo* only root
+            can end it, and it may go on.
 
     Returns:
         The result of each host by its name, in the order of *transports*.
@@ -70,7 +74,7 @@ def run_on_hosts(
 
     results = each(
         {name: name for name in transports},
-        lambda name: _run(transports[name], script.argv(), lambda line: show(name, line), silence_s),
+        lambda name: _run(transports[name], script, lambda line: show(name, line), silence_s),
         limit=HOSTS_AT_ONCE,
     )
     return {name: _failure(found) if isinstance(found, LaunchError) else found for name, found in results.items()}
@@ -81,8 +85,9 @@ def worst_status(results: Mapping[str, CommandResult]) -> int:
     return max((result.status for result in results.values()), default=0)
 
 
-def _run(transport: Transport, argv: Sequence[str], show: Callable[[bytes], None], silence_s: float) -> CommandResult:
-    with transport.stream(argv, timeout_s=silence_s) as process:
+def _run(transport: Transport, script: Script, show: Callable[[bytes], None], silence_s: float) -> CommandResult:
+    with transport.stream(script.argv(), timeout_s=silence_s) as process:
+        process.write(script.text().encode())
         process.close_stdin()
         rest = b""
         while data := process.read(65536):

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 
 from orc.launchers.strict_modes import VARIABLE, Untrusted, check_root
 
@@ -29,14 +30,18 @@ def has(store: str, digest: str) -> bool:
     return os.path.isfile(f"{tree}.json") and os.path.isdir(tree)
 
 
-def use(store: str, digest: str) -> bool:
-    """Return `has`, and keep a snapshot that is there from being collected for a while. Raises `OSError`."""
+def use(store: str, digest: str, *, wait: bool = True) -> bool:
+    """Return `has`, and keep a snapshot that is there from being collected for a while. Raises `OSError`.
+
+    Without *wait*, false when it cannot be kept at once, because a collection runs.
+    """
     if not has(store, digest):
         return False
     try:
         fd = open_lock(store)
         try:
-            locked(fd, fcntl.LOCK_SH)
+            if locked(fd, fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB) is False:
+                return False
             if not has(store, digest):  # collected while we waited
                 return False
             manifest = os.path.join(store, "trees", f"{digest}.json")
@@ -70,7 +75,8 @@ def locked(fd: int, operation: int) -> bool | None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return which snapshots are in the store below a cluster root, and whether no killed writer has left something."""
     os.environ[VARIABLE] = request.get("trusted", "")
-    present = has if request.get("dry_run") else use
+    # The receiver waits for a collection, and says so meanwhile.
+    present = has if request.get("dry_run") else partial(use, wait=False)
     root = os.path.expanduser(request["root"])
     try:
         check_root(root)

@@ -82,7 +82,15 @@ def test_a_machine_that_is_silent_for_too_long_is_given_up() -> None:
 @pytest.mark.parametrize(("sudo", "before"), [(False, ()), (True, ("sudo", "-n"))])
 def test_as_root_it_runs_below_a_sudo_that_does_not_ask(sudo: bool, before: tuple[str, ...]) -> None:
     argv = Script(("id",), sudo=sudo).argv()
-    assert argv == (*before, "/bin/sh", "-e", "-c", "exec 2>&1\nid")
+    assert argv == (*before, "/bin/sh", "-e", "-c", 'eval "$(cat)"')
+
+
+def test_what_is_run_and_set_stands_on_no_command_line() -> None:
+    script = Script(("tr '\\0' ' ' </proc/$$/cmdline", 'echo "; $TOKEN"'), {"TOKEN": "s3cret"})
+    results = {name: [] for name in ("a",)}
+    run_on_hosts({"a": LocalTransport()}, script, lambda name, line: results[name].append(line), silence_s=10)
+    command, shown = results["a"][-1].split("; ")
+    assert (shown, "s3cret" in command) == ("s3cret", False)
 
 
 def test_no_machines_are_no_failure() -> None:
