@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -137,13 +138,20 @@ def start_array(
         _deliver_array(ws, backend, records, plans, snapshot, secrets, at_once)
         records_now = {record.id: record for record in ws.ledger.jobs([job.id for job in new])}
         return [records_now[job.id] for job in new]
+    except LedgerError as error:
+        raise LedgerError(
+            f"{error.what}; the jobs {', '.join(job.id for job in new)} are recorded, and run or will run",
+            where=error.where,
+            hint="do not submit them again; `orc list` shows them",
+        ) from error
     except KeyboardInterrupt:
         for record in records:
             _abandon(ws, record)
         raise
     finally:
         for job in new:
-            ws.ledger.release(job.id, ws.owner)
+            with suppress(LedgerError):  # claims expire by themselves
+                ws.ledger.release(job.id, ws.owner)
 
 
 def _deliver_array(

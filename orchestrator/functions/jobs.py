@@ -172,7 +172,7 @@ class FunctionJob(Generic[R]):
         if not keys:
             raise LaunchError("its result can only be read where it was submitted", where=self.id)
         try:
-            outcome = node.verified(keys[node.KEY_VARIABLE], name, data)
+            outcome = node.verified(keys[node.KEY_VARIABLE], f"{self.id}/{name}", data)
             found: tuple[str, Any] = pickle.loads(outcome)  # noqa: S301 - signed with the key of this very job
         except Exception as error:
             raise FunctionFailed(

@@ -6,24 +6,35 @@ import os
 import secrets
 from pathlib import Path
 
+from orc.launchers.errors import LaunchError
+from orc.launchers.snapshot.tree_store import fsync_directory
 from orc.orchestrator.functions.node import KEY_VARIABLE
+
+_BYTES = 32
 
 
 def new_key(state_dir: Path, digest: str) -> dict[str, str]:
     """Make the key of the snapshot *digest*; return it as the secret that its jobs get."""
     path = _file(state_dir, digest)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise LaunchError(f"cannot keep the key of the function: {error.strerror or error}", where=str(path)) from error
     return key_of(state_dir, digest)
 
 
 def key_of(state_dir: Path, digest: str) -> dict[str, str]:
     """Return what `new_key` has made; nothing for other snapshots, and in other state directories."""
     try:
-        return {KEY_VARIABLE: _file(state_dir, digest).read_text()}
+        key = _file(state_dir, digest).read_text()
     except FileNotFoundError:
         return {}
+    return {KEY_VARIABLE: key} if len(key) == 2 * _BYTES else {}  # an empty one would sign for everybody
 
 
 def _file(state_dir: Path, digest: str) -> Path:

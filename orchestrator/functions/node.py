@@ -59,6 +59,7 @@ def main(number: str) -> int:
     result = result_name(int(environ["ORC_ATTEMPT"]), rank)
     state = f"function-{rank}.pkl"
     saved = os.path.join(environ["ORC_CHECKPOINT_DIR"], state)
+    state = f"{environ['ORC_JOB_ID']}/{state}"  # what is signed is this job's: all calls of a map share a key
     if settings["saves"]:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(SAVED))  # nothing is lost yet
     environ.update(submitit_environment(rank))
@@ -118,7 +119,7 @@ def leave(key: str, name: str, outcome: Tuple[str, Any]) -> int:
         outcome = ("error", "its result cannot be pickled\n" + traceback.format_exc())
         data = pickle.dumps(outcome)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has ended; what it returned is all that is left to save
-    write(os.path.join(os.environ["ORC_JOB_DIR"], name), signed(key, name, data))
+    write(os.path.join(os.environ["ORC_JOB_DIR"], name), signed(key, f"{os.environ['ORC_JOB_ID']}/{name}", data))
     return 0 if outcome[0] == "success" else 1
 
 
