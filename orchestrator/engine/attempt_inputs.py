@@ -80,8 +80,14 @@ class InputsUnavailable(LaunchError):
 
 
 def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
-    """Return the snapshots that a job was submitted with, from the local store. Raises `BundleError`."""
+    """Return the snapshots that a job was submitted with, from the local store. Raises `BundleError`, `SpecError`."""
     from orc.launchers.backends.base import Snapshot
 
     environment = ws.store.load(digests["environment"]) if "environment" in digests else None
-    return Snapshot(ws.store.load(digests["code"]), ws.store.load(digests["runtime"]), environment)
+    runtime = ws.store.load(digests["runtime"])
+    if not any(entry.path.startswith("orc/launchers/agent/") for entry in runtime.entries):
+        raise SpecError(
+            "an earlier version of orc has submitted this job, and this one does not start that one's agents",
+            hint="submit the job file again",
+        )
+    return Snapshot(ws.store.load(digests["code"]), runtime, environment)

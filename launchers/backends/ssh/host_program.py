@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 
 from orc.launchers.agent import procfs
+from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
@@ -195,7 +195,7 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
             continue
         write(os.path.join(directory, "cancel.json"), json.dumps(request["request"]), 0o600)
         if not seen["alive"] and f"node-{seen['node']}/lease.json" in seen["records"]:
-            end(directory, seen["config"])
+            end(directory)
     return {}
 
 
@@ -210,7 +210,7 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
         if seen["alive"] and f"node-{seen['node']}/exit.json" not in seen["records"]:
             write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)
         elif seen["there"] and not seen["alive"]:
-            end(directory, seen["config"])
+            end(directory)
             for name in _CONFIDENTIAL:
                 unlink(os.path.join(directory, name))
     return {}
@@ -228,7 +228,7 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
     deadline = time.monotonic() + 20.0
     while status_of(directory, request["host"]).get("alive") and time.monotonic() < deadline:
         time.sleep(0.05)
-    end(directory, seen["config"])
+    end(directory)
     trash = f"{directory}.{os.getpid()}.tmp"
     try:
         os.rename(directory, trash)
@@ -240,12 +240,10 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
     return {"state": "gone"}
 
 
-def end(directory: str, config: dict[str, Any]) -> None:
-    """SIGKILL what is left of an attempt on this host, with the code of its own agent."""
-    tree = os.path.expanduser(str(config["runtime_tree"]))
-    for path in (directory, tree):
-        check(path)
-    subprocess.run([sys.executable, "-I", "-S", tree, "kill", directory], check=False)
+def end(directory: str) -> None:
+    """SIGKILL what is left of an attempt on this host."""
+    check(directory)
+    kill_attempt(directory)
 
 
 def main() -> None:
