@@ -34,7 +34,10 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
 
 
 def stop_ranks_now(node: Supervisor) -> None:
-    """Kill every session, and wait until their leaders are gone; services may clean up first."""
+    """Kill every session, and wait until their leaders are gone; services may clean up after the ranks."""
+    for rank in node.ranks:
+        if rank.pid in node.sessions:
+            signal_group(rank.pid, signal.SIGKILL)
     end_services(node)
     deadline = time.monotonic() + 10.0
     kill_sessions(node)

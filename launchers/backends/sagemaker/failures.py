@@ -26,9 +26,11 @@ _GET_CREDENTIALS = (
 
 def aws_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of requests to AWS; for ``except``, so that they are imported only after a failure."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-
+    try:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ModuleNotFoundError:  # then there was no request
+        return ()
     return BotoCoreError, ClientError, Boto3Error
 
 
