@@ -153,7 +153,7 @@ def test_job_numbers_that_are_used_again_belong_to_others(
     assert client.wait([ended], timeout_s=90)[0].state == "SUCCEEDED"
     waiting = submit(begin="now+1hour")
     backend = client.workspace.backend("testbed")
-    ours = [client._at_backend(job, None)[1] for job in (ended, waiting)]
+    ours = [client.at_backend(job, None)[1] for job in (ended, waiting)]
     assert all(isinstance(handle, Handle) for handle in ours)
     with slurm.dead_controller():  # it comes back as it was before
         for name in ("job_state", "job_state.old"):
