@@ -51,11 +51,12 @@ def config_of(directory: str) -> dict[str, Any]:
 def find_agent(config: dict[str, Any]) -> None:
     """Let ``orc.launchers.agent`` be imported as this job runs it."""
     tree = str(config["runtime_tree"])
-    if not os.path.exists(os.path.join(tree, "orc", "launchers", "agent")):
+    lib = os.path.join(tree, "lib")
+    if not os.path.exists(os.path.join(lib, "orc", "launchers", "agent")):
         if os.path.isdir(tree):
             raise NodeSessionError("an earlier version of orc has started this job: that version has to be used")
         raise NodeSessionError(f"the job's runtime tree {tree} was removed")
-    sys.path.insert(0, tree)
+    sys.path.insert(0, lib)
 
 
 def environ_of(pid: int) -> dict[str, str]:

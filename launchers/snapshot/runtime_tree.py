@@ -4,12 +4,13 @@
 |---|---|---|
 | ``__main__.py`` | ``launchers/attempts/runtime_main.py`` | ``python -I -S <runtime tree> ...`` |
 | ``sitecustomize.py`` | ``launchers/rank_hooks/startup.py`` | the ranks' interpreters |
-| ``orc/launchers/agent/**`` | the same place | the agent |
-| ``orc/launchers/environments/*`` | the same place | the environment step |
-| ``orc/launchers/backends/sagemaker/entry.py`` | the same place | containers of SageMaker |
+| ``lib/orc/launchers/agent/**`` | the same place | the agent |
+| ``lib/orc/launchers/environments/*`` | the same place | the environment step |
+| ``lib/orc/launchers/backends/sagemaker/entry.py`` | the same place | containers of SageMaker |
 | ``orc/runtime/**`` | the same place | the ranks |
 
-``orc`` and ``orc.launchers`` are namespace packages there: an ``__init__.py`` would hide an orc that is installed.
+``orc`` and ``orc.launchers`` are namespace packages there, and what only the agent needs lies in ``lib``: the root
+is on the ranks' PYTHONPATH, and must not hide an orc that is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
 from orc.launchers.snapshot.scan import SourceTree, cache_file
 
-SAGEMAKER_ENTRY = "orc/launchers/backends/sagemaker/entry.py"
+SAGEMAKER_ENTRY = "lib/orc/launchers/backends/sagemaker/entry.py"
 _ENVIRONMENTS = ("__init__", "build", "container", "copied", "requirements")
 
 
@@ -38,10 +39,10 @@ def runtime_files() -> dict[str, bytes]:
         "__main__.py": b"attempts/runtime_main.py",
         "sitecustomize.py": b"rank_hooks/startup.py",
         SAGEMAKER_ENTRY: b"backends/sagemaker/entry.py",
-        **{f"orc/launchers/environments/{name}.py": f"environments/{name}.py".encode() for name in _ENVIRONMENTS},
+        **{f"lib/orc/launchers/environments/{name}.py": f"environments/{name}.py".encode() for name in _ENVIRONMENTS},
     }
     found = {path: os.path.join(launchers, source) for path, source in own.items()}
-    found.update(_package(os.path.join(launchers, b"agent"), "orc/launchers/agent"))
+    found.update(_package(os.path.join(launchers, b"agent"), "lib/orc/launchers/agent"))
     found.update(_package(runtime, "orc/runtime"))
     if "orc/runtime/__init__.py" not in found:
         raise _incomplete("orc.runtime is missing", runtime)

@@ -85,7 +85,7 @@ def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
 
     environment = ws.store.load(digests["environment"]) if "environment" in digests else None
     runtime = ws.store.load(digests["runtime"])
-    if not any(entry.path.startswith("orc/launchers/agent/") for entry in runtime.entries):
+    if not any(entry.path.startswith("lib/orc/launchers/agent/") for entry in runtime.entries):
         raise SpecError(
             "an earlier version of orc has submitted this job, and this one does not start that one's agents",
             hint="submit the job file again",

@@ -99,6 +99,8 @@ class PlainSink:
             with open(path, "rb", buffering=0) as log:  # noqa: PTH123
                 while count := os.sendfile(self._file.fileno(), log.fileno(), position, _SENDFILE_BYTES):
                     position += count
+        except OverflowError:  # an offset beyond the end of any file
+            return 0
         except OSError as error:  # no such log yet; a file that is appended to (`>>`) takes nothing from sendfile
             if error.errno not in (errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.EAGAIN):
                 raise

@@ -24,7 +24,7 @@ from orc.launchers.agent.signals import signal_process
 from orc.launchers.snapshot.runtime_tree import runtime_files
 
 FILES = runtime_files()
-RUNTIME = [path for path in FILES if path == "__main__.py" or path.startswith("orc/launchers/")]
+RUNTIME = [path for path in FILES if path == "__main__.py" or path.startswith("lib/orc/launchers/")]
 TOKEN = "7e57" * 16
 
 

@@ -64,7 +64,7 @@ class Job:
             tree = self.outside(name, "runtime_tree")
             tree.mkdir(parents=True)
             for path, source in runtime_files().items():
-                if path == "__main__.py" or path.startswith("orc/launchers/agent/"):
+                if path == "__main__.py" or path.startswith("lib/orc/launchers/agent/"):
                     (tree / path).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source, tree / path)
             self.outside(name, "code_tree").mkdir()

@@ -127,7 +127,7 @@ def node(tmp_path: Path) -> Callable[[str], Node]:
         runtime.mkdir(parents=True)
         made.code.mkdir(parents=True)
         for path, source in runtime_files().items():
-            if path == "__main__.py" or path.startswith("orc/launchers/"):
+            if path == "__main__.py" or path.startswith("lib/orc/launchers/"):
                 (runtime / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, runtime / path)
         return made

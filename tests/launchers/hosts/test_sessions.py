@@ -93,7 +93,7 @@ def test_a_program_ends_when_nobody_listens_any_more(tmp_path: Path) -> None:
     """As over SSH without a terminal: the closed channel is all that the other side sees."""
     (tmp_path / "a1/node-0").mkdir(parents=True)
     (tmp_path / "work").mkdir()
-    tree = tmp_path / "tree" / "orc" / "launchers"
+    tree = tmp_path / "tree" / "lib" / "orc" / "launchers"
     shutil.copytree(Path(agent.__file__).parent, tree / "agent")
     config = {
         "format": 1,

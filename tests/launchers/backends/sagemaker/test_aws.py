@@ -150,7 +150,7 @@ def test_an_unchanged_snapshot_is_uploaded_once_and_holds_no_local_path(sagemake
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         members = {member.name: member for member in archive.getmembers()}
         content = b"".join(archive.extractfile(each).read() for each in members.values() if each.isfile())  # type: ignore[union-attr]
-    assert {"code/train.py", "code/link.py", "runtime/__main__.py", "runtime/orc/launchers/agent/node.py"} <= set(
+    assert {"code/train.py", "code/link.py", "runtime/__main__.py", "runtime/lib/orc/launchers/agent/node.py"} <= set(
         members
     )
     assert members["code/run.sh"].mode == 0o755

@@ -259,7 +259,7 @@ def test_what_was_started_half_waits_for_a_host_that_another_has_taken_meanwhile
 
 def test_a_host_that_refuses_ends_what_was_started_on_the_others(lab: Lab) -> None:
     plan = lab.plan()
-    agent = lab.hosts["b"].root / "store" / "trees" / plan.trees["runtime"] / "orc/launchers/agent/start.py"
+    agent = lab.hosts["b"].root / "store" / "trees" / plan.trees["runtime"] / "lib/orc/launchers/agent/start.py"
     agent.chmod(0o600)
     agent.write_text("raise OSError('no more')")
     with pytest.raises(BackendError) as caught:
