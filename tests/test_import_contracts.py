@@ -55,7 +55,7 @@ def test_importing_the_whole_launch_layer_loads_nothing_heavy() -> None:
     code = """
 import importlib, json, pkgutil, sys
 import orc.launchers
-using_fabric = ["orc.launchers.remote.ssh.connection", "orc.launchers.remote.ssh.link"]  # when a host is connected to
+using_fabric = [f"orc.launchers.remote.ssh.{name}" for name in ("connection", "link", "process")]  # of a reached host
 for module in pkgutil.walk_packages(orc.launchers.__path__, "orc.launchers."):
     if module.name not in using_fabric:
         importlib.import_module(module.name)
