@@ -176,4 +176,4 @@ def test_a_host_takes_no_orders_from_a_directory_of_others(tmp_path: Path, place
             operation(request)
         assert caught.value.filename == str(tmp_path / place)
     with pytest.raises(Untrusted):
-        host_program.end(str(directory), {"runtime_tree": str(tmp_path)})
+        host_program.end(str(directory))

@@ -237,10 +237,11 @@ def _print_plan(
                 "zones": zones,
                 "workers": list(workers) or "all",
                 "argv": argv,
+                "script": script.text(),
             }
         )
         return
     which = f"worker {', '.join(map(str, workers))}" if workers else "all workers"
     whose = f" (cluster {cluster.name})" if cluster else ""
     echo(f"# on {which} of the TPU {name} in {', '.join(zones)}{whose}:")
-    echo(shlex.join(argv))
+    echo(f"{shlex.join(argv)} <<'EOF'\n{script.text()}\nEOF")

@@ -61,10 +61,12 @@ def test_debug_prints_what_would_be_run_and_touches_nothing(orc, clusters) -> No
     assert (done.code, done.err) == (0, "")
     assert done.out == (
         "# on all workers of the TPU n in europe-west4-a (cluster pod):\n"
-        "/bin/sh -e -c 'exec 2>&1\n"
+        "/bin/sh -e -c 'eval \"$(cat)\"' <<'EOF'\n"
+        "exec 2>&1 </dev/null\n"
         "python3 -m pip install --upgrade --pre orc-launch\n"
         "echo a\n"
-        "echo '\"'\"'b c'\"'\"''\n"
+        "echo 'b c'\n"
+        "EOF\n"
     )
     loaded = [name for name in sys.modules if name.startswith(("google.cloud.tpu", "grpc"))]
     done = orc("tpu-config", "--debug", "--json", "--command", "id", "--tpu-name", "n", "--worker", "1", "--use-sudo")
@@ -73,7 +75,8 @@ def test_debug_prints_what_would_be_run_and_touches_nothing(orc, clusters) -> No
         "tpu": "n",
         "zones": ["us-central2-b"],
         "workers": [1],
-        "argv": ["sudo", "-n", "/bin/sh", "-e", "-c", "exec 2>&1\nid"],
+        "argv": ["sudo", "-n", "/bin/sh", "-e", "-c", 'eval "$(cat)"'],
+        "script": "exec 2>&1 </dev/null\nid",
     }
     assert [name for name in sys.modules if name.startswith(("google.cloud.tpu", "grpc"))] == loaded
 
@@ -142,7 +145,8 @@ def test_debug_needs_no_cluster_when_name_and_zone_are_given(orc) -> None:
     given = ("tpu-config", "--debug", "--tpu_name", "n", "--command", "a", "--command", "b")
     done = orc(*given, "--tpu_zone", "z")
     assert (done.code, done.err) == (0, "")
-    assert done.out == "# on all workers of the TPU n in z:\n/bin/sh -e -c 'exec 2>&1\na\nb'\n"
+    assert done.out.splitlines()[0] == "# on all workers of the TPU n in z:"
+    assert done.out.splitlines()[-3:] == ["a", "b", "EOF"]
     assert orc(*given, "--tpu_zone", "z", "--json").json["cluster"] is None
     assert "there is no cluster of kind tpu" in orc(*given).err
 
