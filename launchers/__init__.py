@@ -2,7 +2,7 @@
 
 Two independent axes, never mixed: a *command* (`orc.launchers.commands`) says how processes start on a given set of
 nodes, a *backend* (`orc.launchers.backends`) says where nodes come from and how a plan gets run there.
-Nothing here imports torch, and nothing here is imported by the training process except `orc.runtime.config`.
+Nothing here imports torch, and nothing here is imported by the training process except `orc.runtime.core.config`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orc.runtime.accelerator import Accelerator
-    from orc.runtime.amp import get_grad_scaler, get_mixed_precision_context_manager
-    from orc.runtime.availability import (
+    from orc.runtime.checkpoint.format.layout import (
+        MODEL_NAME,
+        OPTIMIZER_NAME,
+        RNG_STATE_NAME,
+        SAFE_MODEL_NAME,
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        SAMPLER_NAME,
+        SCALER_NAME,
+        SCHEDULER_NAME,
+        WEIGHTS_INDEX_NAME,
+        WEIGHTS_NAME,
+    )
+    from orc.runtime.checkpoint.saving import load, save
+    from orc.runtime.collectives.collectives import broadcast, gather, pad_across_processes, reduce
+    from orc.runtime.collectives.objects import broadcast_object_list, gather_object
+    from orc.runtime.collectives.structure import (
+        CannotPadNestedTensorWarning,
+        TensorInformation,
+        find_device,
+        get_data_structure,
+        get_shape,
+        honor_type,
+        ignorant_find_batch_size,
+        initialize_tensors,
+        is_namedtuple,
+        is_tensor_information,
+        is_torch_tensor,
+        pad_input_tensors,
+    )
+    from orc.runtime.collectives.tree import (
+        concatenate,
+        convert_to_fp32,
+        find_batch_size,
+        listify,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
+    )
+    from orc.runtime.compat.availability import (
         is_4bit_bnb_available,
         is_8bit_bnb_available,
         is_aim_available,
@@ -62,95 +100,8 @@ if TYPE_CHECKING:
         is_weights_only_available,
         is_xpu_available,
     )
-    from orc.runtime.basic_config import write_basic_config
-    from orc.runtime.checkpoint.layout import (
-        MODEL_NAME,
-        OPTIMIZER_NAME,
-        RNG_STATE_NAME,
-        SAFE_MODEL_NAME,
-        SAFE_WEIGHTS_INDEX_NAME,
-        SAFE_WEIGHTS_NAME,
-        SAMPLER_NAME,
-        SCALER_NAME,
-        SCHEDULER_NAME,
-        WEIGHTS_INDEX_NAME,
-        WEIGHTS_NAME,
-    )
-    from orc.runtime.checkpoint.weights import load_checkpoint_in_model
-    from orc.runtime.config import ConfigError, RuntimeConfig
-    from orc.runtime.context import RunContext, current_context, use_context
-    from orc.runtime.data.dispatch import DataLoaderDispatcher
-    from orc.runtime.data.iterable import IterableDatasetShard
-    from orc.runtime.data.loader import DataLoaderAdapter, DataLoaderShard
-    from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
-    from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler
-    from orc.runtime.device_map import (
-        check_device_map,
-        clean_device_map,
-        find_tied_parameters,
-        get_balanced_memory,
-        get_max_memory,
-        infer_auto_device_map,
-        retie_parameters,
-    )
-    from orc.runtime.dist.collectives import broadcast, gather, pad_across_processes, reduce
-    from orc.runtime.dist.objects import broadcast_object_list, gather_object
-    from orc.runtime.dist.structure import (
-        CannotPadNestedTensorWarning,
-        TensorInformation,
-        find_device,
-        get_data_structure,
-        get_shape,
-        honor_type,
-        ignorant_find_batch_size,
-        initialize_tensors,
-        is_namedtuple,
-        is_tensor_information,
-        is_torch_tensor,
-        pad_input_tensors,
-    )
-    from orc.runtime.dist.tree import (
-        concatenate,
-        convert_to_fp32,
-        find_batch_size,
-        listify,
-        recursively_apply,
-        send_to_device,
-        slice_tensors,
-    )
-    from orc.runtime.empty_weights import init_empty_weights, init_on_device, set_module_tensor_to_device
-    from orc.runtime.enums import (
-        ComputeEnvironment,
-        DDPCommunicationHookType,
-        DistributedType,
-        DynamoBackend,
-        LoggerType,
-        PrecisionType,
-        RNGType,
-        SageMakerDistributedType,
-    )
-    from orc.runtime.errors import ContextError, DistributedOperationException, LaunchError, OrcRuntimeError
-    from orc.runtime.handlers import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        KwargsHandler,
-        ProjectConfiguration,
-        TorchDynamoPlugin,
-    )
-    from orc.runtime.local_sgd import LocalSGD
-    from orc.runtime.logging import MultiProcessAdapter, get_logger
-    from orc.runtime.memory import (
-        clear_device_cache,
-        find_executable_batch_size,
-        release_memory,
-        should_reduce_batch_size,
-    )
-    from orc.runtime.numa import override_numa_affinity, set_numa_affinity
-    from orc.runtime.objects import (
+    from orc.runtime.compat.basic_config import write_basic_config
+    from orc.runtime.compat.objects import (
         check_os_kernel,
         clean_state_dict_for_safetensors,
         convert_dict_to_env_variables,
@@ -162,17 +113,7 @@ if TYPE_CHECKING:
         model_has_dtensor,
         recursive_getattr,
     )
-    from orc.runtime.offload import (
-        load_offloaded_weight,
-        load_offloaded_weights,
-        load_state_dict,
-        offload_state_dict,
-        offload_weight,
-        save_offload_index,
-    )
-    from orc.runtime.optimizer import AcceleratedOptimizer
-    from orc.runtime.parallel import extract_model_from_parallel
-    from orc.runtime.patching import (
+    from orc.runtime.compat.patching import (
         are_libraries_initialized,
         clear_environment,
         get_int_from_env,
@@ -182,25 +123,44 @@ if TYPE_CHECKING:
         purge_accelerate_environment,
         str_to_bool,
     )
-    from orc.runtime.precision import convert_outputs_to_fp32, is_bf16_available
-    from orc.runtime.process_control import wait_for_everyone
-    from orc.runtime.profiling import ProfileKwargs
-    from orc.runtime.progress_bar import tqdm
-    from orc.runtime.saving import load, save
-    from orc.runtime.scheduler import AcceleratedScheduler
-    from orc.runtime.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
-    from orc.runtime.sizes import (
-        MemoryEstimate,
-        calculate_maximum_sizes,
-        compute_module_sizes,
-        convert_bytes,
-        convert_file_size_to_int,
-        dtype_byte_size,
-        estimate_memory,
-        get_max_layer_size,
-        named_module_tensors,
+    from orc.runtime.compat.versions import compare_versions, is_torch_version
+    from orc.runtime.core.config import ConfigError, RuntimeConfig
+    from orc.runtime.core.context import RunContext, current_context, use_context
+    from orc.runtime.core.enums import (
+        ComputeEnvironment,
+        DDPCommunicationHookType,
+        DistributedType,
+        DynamoBackend,
+        LoggerType,
+        PrecisionType,
+        RNGType,
+        SageMakerDistributedType,
     )
-    from orc.runtime.state import AcceleratorState, GradientState, PartialState
+    from orc.runtime.core.errors import ContextError, DistributedOperationException, LaunchError, OrcRuntimeError
+    from orc.runtime.core.handlers import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from orc.runtime.core.process_control import wait_for_everyone
+    from orc.runtime.core.state import AcceleratorState, GradientState, PartialState
+    from orc.runtime.data.dispatch import DataLoaderDispatcher
+    from orc.runtime.data.iterable import IterableDatasetShard
+    from orc.runtime.data.loader import DataLoaderAdapter, DataLoaderShard
+    from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
+    from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler
+    from orc.runtime.launch.numa import override_numa_affinity, set_numa_affinity
+    from orc.runtime.logging import MultiProcessAdapter, get_logger
+    from orc.runtime.observe.profiling import ProfileKwargs
+    from orc.runtime.observe.progress_bar import tqdm
+    from orc.runtime.parallel import extract_model_from_parallel
+    from orc.runtime.parallel.precision import convert_outputs_to_fp32, is_bf16_available
     from orc.runtime.tracking import (
         AimTracker,
         ClearMLTracker,
@@ -216,13 +176,53 @@ if TYPE_CHECKING:
         get_available_trackers,
         on_main_process,
     )
-    from orc.runtime.versions import compare_versions, is_torch_version
+    from orc.runtime.train.amp import get_grad_scaler, get_mixed_precision_context_manager
+    from orc.runtime.train.local_sgd import LocalSGD
+    from orc.runtime.train.memory import (
+        clear_device_cache,
+        find_executable_batch_size,
+        release_memory,
+        should_reduce_batch_size,
+    )
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.scheduler import AcceleratedScheduler
+    from orc.runtime.train.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
+    from orc.runtime.weights.device_map import (
+        check_device_map,
+        clean_device_map,
+        find_tied_parameters,
+        get_balanced_memory,
+        get_max_memory,
+        infer_auto_device_map,
+        retie_parameters,
+    )
+    from orc.runtime.weights.empty_weights import init_empty_weights, init_on_device, set_module_tensor_to_device
+    from orc.runtime.weights.loading import load_checkpoint_in_model
+    from orc.runtime.weights.offload import (
+        load_offloaded_weight,
+        load_offloaded_weights,
+        load_state_dict,
+        offload_state_dict,
+        offload_weight,
+        save_offload_index,
+    )
+    from orc.runtime.weights.sizes import (
+        MemoryEstimate,
+        calculate_maximum_sizes,
+        compute_module_sizes,
+        convert_bytes,
+        convert_file_size_to_int,
+        dtype_byte_size,
+        estimate_memory,
+        get_max_layer_size,
+        named_module_tensors,
+    )
 
 # Where each name lives. tests/runtime/test_exports.py compares it with the imports above and with `__all__`.
 _HOMES: dict[str, tuple[str, ...]] = {
     "accelerator": ("Accelerator",),
-    "amp": ("get_grad_scaler", "get_mixed_precision_context_manager"),
-    "availability": (
+    "train.amp": ("get_grad_scaler", "get_mixed_precision_context_manager"),
+    "compat.availability": (
         "is_4bit_bnb_available",
         "is_8bit_bnb_available",
         "is_aim_available",
@@ -273,8 +273,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "is_weights_only_available",
         "is_xpu_available",
     ),
-    "basic_config": ("write_basic_config",),
-    "checkpoint.layout": (
+    "compat.basic_config": ("write_basic_config",),
+    "checkpoint.format.layout": (
         "MODEL_NAME",
         "OPTIMIZER_NAME",
         "RNG_STATE_NAME",
@@ -287,15 +287,15 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "WEIGHTS_INDEX_NAME",
         "WEIGHTS_NAME",
     ),
-    "checkpoint.weights": ("load_checkpoint_in_model",),
-    "config": ("ConfigError", "RuntimeConfig"),
-    "context": ("RunContext", "current_context", "use_context"),
+    "weights.loading": ("load_checkpoint_in_model",),
+    "core.config": ("ConfigError", "RuntimeConfig"),
+    "core.context": ("RunContext", "current_context", "use_context"),
     "data.dispatch": ("DataLoaderDispatcher",),
     "data.iterable": ("IterableDatasetShard",),
     "data.loader": ("DataLoaderAdapter", "DataLoaderShard"),
     "data.prepare": ("prepare_data_loader", "skip_first_batches"),
     "data.samplers": ("BatchSamplerShard", "SeedableRandomSampler"),
-    "device_map": (
+    "weights.device_map": (
         "check_device_map",
         "clean_device_map",
         "find_tied_parameters",
@@ -304,9 +304,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "infer_auto_device_map",
         "retie_parameters",
     ),
-    "dist.collectives": ("broadcast", "gather", "pad_across_processes", "reduce"),
-    "dist.objects": ("broadcast_object_list", "gather_object"),
-    "dist.structure": (
+    "collectives.collectives": ("broadcast", "gather", "pad_across_processes", "reduce"),
+    "collectives.objects": ("broadcast_object_list", "gather_object"),
+    "collectives.structure": (
         "CannotPadNestedTensorWarning",
         "TensorInformation",
         "find_device",
@@ -320,7 +320,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "is_torch_tensor",
         "pad_input_tensors",
     ),
-    "dist.tree": (
+    "collectives.tree": (
         "concatenate",
         "convert_to_fp32",
         "find_batch_size",
@@ -329,8 +329,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "send_to_device",
         "slice_tensors",
     ),
-    "empty_weights": ("init_empty_weights", "init_on_device", "set_module_tensor_to_device"),
-    "enums": (
+    "weights.empty_weights": ("init_empty_weights", "init_on_device", "set_module_tensor_to_device"),
+    "core.enums": (
         "ComputeEnvironment",
         "DDPCommunicationHookType",
         "DistributedType",
@@ -340,8 +340,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RNGType",
         "SageMakerDistributedType",
     ),
-    "errors": ("ContextError", "DistributedOperationException", "LaunchError", "OrcRuntimeError"),
-    "handlers": (
+    "core.errors": ("ContextError", "DistributedOperationException", "LaunchError", "OrcRuntimeError"),
+    "core.handlers": (
         "AutocastKwargs",
         "DataLoaderConfiguration",
         "DistributedDataParallelKwargs",
@@ -352,11 +352,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "ProjectConfiguration",
         "TorchDynamoPlugin",
     ),
-    "local_sgd": ("LocalSGD",),
+    "train.local_sgd": ("LocalSGD",),
     "logging": ("MultiProcessAdapter", "get_logger"),
-    "memory": ("clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"),
-    "numa": ("override_numa_affinity", "set_numa_affinity"),
-    "objects": (
+    "train.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"),
+    "launch.numa": ("override_numa_affinity", "set_numa_affinity"),
+    "compat.objects": (
         "check_os_kernel",
         "clean_state_dict_for_safetensors",
         "convert_dict_to_env_variables",
@@ -368,7 +368,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "model_has_dtensor",
         "recursive_getattr",
     ),
-    "offload": (
+    "weights.offload": (
         "load_offloaded_weight",
         "load_offloaded_weights",
         "load_state_dict",
@@ -376,9 +376,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "offload_weight",
         "save_offload_index",
     ),
-    "optimizer": ("AcceleratedOptimizer",),
+    "train.optimizer": ("AcceleratedOptimizer",),
     "parallel": ("extract_model_from_parallel",),
-    "patching": (
+    "compat.patching": (
         "are_libraries_initialized",
         "clear_environment",
         "get_int_from_env",
@@ -388,14 +388,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "purge_accelerate_environment",
         "str_to_bool",
     ),
-    "precision": ("convert_outputs_to_fp32", "is_bf16_available"),
-    "process_control": ("wait_for_everyone",),
-    "profiling": ("ProfileKwargs",),
-    "progress_bar": ("tqdm",),
-    "saving": ("load", "save"),
-    "scheduler": ("AcceleratedScheduler",),
-    "seeding": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
-    "sizes": (
+    "parallel.precision": ("convert_outputs_to_fp32", "is_bf16_available"),
+    "core.process_control": ("wait_for_everyone",),
+    "observe.profiling": ("ProfileKwargs",),
+    "observe.progress_bar": ("tqdm",),
+    "checkpoint.saving": ("load", "save"),
+    "train.scheduler": ("AcceleratedScheduler",),
+    "train.seeding": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
+    "weights.sizes": (
         "MemoryEstimate",
         "calculate_maximum_sizes",
         "compute_module_sizes",
@@ -406,7 +406,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "get_max_layer_size",
         "named_module_tensors",
     ),
-    "state": ("AcceleratorState", "GradientState", "PartialState"),
+    "core.state": ("AcceleratorState", "GradientState", "PartialState"),
     "tracking": (
         "AimTracker",
         "ClearMLTracker",
@@ -422,7 +422,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "get_available_trackers",
         "on_main_process",
     ),
-    "versions": ("compare_versions", "is_torch_version"),
+    "compat.versions": ("compare_versions", "is_torch_version"),
 }
 _EXPORTS = {name: home for home, names in _HOMES.items() for name in names}
 

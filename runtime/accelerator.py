@@ -13,16 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orc.runtime.accumulation import Accumulation, apply_plugin
 from orc.runtime.checkpoint.methods import Checkpointing
-from orc.runtime.context import Prepared, current_context
-from orc.runtime.dist import any_process, gather, gather_for_metrics, pad_across_processes, reduce
-from orc.runtime.engine import NativeEngine
-from orc.runtime.engine.compile import resolve_plugin
-from orc.runtime.engine.normalize import Count
-from orc.runtime.engine.uneven import join_uneven_inputs
-from orc.runtime.errors import LaunchError
-from orc.runtime.handlers import (
+from orc.runtime.collectives import any_process, gather, gather_for_metrics, pad_across_processes, reduce
+from orc.runtime.core.context import Prepared, current_context
+from orc.runtime.core.errors import LaunchError
+from orc.runtime.core.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -32,15 +27,20 @@ from orc.runtime.handlers import (
     SaveHook,
     TorchDynamoPlugin,
 )
-from orc.runtime.options import ONE_STEP, gather_options, refuse_environment
+from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
+from orc.runtime.core.state import check_device
+from orc.runtime.engine import NativeEngine
+from orc.runtime.launch.process_group import close
+from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.precision import autocast_for, check_precision, loss_scaler
-from orc.runtime.preparing import Preparing
-from orc.runtime.process_group import close
-from orc.runtime.profiling import Profiling
-from orc.runtime.seeding import set_seed
-from orc.runtime.state import check_device
+from orc.runtime.parallel.compile import resolve_plugin
+from orc.runtime.parallel.precision import autocast_for, check_precision, loss_scaler
 from orc.runtime.tracking.methods import Tracking
+from orc.runtime.train.accumulation import Accumulation, apply_plugin
+from orc.runtime.train.join import join_uneven_inputs
+from orc.runtime.train.normalize import Count
+from orc.runtime.train.preparing import Preparing
+from orc.runtime.train.seeding import set_seed
 
 
 class Accelerator(Preparing, Checkpointing, Tracking, Profiling):

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from orc.runtime.config import resolve
-from orc.runtime.context import current_context, peek_context
-from orc.runtime.environment import detect
+from orc.runtime.core.config import resolve
+from orc.runtime.core.context import current_context, peek_context
+from orc.runtime.launch.environment import detect
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):

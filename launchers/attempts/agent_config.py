@@ -13,7 +13,7 @@ from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import PlanFile
 from orc.launchers.spec.network import fence
-from orc.runtime.config import ConfigError, to_env
+from orc.runtime.core.config import ConfigError, to_env
 
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId

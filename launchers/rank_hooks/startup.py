@@ -84,7 +84,7 @@ def bind_stores() -> None:
     import importlib
 
     try:
-        importlib.import_module("orc.runtime.listening").bind_stores()
+        importlib.import_module("orc.runtime.launch.listening").bind_stores()
     except ImportError as error:
         if str(error.name).startswith("torch"):
             return  # without torch.distributed there is no store

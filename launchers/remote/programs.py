@@ -49,7 +49,7 @@ class Program:
     """
 
     module: str  # such as "backends.ssh.host_program"
-    others: tuple[str, ...] = ()  # those of the runtime under their full names, such as "orc.runtime.names"
+    others: tuple[str, ...] = ()  # those of the runtime under their full names, such as "orc.runtime.core.names"
 
     @property
     def packed(self) -> bytes:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from orc.launchers.errors import BundleError
-from orc.runtime.names import safe_relative_name
+from orc.runtime.core.names import safe_relative_name
 
 FORMAT = 1
 FILE, EXECUTABLE, SYMLINK = 0o644, 0o755, 0o120000  # git's three modes, without the file-type bits of plain files

@@ -14,7 +14,7 @@ from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
-from orc.runtime.config import JOB_KEYS, KEYS, check
+from orc.runtime.core.config import JOB_KEYS, KEYS, check
 
 
 def _job_name(value: Any) -> str:

@@ -18,7 +18,7 @@ from orc.launchers.spec import source
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.options import field_at, keys_of, section_at
 from orc.launchers.spec.source import Document, KeyPath, Reading
-from orc.runtime.config import JOB_KEYS
+from orc.runtime.core.config import JOB_KEYS
 
 if TYPE_CHECKING:
     from orc.launchers.spec.problems import Problem

@@ -18,7 +18,7 @@ RECEIVER = Program(
     "transfer.receiver",
     (
         *("errors", "snapshot.hashing", "snapshot.manifest", "snapshot.presence", "strict_modes"),
-        *("snapshot.tree_store", "transfer.wire", "orc.runtime.names"),
+        *("snapshot.tree_store", "transfer.wire", "orc.runtime.core.names"),
     ),
 )
 

@@ -23,7 +23,7 @@ COLLECTOR = Program(
     "snapshot.gc",
     (
         *("errors", "snapshot.hashing", "snapshot.manifest", "snapshot.presence", "snapshot.tree_store"),
-        *("strict_modes", "orc.runtime.names"),
+        *("strict_modes", "orc.runtime.core.names"),
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from orc.runtime.errors import OrcRuntimeError
+from orc.runtime.core.errors import OrcRuntimeError
 
 # Of a process that such an error ends (EX_CONFIG): to run the same job again would end the same way. The orchestrator
 # knows it (`orc.orchestrator.engine.retry`).

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.checkpoint import fit, layout, pickled, remote, rng
-from orc.runtime.checkpoint.copying import Copies
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.manifest import (
+from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.format.manifest import (
     NAME,
     Manifest,
     content_problems,
@@ -27,17 +26,20 @@ from orc.runtime.checkpoint.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
-from orc.runtime.checkpoint.remote import Place, Remote
-from orc.runtime.checkpoint.replicas import provide
-from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.replicas import provide
+from orc.runtime.checkpoint.replication.sites import Sites
+from orc.runtime.checkpoint.state import fit, rng
+from orc.runtime.checkpoint.storage import remote
+from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.remote import Place, Remote
+from orc.runtime.collectives.tree import recursively_apply
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import next_epoch
-from orc.runtime.dist.tree import recursively_apply
 from orc.runtime.parallel import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from orc.runtime.context import Prepared, RunContext
+    from orc.runtime.core.context import Prepared, RunContext
 
 _READ_PATIENCE_S = 3600.0
 Hook = Callable[[list[torch.nn.Module], str], None]

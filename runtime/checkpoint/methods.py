@@ -10,18 +10,18 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.saving import StateSaving
+from orc.runtime.checkpoint.saving import StateSaving
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.checkpoint.remote import Place
     from orc.runtime.checkpoint.run import Resumed, RunCheckpoints
-    from orc.runtime.context import Prepared, RunContext
-    from orc.runtime.handlers import LoadHook, SaveHook
-    from orc.runtime.metrics.meter import Meter
-    from orc.runtime.options import Options
-    from orc.runtime.resilience.boundary import Boundary
+    from orc.runtime.checkpoint.storage.remote import Place
+    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.handlers import LoadHook, SaveHook
+    from orc.runtime.core.options import Options
+    from orc.runtime.observe.meter import Meter
+    from orc.runtime.preemption.boundary import Boundary
 
 
 class Checkpointing(StateSaving):
@@ -47,13 +47,13 @@ class Checkpointing(StateSaving):
 
     @cached_property
     def _boundary(self) -> Boundary:
-        from orc.runtime.resilience.boundary import Boundary
+        from orc.runtime.preemption.boundary import Boundary
 
         return Boundary.of(self.ctx, self._checkpoints, self._save, self._meter)
 
     def _aside(self) -> AbstractContextManager[None]:
         """Around work that is no training step, for those who watch the run."""
-        from orc.runtime.resilience.watch import aside
+        from orc.runtime.observe.watch import aside
 
         return aside(self.ctx)
 
@@ -186,7 +186,7 @@ class Checkpointing(StateSaving):
             ValueError: *max_shard_size* cannot be read.
             CheckpointError: the weights cannot be stored this way.
         """
-        from orc.runtime.checkpoint.weights import save_model
+        from orc.runtime.weights.loading import save_model
 
         each_node = self._options.project.save_on_each_node
         xla = self.ctx.xla
@@ -201,6 +201,6 @@ def _warn_of_unused(method: str, options: Mapping[str, Any]) -> None:
 
 
 def _place(given: str | os.PathLike[str] | None) -> Place | None:
-    from orc.runtime.checkpoint.remote import place
+    from orc.runtime.checkpoint.storage.remote import place
 
     return None if given is None else place(os.fspath(given))

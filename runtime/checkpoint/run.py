@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.background import Background
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing
+from orc.runtime.checkpoint.format.manifest import locate, read_manifest
+from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import Verified, load, verified
-from orc.runtime.checkpoint.manifest import locate, read_manifest
-from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
-from orc.runtime.checkpoint.naming import CheckpointRoot, number_of
-from orc.runtime.checkpoint.ownership import release_all
-from orc.runtime.checkpoint.remote import Place, Remote, RemoteRoot, place
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.save import Progress, SaveRequest, attempt, capture, looks, open_destination, save, write
-from orc.runtime.checkpoint.sites import Survey
-from orc.runtime.checkpoint.staging import Stage
+from orc.runtime.checkpoint.state.ownership import release_all
+from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.destination import Destination
-    from orc.runtime.context import Prepared, RunContext
-    from orc.runtime.handlers import LoadHook, ProjectConfiguration, SaveHook
+    from orc.runtime.checkpoint.storage.destination import Destination
+    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.handlers import LoadHook, ProjectConfiguration, SaveHook
 
 
 @dataclass(frozen=True)

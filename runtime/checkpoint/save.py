@@ -15,23 +15,24 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from orc.runtime.checkpoint import layout, pickled, rng
-from orc.runtime.checkpoint.destination import Destination, LocalDestination, RemoteDestination
-from orc.runtime.checkpoint.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.fence import refuse_superseded
-from orc.runtime.checkpoint.manifest import NAME, Manifest, plain
-from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error
-from orc.runtime.checkpoint.naming import CheckpointRoot
-from orc.runtime.checkpoint.remote import Place, Remote, RemoteRoot
-from orc.runtime.checkpoint.replicas import complete
-from orc.runtime.checkpoint.safetensors_file import without_aliases, write_tensors
-from orc.runtime.checkpoint.sites import Sites, Survey
-from orc.runtime.checkpoint.staging import Stage
+from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest, plain
+from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.replicas import complete
+from orc.runtime.checkpoint.replication.sites import Sites, Survey
+from orc.runtime.checkpoint.state import rng
+from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
+from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
+from orc.runtime.checkpoint.storage.fence import refuse_superseded
+from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot
 from orc.runtime.parallel import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from orc.runtime.context import Prepared, RunContext
+    from orc.runtime.core.context import Prepared, RunContext
 
 _WRITERS = 4  # files at a time
 _COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from orc.runtime.dist.tree import recursively_apply
+from orc.runtime.collectives.tree import recursively_apply
 
 
 def _is_column(leaf: Any) -> bool:

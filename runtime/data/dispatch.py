@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.data.batch import cut, fit, join, repeat, rows_of
 from orc.runtime.data.loader import DataLoaderShard
 from orc.runtime.data.position import Pass, Position
 from orc.runtime.data.wire import CONTENT, END, ERROR, LAST, Message, Receiver, Sender
-from orc.runtime.errors import OrcRuntimeError
 
 if TYPE_CHECKING:
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 Parts = tuple[list[Any], int]
 SliceFunction = Callable[..., Any]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
@@ -17,11 +18,10 @@ from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
 from orc.runtime.data.samplers import BatchSamplerShard
 from orc.runtime.data.synchronize import align
-from orc.runtime.dist.tree import send_to_device
 
 if TYPE_CHECKING:
-    from orc.runtime.context import RunContext
-    from orc.runtime.metrics.meter import Meter
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.observe.meter import Meter
 
 
 class StepBoundary(Protocol):
@@ -72,7 +72,7 @@ class DataLoaderAdapter:
         world_size: int | None,
     ) -> None:
         if context is None:
-            from orc.runtime.context import current_context
+            from orc.runtime.core.context import current_context
 
             context = current_context()
         self.context = context

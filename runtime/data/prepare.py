@@ -23,7 +23,7 @@ from orc.runtime.data.workers import WorkerStart
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 # Arguments of DataLoader that a prepared loader takes over unchanged.
 _KEPT = (
@@ -96,7 +96,7 @@ def prepare_data_loader(
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
     if context is None:
-        from orc.runtime.context import current_context
+        from orc.runtime.core.context import current_context
 
         context = current_context()
     world, rank = context.world_size, context.rank

@@ -10,7 +10,7 @@ import torch
 from orc.runtime.data.position import Share
 
 if TYPE_CHECKING:
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def share_in(context: RunContext, *, simulated: bool = False) -> Share:
 
 def align(rng_types: Sequence[str], generator: torch.Generator | None, context: RunContext) -> None:
     """Give every rank rank 0's state of the generators *rng_types* (``generator`` is *generator*, if there is one)."""
-    from orc.runtime.seeding import synchronize_rng_state
+    from orc.runtime.train.seeding import synchronize_rng_state
 
     for kind in rng_types:
         if kind != "generator" or generator is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from orc.runtime.dist.signed import sign, verified
+from orc.runtime.collectives.signed import sign, verified
 
 CONTENT, LAST, END, ERROR, GROW = range(5)
 _HEAD = 4  # int64 words: kind, pickled bytes, remainder, capacity wanted

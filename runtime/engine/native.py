@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.context import RunContext
-from orc.runtime.engine.normalize import Count, LossNormalizer
+from orc.runtime.core.context import RunContext
 from orc.runtime.parallel import extract_model_from_parallel, parallelizers
+from orc.runtime.train.normalize import Count, LossNormalizer
 
 
 class NativeEngine:

@@ -1,29 +1,29 @@
 """Parallelizers: each turns a model into a parallel one, in the order they state.
 
-A new one is a module here with an attribute ``PARALLELIZER``; nothing else changes.
+A new one is a module here with an attribute ``PARALLELIZER``, named in `_MODULES`; nothing else changes.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from orc.runtime.errors import ContextError
+from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Parallelizer, Request
 
 if TYPE_CHECKING:
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
+
+_MODULES = ("ddp", "xla")
 
 
 @cache
 def parallelizers() -> tuple[Parallelizer, ...]:
     """Every parallelizer of this installation, in the order in which they apply."""
-    parts = {module.name for module in pkgutil.iter_modules(__path__)} - {"base", "compression"}
-    found = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in sorted(parts)]
+    found = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in _MODULES]
     return tuple(sorted(found, key=lambda one: one.order))
 
 
@@ -54,7 +54,7 @@ def extract_model_from_parallel(
     """
     from torch._dynamo.eval_frame import OptimizedModule  # no public name
 
-    from orc.runtime.precision import unwrap_forward
+    from orc.runtime.parallel.precision import unwrap_forward
 
     compiled: OptimizedModule | None = None
     inner: nn.Module | None = model

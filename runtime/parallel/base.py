@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from orc.runtime.handlers import DistributedDataParallelKwargs
+from orc.runtime.core.handlers import DistributedDataParallelKwargs
 from orc.runtime.parallel.base import Request
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 
 class NoSync:

@@ -9,7 +9,7 @@ from orc.runtime.parallel.base import Request
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.context import RunContext
+    from orc.runtime.core.context import RunContext
 
 
 class XlaReplicas:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orc.runtime.context import RunContext
-    from orc.runtime.enums import LoggerType
-    from orc.runtime.options import Options
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.enums import LoggerType
+    from orc.runtime.core.options import Options
     from orc.runtime.tracking.base import GeneralTracker
 
 
@@ -162,7 +162,7 @@ def _warn_early() -> None:
 
 
 def _check_names(argument: str, given: Mapping[str, Any], in_use: tuple[str, ...]) -> None:
-    from orc.runtime.enums import LoggerType
+    from orc.runtime.core.enums import LoggerType
 
     for name in given:
         if name not in in_use and name not in {*LoggerType}:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from orc.runtime.config import parse_bool
+from orc.runtime.core.config import parse_bool
 from orc.runtime.tracking.base import LibraryTracker, numbers, on_main_process, plain
 
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from orc.runtime.availability import is_package
-from orc.runtime.enums import LoggerType
+from orc.runtime.compat.availability import is_package
+from orc.runtime.core.enums import LoggerType
 from orc.runtime.tracking.aim import AimTracker
 from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
 from orc.runtime.tracking.clearml import ClearMLTracker

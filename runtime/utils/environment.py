@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from orc.runtime.numa import override_numa_affinity, set_numa_affinity
-from orc.runtime.patching import (
+from orc.runtime.compat.patching import (
     are_libraries_initialized,
     clear_environment,
     get_int_from_env,
@@ -13,6 +12,7 @@ from orc.runtime.patching import (
     purge_accelerate_environment,
     str_to_bool,
 )
+from orc.runtime.launch.numa import override_numa_affinity, set_numa_affinity
 
 __all__ = [
     "are_libraries_initialized",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orc.runtime.dist.collectives import broadcast, gather, pad_across_processes, reduce
-from orc.runtime.dist.objects import broadcast_object_list, gather_object
-from orc.runtime.dist.tree import (
+from orc.runtime.collectives.collectives import broadcast, gather, pad_across_processes, reduce
+from orc.runtime.collectives.objects import broadcast_object_list, gather_object
+from orc.runtime.collectives.tree import (
     concatenate,
     convert_to_fp32,
     find_batch_size,
@@ -13,8 +13,8 @@ from orc.runtime.dist.tree import (
     send_to_device,
     slice_tensors,
 )
-from orc.runtime.errors import DistributedOperationException
-from orc.runtime.precision import convert_outputs_to_fp32
+from orc.runtime.core.errors import DistributedOperationException
+from orc.runtime.parallel.precision import convert_outputs_to_fp32
 
 __all__ = [
     "DistributedOperationException",

@@ -27,7 +27,7 @@ import torch
 from harness import Row, report
 
 from orc.runtime import Accelerator
-from orc.runtime.checkpoint.manifest import content_problems, read_manifest
+from orc.runtime.checkpoint.format.manifest import content_problems, read_manifest
 
 ROUNDS = 7
 BUDGETS = {"save": 1.1, "load": 1.2, "stall": 1.5, "first stall": 1.5}

@@ -49,7 +49,7 @@ def loop(settings: dict[str, str]):
 
 
 def main() -> None:
-    from orc.runtime.context import reset_default
+    from orc.runtime.core.context import reset_default
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

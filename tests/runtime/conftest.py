@@ -119,6 +119,6 @@ def run_ranks():
 def fresh_context():
     """Every test starts without a process context and leaves none behind."""
     yield
-    context = sys.modules.get("orc.runtime.context")
+    context = sys.modules.get("orc.runtime.core.context")
     if context is not None:
         context.reset_default()

@@ -436,7 +436,7 @@ def test_a_model_is_wrapped_once(run_ranks):
 
 
 def test_settings_of_two_contexts_do_not_mix():
-    from tests.runtime.test_state import a_context
+    from tests.runtime.core.test_state import a_context
 
     one, two = a_context(), a_context()
     with use_context(one):

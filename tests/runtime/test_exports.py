@@ -16,7 +16,7 @@ def python(code):
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, orc.runtime, orc.runtime.config; print('torch' in sys.modules, len(dir(orc.runtime)) > 30)"
+    code = "import sys, orc.runtime, orc.runtime.core.config; print('torch' in sys.modules, len(dir(orc.runtime)) > 30)"
     assert python(code) == "False True"
 
 

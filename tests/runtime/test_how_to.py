@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orc.runtime.context import reset_default
+from orc.runtime.core.context import reset_default
 
 PAGES = Path(__file__).parents[2] / "docs/how-to"
 

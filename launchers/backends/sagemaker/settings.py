@@ -69,7 +69,7 @@ def _stock_version(value: Any) -> str:
 @Reader
 def _precision(value: Any) -> Any:
     """As the runtime has it."""
-    from orc.runtime.config import KEYS
+    from orc.runtime.core.config import KEYS
 
     return KEYS["mixed_precision"].parse(value)
 

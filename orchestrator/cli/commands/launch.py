@@ -62,7 +62,7 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     if options["module"] and options["no_python"]:
         raise click.UsageError("--module and --no-python exclude each other", click.get_current_context())
     from orc.launchers.foreground.launch import LocalLaunch, launch
-    from orc.runtime.config import to_env
+    from orc.runtime.core.config import to_env
 
     settings = {
         "mixed_precision": options["mixed_precision"],

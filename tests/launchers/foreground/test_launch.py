@@ -108,7 +108,7 @@ def test_the_runtime_is_importable_and_site_packages_shadows_nothing(script):
 
 def test_a_bare_interpreter_finds_the_runtime_too(script):
     bare = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
-    source = "import sys, orc.runtime.config as c; print(sys.prefix == sys.base_prefix, c.KEYS['seed'].name)"
+    source = "import sys, orc.runtime.core.config as c; print(sys.prefix == sys.base_prefix, c.KEYS['seed'].name)"
     done = run(script(source), python=bare)
     assert done.stdout == "True seed\n", done.stderr
 

@@ -104,14 +104,14 @@ def test_storing_again_writes_nothing(tree: Path, store: ContentStore, monkeypat
 
 def test_an_installed_runtime_can_be_stored_and_imported_from_its_tree(store: ContentStore) -> None:
     bundle = store.ingest(runtime_bundle())
-    code = "import orc.runtime.config as c; print(c.__file__)"
+    code = "import orc.runtime.core.config as c; print(c.__file__)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": str(store.tree_path(bundle.digest))},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == str(store.tree_path(bundle.digest) / "orc/runtime/config.py"), done.stderr
+    assert done.stdout.strip() == str(store.tree_path(bundle.digest) / "orc/runtime/core/config.py"), done.stderr
     # Python has left byte code beside the sources by now; that is no damage.
     assert list(store.tree_path(bundle.digest).rglob("*.pyc"))
     assert store.verify(bundle.digest) == []

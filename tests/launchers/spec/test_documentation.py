@@ -16,7 +16,7 @@ from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, load_clusters
 from orc.launchers.spec.grammar import DERIVED_ENV
 from orc.launchers.spec.options import keys_of, section_at
-from orc.runtime.config import JOB_KEYS
+from orc.runtime.core.config import JOB_KEYS
 
 _OF_HOSTS = (ssh_settings.Options, ssh_settings.Host, ssh_settings.JobOptions)
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from orc.launchers.ids import JOB_ID, new_job_id
 from orc.launchers.spec import JobSpec, Launcher, Resources, load_job
-from orc.runtime.config import JOB_KEYS
+from orc.runtime.core.config import JOB_KEYS
 
 
 def test_the_smallest_job(job_files: Any) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator, ProjectConfiguration
-from orc.runtime.context import reset_default
+from orc.runtime.core.context import reset_default
 
 
 class Run:

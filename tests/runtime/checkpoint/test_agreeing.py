@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from orc.runtime.board import ANSWER_S, BoardError, BoardTimeout, LocalBoard
-from orc.runtime.checkpoint import meeting as module
-from orc.runtime.checkpoint import relay
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.meeting import Meeting, agree_on_no_error, see_off
+from orc.runtime.checkpoint.replication import meeting as module
+from orc.runtime.checkpoint.replication import relay
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, see_off
+from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout, LocalBoard
 
 
 class Board(LocalBoard):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, ProjectConfiguration
-from orc.runtime.checkpoint import durable
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.manifest import read_manifest
-from orc.runtime.checkpoint.ownership import FILE
-from orc.runtime.checkpoint.staging import Stage
-from orc.runtime.context import reset_default
+from orc.runtime.checkpoint.format.manifest import read_manifest
+from orc.runtime.checkpoint.state.ownership import FILE
+from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.storage import durable
+from orc.runtime.core.context import reset_default
 
 
 def listed(directory):
@@ -123,7 +123,7 @@ def test_the_copy_keeps_ties_types_and_layout_and_its_memory_is_used_again():
 
 FORKING = """
 import os, resource, torch
-from orc.runtime.checkpoint.staging import Stage
+from orc.runtime.checkpoint.state.staging import Stage
 torch.set_num_threads(1)
 state = {"weight": torch.ones(2_000_000)}
 stage = Stage()

@@ -12,7 +12,7 @@ def kill_everywhere(root, numbered, swaps):
     import torch
 
     from orc.runtime import Accelerator, ProjectConfiguration
-    from orc.runtime.checkpoint import durable
+    from orc.runtime.checkpoint.storage import durable
 
     os.fsync = lambda fd: None  # what a killed process has written stays; hundreds of these take minutes on a busy disk
     if not swaps:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from orc.runtime import Accelerator
-from orc.runtime.context import reset_default
+from orc.runtime.core.context import reset_default
 
 STEPS = 6  # per epoch
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from orc.runtime.board import BoardError, LocalBoard
-from orc.runtime.checkpoint import relay as relay_module
-from orc.runtime.checkpoint import replicas, sites
-from orc.runtime.checkpoint.durable import HashingFile, checksum, write_file
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.manifest import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.relay import Relay
-from orc.runtime.checkpoint.replicas import complete, provide
-from orc.runtime.checkpoint.sites import MARK, Sites, Survey
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.replication import relay as relay_module
+from orc.runtime.checkpoint.replication import replicas, sites
+from orc.runtime.checkpoint.replication.relay import Relay
+from orc.runtime.checkpoint.replication.replicas import complete, provide
+from orc.runtime.checkpoint.replication.sites import MARK, Sites, Survey
+from orc.runtime.checkpoint.storage.durable import HashingFile, checksum, write_file
+from orc.runtime.collectives.board import BoardError, LocalBoard
 
 
 def said(act, kind=CheckpointError):

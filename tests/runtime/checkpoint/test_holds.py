@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from orc.runtime.checkpoint import ownership
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.ownership import FILE, Owner, Ownership, disown, forget_dead, own, release_all
+from orc.runtime.checkpoint.state import ownership
+from orc.runtime.checkpoint.state.ownership import FILE, Owner, Ownership, disown, forget_dead, own, release_all
 
 HERE = socket.gethostname()
 OTHER = {"run": "other", "host": "node7", "pid": 12, "job": "job tides", "since": 0.0}

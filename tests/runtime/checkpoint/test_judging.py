@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.fit import decides_itself, load_tentatively, position_problem, problem
+from orc.runtime.checkpoint.state.fit import decides_itself, load_tentatively, position_problem, problem
 
 
 class OwnLoad(nn.Linear):

@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from orc.runtime.checkpoint import load, rng
-from orc.runtime.checkpoint.copying import Copies
-from orc.runtime.checkpoint.durable import FileRecord, write_file
+from orc.runtime.checkpoint import load
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.load import Verified, read_weights, verified, verify
-from orc.runtime.checkpoint.manifest import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.remote import Remote
-from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.checkpoint.replication.sites import Sites
+from orc.runtime.checkpoint.state import rng
+from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
+from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.data.plan import PositionError
 
 PATIENCE = 3600.0

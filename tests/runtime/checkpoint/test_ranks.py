@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator, InitProcessGroupKwargs, ProjectConfiguration, RunContext, use_context
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.ownership import FILE
+from orc.runtime.checkpoint.state.ownership import FILE
 
 
 def listed(directory):
@@ -209,7 +209,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path, run_ran
         accelerator = build(root)[0]
         accelerator.save_state()
         if accelerator.process_index == 1:
-            from orc.runtime.checkpoint import durable
+            from orc.runtime.checkpoint.storage import durable
 
             def full(fd, data):
                 raise OSError(28, "No space left on device")
@@ -340,8 +340,8 @@ def test_several_accelerators_of_one_run_save_and_load_one_after_the_other(tmp_p
 
 def test_meetings_keep_the_store_small_and_in_step(run_ranks):
     def meet():
-        from orc.runtime.checkpoint.meeting import Meeting
-        from orc.runtime.context import current_context
+        from orc.runtime.checkpoint.replication.meeting import Meeting
+        from orc.runtime.core.context import current_context
 
         context = current_context()
         meeting = Meeting(context, timeout_s=60)

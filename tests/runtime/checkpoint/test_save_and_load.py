@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, ProjectConfiguration
-from orc.runtime.checkpoint import durable
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.manifest import NAME, read_manifest
-from orc.runtime.checkpoint.ownership import FILE
-from orc.runtime.config import ConfigError
-from orc.runtime.context import reset_default
+from orc.runtime.checkpoint.format.manifest import NAME, read_manifest
+from orc.runtime.checkpoint.state.ownership import FILE
+from orc.runtime.checkpoint.storage import durable
+from orc.runtime.core.config import ConfigError
+from orc.runtime.core.context import reset_default
 
 
 def names(directory):
@@ -428,7 +428,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path, make_r
             raise OSError(28, "No space left on device")
         return real(fd, data)
 
-    monkeypatch.setattr("orc.runtime.checkpoint.durable.os.write", full)
+    monkeypatch.setattr("orc.runtime.checkpoint.storage.durable.os.write", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.accelerator.save_state(tmp_path / "s")
     monkeypatch.undo()

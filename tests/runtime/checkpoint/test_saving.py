@@ -14,17 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load as load_tensors
 
-from orc.runtime.checkpoint import ownership, pickled, save
-from orc.runtime.checkpoint.destination import LocalDestination, RemoteDestination
-from orc.runtime.checkpoint.durable import FileRecord
+from orc.runtime.checkpoint import save
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.manifest import Manifest, read_manifest
-from orc.runtime.checkpoint.naming import CheckpointRoot
-from orc.runtime.checkpoint.ownership import FILE
-from orc.runtime.checkpoint.remote import Remote, RemoteRoot
-from orc.runtime.checkpoint.remote import read_manifest as read_remote
+from orc.runtime.checkpoint.format import pickled
+from orc.runtime.checkpoint.format.manifest import Manifest, read_manifest
+from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.save import Opened, Progress, SaveRequest, attempt, capture, looks, open_destination, write
-from orc.runtime.checkpoint.sites import Sites
+from orc.runtime.checkpoint.state import ownership
+from orc.runtime.checkpoint.state.ownership import FILE
+from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteDestination
+from orc.runtime.checkpoint.storage.durable import FileRecord
+from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
+from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 
 ALONE = Sites(0, (0,))
 

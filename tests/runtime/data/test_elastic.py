@@ -15,10 +15,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from orc.runtime.context import GradientRecord, RunContext
+from orc.runtime.core.context import GradientRecord, RunContext
 from orc.runtime.data.plan import IndexPlan, PositionError
 from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
-from orc.runtime.environment import detect
+from orc.runtime.launch.environment import detect
 
 LENGTH = 203
 WORLDS = (4, 3, 2, 4)  # hosts: one is lost, another, and two join

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from orc.runtime.context import GradientRecord, RunContext
+from orc.runtime.core.context import GradientRecord, RunContext
 from orc.runtime.data import (
     BatchSamplerShard,
     DataLoaderAdapter,
@@ -19,7 +19,7 @@ from orc.runtime.data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from orc.runtime.environment import detect
+from orc.runtime.launch.environment import detect
 
 
 def context():

@@ -16,12 +16,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from orc.runtime.context import GradientRecord, RunContext
+from orc.runtime.core.context import GradientRecord, RunContext
 from orc.runtime.data.loader import DataLoaderShard
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
 from orc.runtime.data.samplers import SeedableRandomSampler
-from orc.runtime.environment import detect
+from orc.runtime.launch.environment import detect
 
 
 def context(rank=0, world=1):

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from orc.runtime.context import current_context
+from orc.runtime.core.context import current_context
 from orc.runtime.data import prepare_data_loader
 
 pytestmark = pytest.mark.distributed

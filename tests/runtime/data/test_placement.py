@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from orc.runtime import Accelerator
-from orc.runtime.context import GradientRecord, RunContext, current_context
+from orc.runtime.collectives import send_to_device
+from orc.runtime.core.context import GradientRecord, RunContext, current_context
 from orc.runtime.data import prepare_data_loader
-from orc.runtime.dist import send_to_device
-from orc.runtime.environment import detect
+from orc.runtime.launch.environment import detect
 
 META = torch.device("meta")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from orc.runtime.context import current_context
+from orc.runtime.core.context import current_context
 from orc.runtime.data import prepare_data_loader
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ def exchange():
     import torch_xla
 
     from orc.runtime import Accelerator
-    from orc.runtime.dist import broadcast
+    from orc.runtime.collectives import broadcast
 
     accelerator = Accelerator()
     rank = accelerator.process_index

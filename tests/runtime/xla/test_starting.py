@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from orc.runtime import xla
-from orc.runtime.errors import LaunchError
+from orc.runtime.core.errors import LaunchError
+from orc.runtime.engine import xla
 
 
 def who():
@@ -31,7 +31,7 @@ def who():
 
 def refused():
     from orc.runtime import Accelerator
-    from orc.runtime.errors import LaunchError
+    from orc.runtime.core.errors import LaunchError
 
     try:
         Accelerator()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orc.launchers.errors import BackendError
 from orc.launchers.remote.files import read_range, write_file
-from orc.runtime.names import safe_relative_name
+from orc.runtime.core.names import safe_relative_name
 
 
 class LocalStorage:

@@ -1,0 +1,1 @@
+"""Format of a checkpoint: names, layout, manifest, checksums and the two file formats of weights."""

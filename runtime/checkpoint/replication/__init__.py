@@ -1,0 +1,1 @@
+"""Replication of checkpoints between machines without a shared file system."""

@@ -1,0 +1,181 @@
+"""Meetings: the ranks of a save or load agree over the board, with a time-out that names the missing ranks.
+
+A collective would hang when one rank does not come (``if accelerator.is_main_process: accelerator.save_state()``), and
+its error would name no rank. A meeting costs two small messages per rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
+from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout
+
+if TYPE_CHECKING:
+    from orc.runtime.checkpoint.replication.relay import Relay
+    from orc.runtime.collectives.board import Board
+    from orc.runtime.core.context import RunContext
+
+_series: WeakKeyDictionary[RunContext, Counter[str]] = WeakKeyDictionary()
+Verdict = Callable[[list[Any]], Any]
+PATIENCE_S = 600.0
+FAREWELL_S = 5.0
+
+
+class Meeting:
+    """The meetings of one process with its peers, in the same order on all of them.
+
+    timeout_s:
+        How long to wait for ranks that have not come, in seconds.
+    name:
+        Of this series of meetings; series of different names run beside each other, each in a thread of its own. Those
+        of one name are told apart by their order, which is the same on all ranks.
+    """
+
+    def __init__(self, context: RunContext, timeout_s: float | None = None, name: str = "meeting") -> None:
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
+        self._given = context.store
+        # Another Accelerator of this run must not find what this one has left on the board.
+        series = _series.setdefault(context, Counter())
+        series[name] += 1
+        self._name = f"{name}/{series[name]}"
+        self._store: Board | None = None
+        self._count = 0
+        self._relays = 0
+        self._runs_apart = bool(context.key)  # each rank in a process of its own
+
+    def hold(self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None) -> Any:
+        """Every rank brings *value* (JSON-able); rank 0 applies *verdict* to all values; every rank gets its result.
+
+        *verdict* raises `CheckpointError` to make every rank raise it.
+
+        Raises:
+            CheckpointError: the verdict's, or the names of the ranks that did not come within the time-out.
+        """
+        if self.world_size == 1:
+            return verdict([value])
+        store = self._connect()
+        self._count += 1
+        prefix = f"orc/{self._name}/{self._count}/"
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        if self.rank != 0:
+            try:
+                store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
+                store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
+                failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
+            except BoardTimeout as error:
+                raise RankMissing(
+                    f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
+                    f"every rank must call it ({error})"
+                ) from None
+            except BoardError as error:
+                raise RankMissing(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
+            with suppress(BoardError):  # rank 0 may wait for it, but not for ever
+                store.set(f"{prefix}left/{self.rank}", "")
+            if failed is not None:
+                raise (RankMissing if absent else CheckpointError)(failed)
+            return result
+        failed, result, absent = None, None, False
+        store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
+        try:
+            result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s))
+        except CheckpointError as error:
+            failed, absent = str(error), isinstance(error, RankMissing)
+            raise
+        except BaseException as error:
+            failed, absent = f"{what}: rank 0 failed: {type(error).__name__}: {error}", True
+            raise
+        finally:
+            store.set(f"{prefix}verdict", json.dumps([failed, result, absent]))
+            if self._runs_apart:
+                came = [rank for rank in range(1, self.world_size) if store.check([f"{prefix}{rank}"])]
+                _unread[id(store), self._name] = store, [f"{prefix}left/{rank}" for rank in came]
+            self._forget(store, self._count - 2)
+        return result
+
+    def _collect(self, store: Board, prefix: str, what: str, deadline: float, patience: float) -> list[Any]:
+        keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
+        try:
+            store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except BoardTimeout:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                names = ", ".join(map(str, missing))
+                raise RankMissing(
+                    f"{what}: {'rank' if len(missing) == 1 else 'ranks'} {names} of {self.world_size} did not come "
+                    f"within {patience:g} s. Every rank must call it; do not put it under is_main_process"
+                ) from None
+        said = [json.loads(data) for data in store.multi_get(keys)]
+        others = {f"rank {rank}: {name}" for rank, (name, _) in enumerate(said) if name != what}
+        if others:
+            raise RankMissing(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
+        return [value for _, value in said]
+
+    def _forget(self, store: Board, number: int) -> None:
+        # Everybody who is at meeting n has left meeting n - 1 with its verdict, so n - 2 is read by nobody.
+        if number > 0:
+            ranks = range(self.world_size)
+            for name in (*map(str, ranks), *(f"left/{rank}" for rank in ranks[1:]), "verdict"):
+                store.delete_key(f"orc/{self._name}/{number}/{name}")
+
+    def relay(self) -> Relay:
+        """A way to send files; all ranks ask for it, at the same place between two meetings."""
+        from orc.runtime.checkpoint.replication.relay import Relay
+
+        self._relays += 1
+        return Relay(self._connect(), f"orc/{self._name}/relay/{self._relays}/", self.timeout_s)
+
+    def part(self, timeout_s: float = 10.0) -> None:
+        """The last word before a process may exit: rank 0, whose process holds the board, leaves last."""
+        if self.world_size == 1:
+            return
+        store = self._connect()
+        self._count += 1
+        prefix = f"orc/{self._name}/{self._count}/"
+        with suppress(BoardError):  # whoever did not come will not read anything either
+            if self.rank != 0:
+                store.set(f"{prefix}{self.rank}", "")
+            else:
+                store.wait([f"{prefix}{rank}" for rank in range(1, self.world_size)], timedelta(seconds=timeout_s))
+                _unread.pop((id(store), self._name), None)  # who parts has read the last verdict
+                self._forget(store, self._count - 1)
+
+    def _connect(self) -> Board:
+        # A connection of our own: a wait blocks everybody else on the same one.
+        if self._store is None:
+            if self._given is None:
+                raise CheckpointError("saving and loading with several processes needs the board of their run")
+            self._store = self._given.clone(max(ANSWER_S, self.timeout_s))
+        return self._store
+
+
+def agree_on_no_error(errors: list[Any]) -> None:
+    """A verdict: fine when every rank brings `None`, otherwise the error with all of their texts."""
+    texts = {f"rank {rank}: {text}" if len(errors) > 1 else str(text) for rank, text in enumerate(errors) if text}
+    if texts:
+        raise CheckpointError("; ".join(sorted(texts)))
+
+
+def see_off(timeout_s: float = FAREWELL_S) -> None:
+    """On rank 0, whose process holds the board: wait until the others have read the last verdicts."""
+    deadline = time.monotonic() + timeout_s
+    while _unread:
+        _, (store, left) = _unread.popitem()
+        with suppress(BoardError):  # whoever is gone reads nothing
+            store.wait(left, timedelta(seconds=max(deadline - time.monotonic(), 0)))
+
+
+_unread: dict[tuple[int, str], tuple[Board, list[str]]] = {}  # where a verdict was given, and who says that it was read
+atexit.register(see_off)
+os.register_at_fork(after_in_child=_unread.clear)  # a worker has nobody to wait for

@@ -1,0 +1,83 @@
+"""The state of every random number generator of a process, as plain values and tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orc.runtime.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from orc.runtime.engine.xla import Xla
+
+
+def capture(xla: Xla | None = None) -> dict[str, Any]:
+    """Python's, NumPy's (if installed), torch's and the accelerators' generators; *xla*'s where there is one."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": (version, tuple(internal), gauss), "torch": torch.get_rng_state()}
+    try:
+        import numpy as np
+    except ImportError:
+        pass
+    else:
+        legacy: tuple[Any, ...] = tuple(np.random.get_state(legacy=True))
+        name, keys, position, has_gauss, cached = legacy
+        state["numpy"] = (
+            str(name),
+            torch.from_numpy(keys.astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        )
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    if xla is not None:
+        state["xla"] = xla.rng_state()
+    return state
+
+
+def restore(state: Mapping[str, Any], device: torch.device, xla: Xla | None = None) -> None:
+    """Put every generator of *state* where it was.
+
+    Raises:
+        CheckpointError: a generator cannot be restored; training would go on with other random numbers.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            import numpy as np
+
+            name, keys, position, has_gauss, cached = state["numpy"]
+            np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        if torch.cuda.is_available():
+            if "cuda" not in state:
+                raise CheckpointError("it was saved without a GPU")
+            if len(state["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(state["cuda"])
+            else:  # each process saw only its own GPU, here or there
+                torch.cuda.set_rng_state(state["cuda"][min(device.index or 0, len(state["cuda"]) - 1)], device)
+        if "mps" in state and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(state["mps"])
+        if xla is not None:
+            if "xla" not in state:
+                raise CheckpointError("it was saved without torch_xla")
+            xla.set_rng_state(state["xla"])
+    except CheckpointError:
+        raise
+    except Exception as error:  # a state may hold anything
+        raise CheckpointError(f"random number generators cannot be restored: {error}") from error
+
+
+def reseed(checkpoint_id: str, rank: int) -> None:
+    """Seeds for a rank that did not exist when the checkpoint was written: a function of checkpoint and rank."""
+    from orc.runtime.train.seeding import set_seed
+
+    set_seed(int.from_bytes(hashlib.sha256(f"{checkpoint_id}/{rank}".encode()).digest()[:4], "big"))

@@ -1,0 +1,1 @@
+"""Storage of checkpoints: local disks, object stores and the durable commit on them."""

@@ -1,0 +1,256 @@
+"""Destinations of a save: the place of its files, and the step that makes them a checkpoint there."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest, foreign_entries, locate
+from orc.runtime.checkpoint.state.ownership import Ownership, disown, own
+from orc.runtime.checkpoint.storage import remote
+from orc.runtime.checkpoint.storage.durable import (
+    FileRecord,
+    Hashing,
+    HashingFile,
+    checksum,
+    keep_entries,
+    publish,
+    remove_tree,
+    temporary_name,
+    write_file,
+)
+from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteFile
+
+
+class Destination(ABC):
+    """The files of one save, as one rank creates and commits them.
+
+    Attributes:
+        target: the directory of the checkpoint.
+        leads: this rank prepares and commits, and writes what all ranks share.
+    """
+
+    target: Place
+    leads: bool
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make it ready to be written to; on the leading rank, before any other writes."""
+
+    @abstractmethod
+    def check_visible(self) -> None:
+        """Raise `CheckpointError` when what the leading rank prepared cannot be seen from here."""
+
+    @abstractmethod
+    def hook_directory(self) -> Path:
+        """A local directory for files that hooks write."""
+
+    @abstractmethod
+    def hook_files(self) -> dict[str, FileRecord]:
+        """Return the records of the files that hooks wrote there and that this rank adds to the checkpoint."""
+
+    @abstractmethod
+    def create(self, name: str) -> Hashing:
+        """A new file of the checkpoint."""
+
+    def present(self) -> list[str]:
+        """Names of the files that are there; where each site has a checkpoint of its own."""
+        raise NotImplementedError
+
+    def path(self) -> Path:
+        """The local directory that they are in."""
+        raise NotImplementedError
+
+    def seal(self, manifest: Manifest) -> None:  # noqa: B027 - there may be nothing to do before the last step
+        """Do all of the commit but its last step; on the leading rank, when all have written."""
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> None:
+        """Make it a checkpoint, in one step; on the leading rank, after `seal`."""
+
+    def keep(self) -> None:  # noqa: B027 - what was written may lie where nobody removes it
+        """It is a checkpoint: `abandon` takes nothing of it away any more; on every rank, after `commit`."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """The save failed: leave nothing behind."""
+
+
+class LocalDestination(Destination):
+    """A temporary directory beside the target, which one rename puts in its place.
+
+    site:
+        This site's number where every one writes a checkpoint of its own.
+    numbered:
+        It is one of a series, whose folder belongs to this run until it ends; a directory by itself only during a save.
+    """
+
+    def __init__(self, target: Path, token: str, leads: bool, site: int | None, *, numbered: bool = False) -> None:
+        self.target: Path = target
+        self.leads = leads
+        self._site = site
+        self._numbered = numbered
+        self._owned: Ownership | None = None
+        self._temporary = temporary_name(target, "" if site is None else f"site-{site}")
+        self._mark = f".saving-{token}"  # shows that this directory was made for this save
+
+    def prepare(self) -> None:
+        """Make the temporary directory."""
+        target = self.target
+        if target == Path.cwd() or target in Path.cwd().parents:
+            raise CheckpointError(f"{target} is the current directory or above it; save to a directory of its own")
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = "" if self._site is None else f"-site-{self._site}"
+        self._owned = own(target.parent, part if self._numbered else f"-{target.name}{part}")
+        remove_tree(self._temporary)
+        self._temporary.mkdir()
+        (self._temporary / self._mark).touch()
+
+    def check_visible(self) -> None:
+        """The directory must be one that all ranks share."""
+        if not self._temporary.is_dir():
+            raise CheckpointError(
+                f"{self._temporary} was made by another rank and cannot be seen from here: checkpoints of several "
+                "machines need a directory that all of them share; where they have none, leave "
+                "ORC_CHECKPOINT_SHARED at auto"
+            )
+
+    def hook_directory(self) -> Path:
+        """The directory that becomes the checkpoint."""
+        return self._temporary
+
+    def hook_files(self) -> dict[str, FileRecord]:
+        """They are there already; the commit finds them."""
+        return {}
+
+    def create(self, name: str) -> Hashing:
+        """On disk when closed."""
+        return HashingFile(self._temporary / name)
+
+    def present(self) -> list[str]:
+        """Return the names of the files that this site's ranks and their hooks have written."""
+        return sorted(entry.name for entry in self._temporary.iterdir() if entry.is_file() and entry.name != self._mark)
+
+    def path(self) -> Path:
+        """The temporary directory."""
+        return self._temporary
+
+    def seal(self, manifest: Manifest) -> None:
+        """Write the manifest."""
+        target, temporary = self.target, self._temporary
+        if self._site is not None and len(list(target.parent.glob(f"{target.name}.*.tmp/{self._mark}"))) > 1:
+            raise CheckpointError(
+                f"a checkpoint was to be written on every machine, but several machines share {target.parent}: "
+                "turn save_on_each_node off, leave ORC_CHECKPOINT_SHARED at auto, or save to a local disk"
+            )
+        present = {entry.name for entry in temporary.iterdir()}
+        unseen = sorted(set(manifest.files) - present)
+        if unseen:
+            raise CheckpointError(
+                f"{', '.join(unseen)} of other ranks cannot be seen in {temporary} from the rank that commits: "
+                "checkpoints of several machines need a directory that all of them share; where they have none, leave "
+                "ORC_CHECKPOINT_SHARED at auto"
+            )
+        (temporary / self._mark).unlink()
+        # What hooks wrote is part of the checkpoint too.
+        hooked = {
+            name: checksum(temporary / name) for name in present - set(manifest.files) if (temporary / name).is_file()
+        }
+        manifest = replace(manifest, files={**manifest.files, **hooked})
+        current = locate(target)
+        if current.exists():
+            keep_entries(current, temporary, foreign_entries(current))
+        write_file(temporary / NAME, manifest.to_json())
+
+    def commit(self, manifest: Manifest) -> None:
+        """Rename."""
+        assert self._owned is not None
+        self._owned.check()
+        publish(self._temporary, self.target)
+        self._disown()
+
+    def abandon(self) -> None:
+        """Remove the temporary directory."""
+        if self.leads and self._owned is not None:  # else it may be another run's
+            remove_tree(self._temporary)
+            self._disown()
+
+    def _disown(self) -> None:
+        if self._owned is not None and not self._numbered:
+            disown(self._owned)
+
+
+class RemoteDestination(Destination):
+    """Objects written under their final names, or a new *prefix* where a checkpoint is; the manifest comes last."""
+
+    def __init__(self, target: Remote, prefix: str, leads: bool) -> None:
+        self.target: Remote = target
+        self.leads = leads
+        self._prefix = prefix
+        self._spool: Path | None = None
+        self._created: list[Remote] = []
+
+    def prepare(self) -> None:
+        """Make the directory, on stores that have directories; what is wrong with the store shows here."""
+        self.target.make_directory()
+
+    def check_visible(self) -> None:
+        """Every rank reaches the store by itself."""
+        _ = self.target.system
+
+    def hook_directory(self) -> Path:
+        """A local directory whose files are uploaded."""
+        if self._spool is None:
+            self._spool = Path(tempfile.mkdtemp(prefix="orc-checkpoint-"))
+        return self._spool
+
+    def hook_files(self) -> dict[str, FileRecord]:
+        """Upload them."""
+        if self._spool is None:
+            return {}
+        records = {}
+        for path in sorted(self._spool.iterdir()):
+            if path.is_file():
+                records[path.name] = remote.upload(path, self._object(path.name))
+        shutil.rmtree(self._spool)
+        self._spool = None
+        return records
+
+    def create(self, name: str) -> Hashing:
+        """There when closed."""
+        return RemoteFile(self._object(name))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Put the manifest in place, then remove the files of the one that was there."""
+        manifest = replace(manifest, prefix=self._prefix)
+        lines = remote.problems(self.target, manifest)
+        if lines:
+            raise CheckpointError(f"{self.target} does not hold what was just written: {'; '.join(lines)}")
+        before = remote.read_manifest(self.target) if self._prefix else None
+        (self.target / NAME).replace(manifest.to_json())
+        self.keep()
+        if before is not None:
+            for name in before.files:
+                (self.target / (before.prefix + name)).remove()
+
+    def keep(self) -> None:
+        """Forget what this rank has written."""
+        self._created.clear()
+
+    def abandon(self) -> None:
+        """Remove what this rank has written."""
+        if self._spool is not None:
+            shutil.rmtree(self._spool, ignore_errors=True)
+        for one in self._created:
+            one.remove()
+
+    def _object(self, name: str) -> Remote:
+        one = self.target / (self._prefix + name)
+        self._created.append(one)
+        return one

@@ -1,0 +1,225 @@
+"""Files that are on disk when we say so, and directories that change in one step.
+
+Everything here goes through functions of `os`, one system call at a time, so that tests can stop the process at each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK, DEFAULT
+
+# Bytes per system call: the checksum finds them in the cache, and larger writes to new files are several times slower.
+_CHUNK = 256 * 1024
+_READ = 1024 * 1024  # bytes per system call when reading
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes of one file and the checksum of each of its blocks of `BLOCK` bytes, as a manifest records them."""
+
+    size: int
+    sums: tuple[int, ...]
+
+
+class Hashing:
+    """A new file, written front to back and checksummed on the way. Subclasses say where the bytes go."""
+
+    chunk = _CHUNK
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._failure: OSError | None = None
+        self._sums: list[int] = []
+        self._sum = ALGORITHMS[DEFAULT]()
+        self._left = BLOCK
+
+    def _put(self, data: memoryview) -> int:
+        """Write some of *data*; how much."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Everything is written: make it last."""
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        """It will not be finished."""
+        raise NotImplementedError
+
+    def write(self, data: Any) -> int:
+        """Append *data* (bytes-like); returns its length."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            try:
+                written = self._put(view[at : at + min(self.chunk, self._left)])
+            except OSError as error:
+                self._failure = error
+                raise
+            self._sum.update(view[at : at + written])
+            at += written
+            self._left -= written
+            if self._left == 0:
+                self._sums.append(self._sum.value())
+                self._sum, self._left = ALGORITHMS[DEFAULT](), BLOCK
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def close(self) -> FileRecord:
+        """Make everything durable; what the manifest is to say."""
+        self._finish()
+        if self._left < BLOCK:
+            self._sums.append(self._sum.value())
+        return FileRecord(self.size, tuple(self._sums))
+
+    def abandon(self) -> None:
+        """Close without a promise, after an error. Raises the reason where `torch.save` has hidden it."""
+        self._drop()
+        if self._failure is not None:
+            raise self._failure
+
+
+class HashingFile(Hashing):
+    """On a local or mounted file system; on disk after `close`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def _put(self, data: memoryview) -> int:
+        return os.write(self._fd, data)
+
+    def _finish(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _drop(self) -> None:
+        os.close(self._fd)
+
+
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """A new durable file at *path* that holds *data*."""
+    file = HashingFile(path)
+    try:
+        file.write(data)
+    except BaseException:
+        file.abandon()
+        raise
+    return file.close()
+
+
+def checksum(path: Path) -> FileRecord:
+    """Size and checksums of an existing file."""
+    size = path.stat().st_size
+    return FileRecord(size, tuple(block_sum(path, start) for start in range(0, size, BLOCK)))
+
+
+def block_sum(path: Path, start: int, algorithm: str = DEFAULT) -> int:
+    """The checksum of the block of *path* that starts at byte *start*."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Small enough to stay in the cache; a mapping of the file would cost more, and break when the file is cut off.
+        buffer = memoryview(bytearray(_READ))
+        total, at, end = ALGORITHMS[algorithm](), start, start + BLOCK
+        while at < end and (count := os.preadv(fd, [buffer[: end - at]], at)):
+            total.update(buffer[:count])
+            at += count
+        return total.value()
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in the directory *path* durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; `False` where the file system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # not this C library
+        return False
+    result = call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    if result == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Make the complete directory *temporary* be *target*, replacing what was there.
+
+    At every moment either the old or the new content is at *target*, or, only where the file system cannot swap names,
+    the old content is at `replaced_name`, where readers look too.
+    """
+    sync_directory(temporary)
+    replaced = replaced_name(target)
+    if not target.exists():
+        temporary.rename(target)
+        sync_directory(target.parent)
+    elif exchange(temporary, target):
+        sync_directory(target.parent)
+        remove_tree(temporary)
+    else:
+        remove_tree(replaced)
+        target.rename(replaced)
+        temporary.rename(target)
+        sync_directory(target.parent)
+    remove_tree(replaced)
+
+
+def temporary_name(target: Path, author: str = "") -> Path:
+    """Return the path at which the next content of *target* is put together, by *author* where there are several."""
+    return target.with_name(f"{target.name}.{author}.tmp" if author else f"{target.name}.tmp")
+
+
+def replaced_name(target: Path) -> Path:
+    """Return the path of the old content of *target* during its replacement, if names cannot be swapped."""
+    return target.with_name(f"{target.name}.replaced")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that may or may not be there; of a link only the link, and what else has its name too."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def keep_entries(source: Path, target: Path, names: set[str]) -> None:
+    """Give the entries *names* of *source* a second name in *target*: they are not ours to lose."""
+    for name in sorted(names):
+        origin, copy = source / name, target / name
+        if copy.exists():
+            continue
+        if origin.is_dir() and not origin.is_symlink():
+            shutil.copytree(origin, copy, symlinks=True, copy_function=_link)
+        else:
+            _link(origin, copy)
+
+
+def _link(source: Any, target: Any) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)

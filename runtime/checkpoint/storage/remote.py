@@ -1,0 +1,261 @@
+"""Checkpoints on object stores: ``s3://bucket/run`` through boto3, all others (``gs://...``) through fsspec's drivers.
+
+Such stores have no rename, but one object appears complete or not at all. So the manifest is the commit: it is
+written last, and files without it are no checkpoint. A checkpoint that is saved again gets its new files under a new
+prefix; the new manifest takes the place of the old one, and only then do the old files go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest
+from orc.runtime.checkpoint.format.naming import NUMBERED
+from orc.runtime.checkpoint.storage import s3
+from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
+
+_READ = 4 * 1024 * 1024  # bytes per read
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A directory of an object store."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @cached_property
+    def system(self) -> tuple[Any, str]:
+        """The file system, and the path in it. Raises `CheckpointError` when there is no driver."""
+        try:
+            return _open(self.url)
+        except (ImportError, ValueError, OSError) as error:
+            raise CheckpointError(f"{self.url} cannot be opened: {error}") from None
+
+    def make_directory(self) -> None:
+        """For stores that have directories (SFTP, HDFS); others ignore it."""
+        system, path = self.system
+        # Some stores look whether the bucket is there, which a role that may only write objects may not.
+        with suppress(PermissionError):
+            system.makedirs(path, exist_ok=True)
+
+    def read(self) -> bytes:
+        """The whole object."""
+        system, path = self.system
+        system.invalidate_cache()
+        return bytes(system.cat_file(path))
+
+    def replace(self, data: bytes) -> None:
+        """Make the object be *data*, in one step."""
+        system, path = self.system
+        system.pipe_file(path, data)
+
+    def remove(self) -> None:
+        """Remove the object, if it is there."""
+        system, path = self.system
+        if system.exists(path):
+            system.rm_file(path)
+
+    def remove_tree(self) -> None:
+        """Remove everything below; the manifest first, so that no half of it looks whole."""
+        (self / NAME).remove()
+        system, path = self.system
+        if system.exists(path):
+            system.rm(path, recursive=True)
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
+        """Bytes of the objects *names* below; `None` for what is not there."""
+        system, path = self.system
+        system.invalidate_cache()
+        found: dict[str, int | None] = {}
+        for name in names:
+            try:
+                found[name] = int(system.info(f"{path}/{name}")["size"])
+            except FileNotFoundError:
+                found[name] = None
+        return found
+
+    def entries(self) -> list[str]:
+        """Names directly below."""
+        system, path = self.system
+        system.invalidate_cache()
+        try:
+            return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+
+
+def _open(url: str) -> tuple[Any, str]:
+    if urlsplit(url).scheme in s3.SCHEMES:
+        return s3.open_url(url)
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError("it needs fsspec: pip install fsspec") from None
+    system, path = fsspec.core.url_to_fs(url)
+    return system, str(path)
+
+
+Place = Path | Remote
+
+
+def place(text: object) -> Place:
+    """A `Path` for what is one, also in the form ``file:///...``; else a `Remote`."""
+    name = str(text)
+    if "://" not in name:
+        return Path(name)
+    parts = urlsplit(name)
+    return Path(unquote(parts.path)) if parts.scheme in ("file", "local") else Remote(name)
+
+
+class RemoteFile(Hashing):
+    """A new object; it is there after `close`."""
+
+    chunk = BLOCK
+
+    def __init__(self, remote: Remote) -> None:
+        super().__init__()
+        system, path = remote.system
+        self._file: Any = system.open(path, "wb")
+
+    def _put(self, data: memoryview) -> int:
+        self._file.write(data)
+        return len(data)
+
+    def _finish(self) -> None:
+        self._file.close()
+
+    def _drop(self) -> None:
+        # Closing would make half of it appear.
+        if hasattr(self._file, "discard"):
+            self._file.discard()
+        self._file.closed = True
+
+
+def upload(path: Path, remote: Remote) -> FileRecord:
+    """Copy a local file."""
+    target = RemoteFile(remote)
+    try:
+        with path.open("rb") as source:
+            while data := source.read(_READ):
+                target.write(data)
+    except BaseException:
+        target.abandon()
+        raise
+    return target.close()
+
+
+def read_manifest(directory: Remote) -> Manifest:
+    """The manifest of the checkpoint *directory*. Raises `CheckpointError` when it is none."""
+    try:
+        return Manifest.from_json((directory / NAME).read())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no {NAME}: there is no complete checkpoint. Either saving it was interrupted, or it was "
+            "written by another program"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / NAME} cannot be read: {error}") from None
+
+
+def problems(directory: Remote, manifest: Manifest) -> list[str]:
+    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
+    sizes = directory.sizes(manifest.prefix + name for name in manifest.files)
+    lines = []
+    for name, record in manifest.files.items():
+        size = sizes[manifest.prefix + name]
+        if size is None:
+            lines.append(f"{name} is missing")
+        elif size != record.size:
+            lines.append(f"{name} has {size} bytes instead of {record.size}")
+    return lines
+
+
+def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: Path) -> list[str]:
+    """Copy the files *names* into the local directory *target*; which of them do not hold what was saved."""
+    lines = []
+    system, path = directory.system
+    for name in names:
+        record, found = manifest.files[name], []
+        algorithm = ALGORITHMS[manifest.checksum]
+        total, left, size = algorithm(), BLOCK, 0
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with system.open(f"{path}/{manifest.prefix}{name}", "rb") as source, (target / name).open("wb") as sink:
+            while data := source.read(min(_READ, left)):
+                sink.write(data)
+                total.update(memoryview(data))
+                left, size = left - len(data), size + len(data)
+                if left == 0:
+                    found.append(total.value())
+                    total, left = algorithm(), BLOCK
+        if left < BLOCK:
+            found.append(total.value())
+        if FileRecord(size, tuple(found)) != record:
+            lines.append(f"{name} does not hold what was saved (checksum differs)")
+    return lines
+
+
+@dataclass(frozen=True)
+class RemoteRoot:
+    """A directory of ``checkpoint_<n>`` on an object store; see `CheckpointRoot`."""
+
+    path: Remote
+
+    def committed(self) -> list[tuple[int, Remote]]:
+        """Complete checkpoints with their numbers, oldest first."""
+        return [(number, directory) for number, directory in self._numbered() if is_committed(directory)]
+
+    def newest(self) -> Remote | None:
+        """The newest complete checkpoint."""
+        return next((directory for _, directory in reversed(self._numbered()) if is_committed(directory)), None)
+
+    def numbered(self, number: int) -> Remote:
+        """The directory of checkpoint *number*, there or not."""
+        return self.path / f"checkpoint_{number}"
+
+    def next(self, at_least: int = 0) -> tuple[int, Remote]:
+        """Number and directory for the next checkpoint: after every one that is there, complete or not."""
+        number = max([at_least, *(number + 1 for number, _ in self._numbered())])
+        return number, self.path / f"checkpoint_{number}"
+
+    def retain(self, keep: int | None) -> list[Remote]:
+        """Remove complete checkpoints beyond the *keep* newest, and incomplete ones before the newest."""
+        found = self.committed()
+        kept = found if keep is None else found[-max(keep, 1) :]
+        stay = {number for number, _ in kept}
+        removed = []
+        for number, directory in self._numbered():
+            if number not in stay and found and number < found[-1][0]:
+                directory.remove_tree()
+                removed.append(directory)
+        return removed
+
+    def _numbered(self) -> list[tuple[int, Remote]]:
+        matches = [(match, name) for name in self.path.entries() if (match := NUMBERED.fullmatch(name))]
+        return sorted(((int(match[1]), self.path / name) for match, name in matches), key=lambda pair: pair[0])
+
+
+def is_committed(directory: Remote) -> bool:
+    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
+    try:
+        return not problems(directory, read_manifest(directory))
+    except CheckpointError:
+        return False

@@ -1,0 +1,50 @@
+"""Gathering results for metrics: without the samples that were repeated to fill up the last batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from orc.runtime.collectives.collectives import gather
+from orc.runtime.collectives.objects import gather_object
+from orc.runtime.collectives.tree import elements, flatten, unflatten
+from orc.runtime.core.context import RunContext, current_context
+
+
+def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx: RunContext | None = None) -> Any:
+    """`gather`, cut to the samples of the current batch that are no repetitions.
+
+    The loader that yielded last says how many of its last global batch are real.
+
+    Args:
+        input_data: tensors in any nesting, one row per sample; or other objects.
+        use_gather_object: send pickled objects: tensors of different sizes, anything. A list or tuple has one element
+            per sample; anything else with rows (a tensor, a dictionary of columns) arrives as one element per process,
+            cut to its rows that are no repetitions.
+        ctx: the process context.
+    """
+    ctx = ctx or current_context()
+    tensors = not use_gather_object and any(isinstance(value, Tensor) for _, value in elements(input_data))
+    everything = gather(input_data, ctx=ctx) if tensors else gather_object(input_data, ctx=ctx)
+    valid = ctx.gradient.remainder
+    if valid < 0 or ctx.world_size == 1:
+        return everything
+    if not tensors:
+        return everything[:valid] if isinstance(input_data, (list, tuple)) else _cut_each(everything, valid)
+    leaves, spec = flatten(everything)
+    # What had no dimension before the gathering has one row per process, not per sample.
+    rows = [one[:valid] if mine.ndim else one for one, mine in zip(leaves, flatten(input_data)[0], strict=True)]
+    return unflatten(spec, rows)
+
+
+def _cut_each(parts: list[Any], valid: int) -> list[Any]:
+    """The parts of all processes, of which the first *valid* rows count."""
+    from orc.runtime.data.batch import cut, rows_of
+
+    result = []
+    for part in parts:
+        rows = rows_of(part)
+        result.append(part if rows is None else cut(part, slice(0, valid)))
+        valid = max(0, valid - (rows or 0))
+    return result

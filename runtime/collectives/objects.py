@@ -1,0 +1,83 @@
+"""Collectives of arbitrary picklable objects."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from orc.runtime.collectives.signed import sign, verified
+from orc.runtime.core.context import RunContext, current_context
+
+_HEAD = 8  # bytes: the length of what follows, an int64
+_FIRST_CAPACITY = 1 << 10
+# Bytes that a process sends at once, equal on all processes: what the largest object of the last call needed.
+_capacity: WeakKeyDictionary[RunContext, int] = WeakKeyDictionary()
+
+
+def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
+    """The objects of all processes in one list, in order of rank, on every process.
+
+    Lists and tuples are joined: ``["a"]`` and ``["b"]`` become ``["a", "b"]``. Other objects become the elements.
+    With one process the object is returned as it is. Objects are pickled, so tensors are better gathered with `gather`.
+    """
+    ctx = ctx or current_context()
+    if ctx.world_size == 1:
+        return object
+    everything = all_gather_pickled(object, ctx)
+    if all(isinstance(one, (list, tuple)) for one in everything):
+        return [element for one in everything for element in one]
+    return everything
+
+
+def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object") -> list[Any]:
+    """The objects of all processes: one collective while none is larger than those of the last call, two otherwise."""
+    from orc.runtime.collectives.collectives import all_gather_flat
+
+    group = ctx.require_group(what)
+    pickled = sign(pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL), ctx.key)
+    capacity = _capacity.get(ctx, _FIRST_CAPACITY)
+    while True:
+        mine = torch.empty(capacity, dtype=torch.uint8)
+        view = memoryview(cast(Any, mine.numpy()))
+        view[:_HEAD] = len(pickled).to_bytes(_HEAD, "little")
+        if _HEAD + len(pickled) <= capacity:
+            view[_HEAD : _HEAD + len(pickled)] = pickled
+        rows = torch.empty(ctx.world_size * capacity, dtype=torch.uint8, device=ctx.control_device)
+        all_gather_flat(rows, mine.to(ctx.control_device), group)
+        received = [memoryview(row.numpy()) for row in rows.cpu().view(ctx.world_size, capacity)]
+        sizes = [int.from_bytes(row[:_HEAD], "little") for row in received]
+        needed = _HEAD + max(sizes)
+        enough = needed <= capacity
+        # With room for a little more, in steps, so that objects of about one size keep needing one collective.
+        capacity = max(_FIRST_CAPACITY, -(-(needed + needed // 8) // 256) * 256)
+        if enough:
+            _capacity[ctx] = capacity
+            parts = [row[_HEAD : _HEAD + size] for row, size in zip(received, sizes, strict=True)]
+            contents = [verified(part, ctx.key) for part in parts]  # all of them before the first is read
+            return [pickle.loads(content) for content in contents]  # noqa: S301 - signed
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx: RunContext | None = None) -> list[Any]:
+    """Fill the list of every process, in place, with the objects of *from_process*; returns the list.
+
+    All lists must have the same length.
+    """
+    ctx = ctx or current_context()
+    if ctx.world_size > 1 and not ctx.mirrored:
+        group = ctx.require_group("broadcast_object_list")
+        sends = ctx.rank == from_process
+        pickled = sign(pickle.dumps(list(object_list), protocol=pickle.HIGHEST_PROTOCOL), ctx.key) if sends else b""
+        size = torch.tensor([len(pickled)], device=ctx.control_device)
+        dist.broadcast(size, from_process, group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if sends:
+            data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        data = data.to(ctx.control_device)
+        dist.broadcast(data, from_process, group)
+        if not sends:
+            object_list[:] = pickle.loads(verified(data.cpu().numpy().tobytes(), ctx.key))  # noqa: S301 - signed
+    return object_list

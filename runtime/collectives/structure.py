@@ -1,0 +1,88 @@
+"""Description of a nested structure of tensors: its shapes, its device, and empty tensors of the same kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orc.runtime.collectives.tree import elements, find_batch_size, is_tensor, recursively_apply
+
+
+@dataclasses.dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor that is somewhere else."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested (ragged) tensor was to be padded: it stays as it is."""
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Return whether *tensor* is a tensor."""
+    return is_tensor(tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Return whether *tensor_info* is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Return whether *data* is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The elements of *generator* in a list, tuple or named tuple of the type of *obj*."""
+    kind = type(obj)
+    return kind(*generator) if is_namedtuple(obj) else kind(generator)
+
+
+def get_data_structure(data: Any) -> Any:
+    """*data* with a `TensorInformation` in place of every tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """*data* with the shape, as a list, in place of every tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """*data_structure* with a new, uninitialised tensor in place of every `TensorInformation`."""
+
+    def empty(information: TensorInformation) -> Tensor:
+        return torch.empty(information.shape, dtype=information.dtype)
+
+    # Before containers are opened: a TensorInformation is a dataclass itself.
+    return recursively_apply(empty, data_structure, test_type=is_tensor_information)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in *data*; `None` when there is no tensor."""
+    return next((value.device for _, value in elements(data) if isinstance(value, Tensor)), None)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """The same as `find_batch_size`, which never raises."""
+    return find_batch_size(data)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors with *batch_size* rows along *dim*, the last row repeated until *num_processes* divides their number."""
+    missing = -batch_size % num_processes
+
+    def pad(one: Tensor) -> Tensor:
+        if not missing or one.ndim <= dim or one.shape[dim] != batch_size:
+            return one
+        last = one.narrow(dim, batch_size - 1, 1)
+        return torch.cat([one, last.expand([missing if at == dim else size for at, size in enumerate(one.shape)])], dim)
+
+    return recursively_apply(pad, tensor)

@@ -1,0 +1,215 @@
+"""Availability of devices on this machine and of optional packages in this installation.
+
+A package is available when it can be imported from a real file: a folder of the same name in the working directory,
+such as the ``wandb/`` that runs leave behind, does not count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+# ---- devices
+
+
+def is_cuda_available() -> bool:
+    """Return whether CUDA (or ROCm) is usable. Queries the driver, never initialises the device: forking stays safe."""
+    import torch
+
+    from orc.runtime.compat.patching import patch_environment
+
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return bool(torch.cuda.is_available())
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether Apple's Metal (MPS) is usable, with torch *min_version* or newer."""
+    import torch
+
+    from orc.runtime.compat.versions import is_torch_version
+
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available() and torch.backends.mps.is_built()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether Intel GPUs are usable; *check_device* also requires that there is one."""
+    return _device_module("xpu", check_device)
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    """Return whether Ascend NPUs are usable (needs ``torch_npu``)."""
+    return is_package("torch_npu") and _device_module("npu", check_device, "torch_npu")
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Return whether Cambricon MLUs are usable (needs ``torch_mlu``)."""
+    return is_package("torch_mlu") and _device_module("mlu", check_device, "torch_mlu")
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    """Return whether Moore Threads GPUs are usable (needs ``torch_musa``)."""
+    return is_package("torch_musa") and _device_module("musa", check_device, "torch_musa")
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Return whether Tecorigin SDAA devices are usable (needs ``torch_sdaa``)."""
+    return is_package("torch_sdaa") and _device_module("sdaa", check_device, "torch_sdaa")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Return whether Intel Gaudi is usable (needs ``habana_frameworks``); *init_hccl* also loads its collectives."""
+    if not is_package("habana_frameworks.torch"):
+        return False
+    if init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    return _device_module("hpu", False, "habana_frameworks.torch.core")
+
+
+def _device_module(name: str, check_device: bool, extension: str | None = None) -> bool:
+    import torch
+
+    if extension is not None:
+        importlib.import_module(extension)
+    module: Any = getattr(torch, name, None)
+    if module is None or not module.is_available():
+        return False
+    if not check_device:
+        return True
+    try:
+        return int(module.device_count()) > 0
+    except RuntimeError:  # a driver without a device
+        return False
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed; with a check, whether it computes on a TPU or a GPU.
+
+    Raises:
+        ValueError: both checks at once.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu and check_is_gpu cannot both be asked for")
+    if not is_package("torch_xla"):
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA", "ROCM")
+
+
+def is_fp16_available() -> bool:
+    """Return whether this process's device can train in float16: always `True`, torch supports it everywhere."""
+    return True
+
+
+def is_ccl_available() -> bool:
+    """Return whether Intel's oneCCL bindings are installed."""
+    return is_package("oneccl_bindings_for_pytorch") or is_package("torch_ccl")
+
+
+def is_ipex_available() -> bool:
+    """Return whether an Intel Extension for PyTorch for this torch (same major and minor version) is installed."""
+    if not is_package("intel_extension_for_pytorch"):
+        return False
+    import importlib.metadata
+
+    import torch
+
+    extension = importlib.metadata.version("intel_extension_for_pytorch")
+    return extension.split(".")[:2] == str(torch.__version__).split(".")[:2]
+
+
+def is_fp8_available() -> bool:
+    """Return whether a back end of 8-bit training is installed."""
+    return is_transformer_engine_available() or is_torchao_available() or is_msamp_available()
+
+
+# ---- packages
+
+
+@cache
+def is_package(name: str) -> bool:
+    """Return whether the module *name* can be imported; imports nothing but the packages above it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return getattr(module, "__file__", None) is not None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def _package(name: str, what: str) -> Callable[[], bool]:
+    def available() -> bool:
+        return is_package(name)
+
+    available.__doc__ = f"Whether {what} is installed."
+    return available
+
+
+is_aim_available = _package("aim", "the tracker Aim")
+is_bnb_available = _package("bitsandbytes", "bitsandbytes")
+is_boto3_available = _package("boto3", "boto3")
+is_clearml_available = _package("clearml", "the tracker ClearML")
+is_comet_ml_available = _package("comet_ml", "the tracker Comet")
+is_datasets_available = _package("datasets", "datasets")
+is_deepspeed_available = _package("deepspeed", "DeepSpeed")
+is_dvclive_available = _package("dvclive", "the tracker DVCLive")
+is_lomo_available = _package("lomo_optim", "the LOMO optimizer")
+is_matplotlib_available = _package("matplotlib", "matplotlib")
+is_megatron_lm_available = _package("megatron", "Megatron-LM")
+is_mlflow_available = _package("mlflow", "the tracker MLflow")
+is_msamp_available = _package("msamp", "MS-AMP")
+is_pandas_available = _package("pandas", "pandas")
+is_peft_available = _package("peft", "PEFT")
+is_pynvml_available = _package("pynvml", "NVIDIA's management library")
+is_pytest_available = _package("pytest", "pytest")
+is_rich_available = _package("rich", "rich")
+is_sagemaker_available = _package("sagemaker", "the SageMaker SDK")
+is_schedulefree_available = _package("schedulefree", "the schedule-free optimizers")
+is_swanlab_available = _package("swanlab", "the tracker SwanLab")
+is_timm_available = _package("timm", "timm")
+is_torchao_available = _package("torchao", "torchao")
+is_torchdata_available = _package("torchdata", "torchdata")
+is_torchvision_available = _package("torchvision", "torchvision")
+is_tqdm_available = _package("tqdm", "tqdm")
+is_trackio_available = _package("trackio", "the tracker Trackio")
+is_transformer_engine_available = _package("transformer_engine", "Transformer Engine")
+is_transformers_available = _package("transformers", "transformers")
+is_triton_available = _package("triton", "Triton")
+is_wandb_available = _package("wandb", "the tracker Weights & Biases")
+
+
+def is_tensorboard_available() -> bool:
+    """Return whether TensorBoard's writer (``tensorboard`` or ``tensorboardX``) is installed."""
+    return is_package("tensorboard") or is_package("tensorboardX")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes with 4-bit support is installed."""
+    from orc.runtime.compat.versions import compare_versions
+
+    return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes with 8-bit support is installed."""
+    from orc.runtime.compat.versions import compare_versions
+
+    return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.37.2")
+
+
+def is_pippy_available() -> bool:
+    """Return whether torch has pipelining (2.4 and newer)."""
+    return is_package("torch.distributed.pipelining")
+
+
+def is_weights_only_available() -> bool:
+    """Return whether ``torch.load`` can be used with ``weights_only=True`` (torch 2.4 and newer)."""
+    from orc.runtime.compat.versions import is_torch_version
+
+    return is_torch_version(">=", "2.4.0")

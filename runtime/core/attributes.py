@@ -1,0 +1,217 @@
+"""The Accelerator's attributes: read-only views of its options, of the context and of what it has prepared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.core.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from orc.runtime.core.process_control import ProcessControl
+from orc.runtime.core.state import AcceleratorState, GradientState
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from orc.runtime.core.context import GradientRecord, Prepared
+    from orc.runtime.core.options import Options
+    from orc.runtime.engine import NativeEngine
+    from orc.runtime.train.accumulation import Accumulation
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.scheduler import AcceleratedScheduler
+
+
+class AcceleratorAttributes(ProcessControl):
+    """The documented attributes."""
+
+    _options: Options
+    _gradient: GradientRecord
+    _engine: NativeEngine
+    _accumulation: Accumulation
+    _prepared: Prepared
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process and the training settings, read-only."""
+        return AcceleratorState.of(self.ctx)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Accumulation and synchronisation of gradients, read-only."""
+        return GradientState.of(self.ctx)
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16`` or ``bf16``."""
+        return str(self.ctx.config.mixed_precision)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """`True` if this step's gradients are synchronised and applied."""
+        return self._gradient.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._gradient.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self._gradient.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        GradientAccumulationPlugin(num_steps=value)  # checks it
+        self._gradient.num_steps = value
+
+    @property
+    def step(self) -> int:
+        """Batches counted by `accumulate` since the last forced synchronisation."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._accumulation.step = value
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler; `None` unless fp16."""
+        return self._engine.scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """`True` if an overflow made any optimizer skip its last step."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs:
+        """Options of autocast."""
+        return self._options.autocast
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs:
+        """Options of data-parallel training."""
+        return self._options.ddp
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs:
+        """Options of the gradient scaler."""
+        return self._options.scaler
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs:
+        """Options of the process group."""
+        return self._options.process_group
+
+    @property
+    def device_placement(self) -> bool:
+        """`True` if models and batches are moved to the device."""
+        return self._options.device_placement
+
+    @property
+    def split_batches(self) -> bool:
+        """`True` if each batch is split over the processes."""
+        return self._options.dataloader.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """`True` if the last batches are filled up so that all processes get equally many."""
+        return self._options.dataloader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._options.dataloader.even_batches = value
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """Options of distribution for the loaders that are prepared from now on."""
+        return self._options.dataloader
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As given; every prepared loader has a position."""
+        return self._options.dataloader.use_stateful_dataloader
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """`True` if rank 0 reads the batches of all ranks; `None`: for iterable datasets."""
+        return self._options.dataloader.dispatch_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """`True` if batches are copied to the device asynchronously."""
+        return self._options.dataloader.non_blocking
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """`True` if random samplers draw from a seed and the epoch."""
+        return self._options.dataloader.use_seedable_sampler
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """`True` if schedulers advance only when the optimizer steps."""
+        return self._options.step_scheduler_with_optimizer
+
+    @property
+    def rng_types(self) -> tuple[str, ...]:
+        """Generators that loaders align at the start of a pass."""
+        return self._options.rng_types
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Folders and options of checkpoints and logs."""
+        return self._options.project
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of checkpoints and logs."""
+        return self._options.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of logs."""
+        return self._options.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._options.project.iteration
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._prepared.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._prepared.dataloaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._prepared.custom
+
+    def _trained_parameters(self) -> Iterable[torch.Tensor]:
+        """Every parameter of the prepared optimizers once; without optimizers those of the models."""
+        prepared = self._prepared
+        groups = [group["params"] for optimizer in prepared.optimizers for group in optimizer.param_groups]
+        found = groups or [list(model.parameters()) for model in prepared.models]
+        return {id(parameter): parameter for group in found for parameter in group}.values()
+
+    def _steps_taken(self) -> int:
+        return max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)

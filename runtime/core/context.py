@@ -1,0 +1,303 @@
+"""The explicit context that every internal of the runtime takes: who am I, on what device, with which configuration.
+
+There is one process default, made on first use from the launch environment; `use_context` puts another one in its
+place for a while (tests, simulations of other ranks). `PartialState` and its relatives are views of the current one.
+
+The protocols below are the contract between the core (Accelerator, engine) and the parts that hold the state of a
+training run (data, checkpoint, resilience).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from orc.runtime.core.config import RuntimeConfig, check, resolve
+from orc.runtime.core.enums import DistributedType
+from orc.runtime.core.errors import ContextError, SettingConflict
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from orc.runtime.collectives.board import Board
+    from orc.runtime.engine.xla import Xla
+    from orc.runtime.launch.environment import LaunchEnvironment
+
+
+class PreparedLoader(Protocol):
+    """Interface of a prepared loader: the attributes that the core reads, and the calls that the loader makes.
+
+    On the start of a pass it calls ``ctx.gradient.begin(self)``, on every batch it sets
+    ``ctx.gradient.current = self``, and when the pass ends ``ctx.gradient.end(self, exhausted=...)`` with
+    ``exhausted=False`` when the iterator was closed early.
+    """
+
+    end_of_dataloader: bool  # the batch just yielded is the last of this pass
+    remainder: int  # samples in the global batch just yielded that are no duplicates; -1: all of them
+    total_batch_size: int  # samples per step over all ranks
+
+
+@dataclass(slots=True)
+class GradientRecord:
+    """Accumulation and synchronisation of gradients: what `GradientState` shows.
+
+    ``sync_gradients`` says whether this step's gradients are synchronised and applied. ``active`` holds the loaders
+    being iterated, innermost last. ``current`` is the loader that yielded last: it survives an iterator that was
+    dropped after one batch, so that ``gather_for_metrics(next(iter(loader)))`` still knows the batch. It is not kept
+    alive for that: a loader may have worker processes, which end with it.
+    """
+
+    num_steps: int = 1
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    adjust_scheduler: bool = True
+    sync_gradients: bool = True
+    active: list[PreparedLoader] = field(default_factory=list)
+    _current: weakref.ref[PreparedLoader] | None = None
+    _remainder: int = -1  # of the current loader's last batch
+
+    @property
+    def current(self) -> PreparedLoader | None:
+        """The loader that yielded last."""
+        return None if self._current is None else self._current()
+
+    @current.setter
+    def current(self, loader: PreparedLoader | None) -> None:
+        if loader is None:
+            self._current, self._remainder = None, -1
+        else:
+            self._current, self._remainder = weakref.ref(loader), loader.remainder
+
+    def reset(self) -> None:
+        """Back to no accumulation and no loader."""
+        self.num_steps, self.sync_gradients, self.current = 1, True, None
+        self.sync_with_dataloader, self.sync_each_batch, self.adjust_scheduler = True, False, True
+        self.active.clear()
+
+    def begin(self, loader: PreparedLoader) -> None:
+        """*loader* starts a pass; a pass it had not finished is over."""
+        self._drop(loader)
+        self.active.append(loader)
+        self.current = loader
+
+    def end(self, loader: PreparedLoader, *, exhausted: bool = True) -> None:
+        """*loader*'s pass is over: it yielded everything (*exhausted*) or its iterator was closed before."""
+        self._drop(loader)
+        if self.current is loader and (exhausted or self.active):
+            self.current = self.active[-1] if self.active else None
+
+    def _drop(self, loader: PreparedLoader) -> None:
+        # By identity: a loader may define __eq__.
+        self.active[:] = [other for other in self.active if other is not loader]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """`True` if the innermost loader being iterated has just yielded its last batch."""
+        return bool(self.active) and self.active[-1].end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the current global batch that are no duplicates, where it was filled up; otherwise -1."""
+        loader = self.current
+        return loader.remainder if loader is not None else self._remainder
+
+
+@dataclass
+class Prepared:
+    """Everything an Accelerator has prepared or registered, in order; what a checkpoint covers."""
+
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)  # AcceleratedOptimizer
+    schedulers: list[Any] = field(default_factory=list)  # AcceleratedScheduler
+    dataloaders: list[Any] = field(default_factory=list)  # PreparedLoader
+    custom: list[Any] = field(default_factory=list)  # registered by the user: state_dict and load_state_dict
+    scaler: Any = None  # torch.amp.GradScaler with fp16
+    steps: Callable[[], int] = lambda: 0  # optimizer steps taken so far
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom):
+            objects.clear()
+
+
+@dataclass
+class _Settings:
+    config: RuntimeConfig
+    fixed: bool = False  # an Accelerator has chosen
+
+
+@dataclass(frozen=True, eq=False)
+class RunContext:
+    """Process of a run: its ranks, device and process group.
+
+    Ranks count from 0. ``backend`` and ``group`` are `None` in a single process, which needs no
+    ``torch.distributed`` at all. ``env`` holds the platform's facts, among them the orc job.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: torch.device
+    backend: str | None
+    env: LaunchEnvironment
+    group: ProcessGroup | None = None
+    store: Board | None = None  # where the ranks leave each other messages
+    key: bytes = field(default=b"", repr=False)  # of the run; empty where ranks are threads of one process
+    mirrored: bool = False  # a fake context without peers: they would have what this process has
+    xla: Xla | None = None  # computes through torch_xla, which also reduces and gathers; ``group`` is for control
+    gradient: GradientRecord = field(default_factory=GradientRecord)
+    _settings: _Settings = field(default_factory=lambda: _Settings(resolve({}, os.environ)))
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The resolved configuration, with provenance."""
+        return self._settings.config
+
+    @property
+    def configured(self) -> bool:
+        """`True` once an Accelerator has chosen the settings."""
+        return self._settings.fixed
+
+    @property
+    def distributed(self) -> bool:
+        """More than one process."""
+        return self.world_size > 1
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Rank 0 of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The highest rank."""
+        return self.rank == self.world_size - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
+        if self.xla is not None:
+            return DistributedType.XLA
+        if self.world_size == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    @functools.cached_property
+    def control_device(self) -> torch.device:
+        """Device that collects small control messages (sizes, flags): the CPU when the group has a backend for it."""
+        import torch
+        import torch.distributed as dist
+
+        if self.group is not None and "gloo" not in str(dist.get_backend_config(self.group)):
+            return self.device
+        return torch.device("cpu")
+
+    def require_group(self, what: str) -> ProcessGroup:
+        """The process group. Raises `ContextError` when it was closed or never made."""
+        if self.group is None or not _is_open(self.group):
+            raise ContextError(
+                f"{what} needs the process group of {self.world_size} processes, but it is closed; "
+                "call it before end_training() and inside the process that was launched"
+            )
+        return self.group
+
+    def barrier(self) -> None:
+        """Wait until every process of the run has come here; nothing with one process."""
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        group = self.require_group("a barrier")
+        dist.barrier(group, device_ids=[self.device.index] if self.backend == "nccl" else None)
+
+    def configure(self, arguments: Mapping[str, Any]) -> RuntimeConfig:
+        """Resolve the configuration with a script's *arguments* (`None`: not given), once.
+
+        Raises:
+            ConfigError: an unknown key or a bad value.
+            ContextError: it is resolved already and an argument contradicts it.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if not self._settings.fixed:
+            self._settings.config = resolve(given, os.environ)
+            self._settings.fixed = True
+            return self.config
+        for name, value in given.items():
+            wanted, current = check(name, value), getattr(self.config, name)
+            if wanted != current:
+                raise SettingConflict(
+                    f"{name} is {current!r} in this process already (from {self.config.source(name)}) and cannot "
+                    f"become {wanted!r}: pass it to the first Accelerator, or call AcceleratorState._reset_state()"
+                )
+        return self.config
+
+    @classmethod
+    def fake(cls, rank: int = 0, world_size: int = 1, **options: Any) -> RunContext:
+        """The context of one rank of a run that does not exist, for tests; see `testing.fake_context`."""
+        from orc.runtime.testing import fake_context
+
+        return fake_context(rank, world_size, **options)
+
+    def unconfigure(self) -> None:
+        """Let the next Accelerator choose its settings again; the process group stays."""
+        self._settings.config = resolve({}, os.environ)
+        self._settings.fixed = False
+        self.gradient.reset()
+
+
+def _is_open(group: ProcessGroup) -> bool:
+    import torch.distributed as dist
+
+    if getattr(group, "is_open", False):  # an in-memory group, which torch.distributed does not know
+        return True
+    return dist.is_initialized() and (group is dist.group.WORLD or dist.get_rank(group) >= 0)
+
+
+_override: ContextVar[RunContext | None] = ContextVar("orc_run_context", default=None)
+_default: RunContext | None = None
+
+
+def peek_context() -> RunContext | None:
+    """The current context if there is one; never makes one."""
+    return _override.get() or _default
+
+
+def current_context(**options: Any) -> RunContext:
+    """The current context; the first call makes the process default (*options*: see `process_group.open_context`)."""
+    global _default
+    context = peek_context()
+    if context is None:
+        from orc.runtime.launch.process_group import open_context
+
+        context = _default = open_context(os.environ, **options)
+    return context
+
+
+@contextlib.contextmanager
+def use_context(context: RunContext) -> Iterator[RunContext]:
+    """Make *context* the current one inside the block."""
+    token = _override.set(context)
+    try:
+        yield context
+    finally:
+        _override.reset(token)
+
+
+def reset_default() -> None:
+    """Forget the process default; the next use makes a new one. An open process group stays and is used again."""
+    global _default
+    _default = None

@@ -1,0 +1,243 @@
+"""Arguments of `Accelerator(...)`, checked and put in one place. Pure; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from orc.runtime.core.config import ConfigError, parse_bool
+from orc.runtime.core.enums import RNGType
+from orc.runtime.core.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from orc.runtime.observe.profiling import ProfileKwargs
+
+# Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
+_LATER = {
+    "deepspeed_plugin": "the DeepSpeed engine",
+    "deepspeed_plugins": "the DeepSpeed engine",
+    "fsdp_plugin": "sharded data parallelism",
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "the Megatron-LM engine",
+    "parallelism_config": "tensor and context parallelism",
+}
+# The same in the environment, as other launchers set it.
+_LATER_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+# Spellings of older releases, and where their value goes now.
+_OLDER = {
+    "step_with_optimizer": "step_scheduler_with_optimizer",
+    "even_batches": "DataLoaderConfiguration(even_batches=...)",
+    "dispatch_batches": "DataLoaderConfiguration(dispatch_batches=...)",
+    "use_seedable_sampler": "DataLoaderConfiguration(use_seedable_sampler=...)",
+}
+_HANDLERS: tuple[type[KwargsHandler], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+    ProfileKwargs,
+)
+
+H = TypeVar("H", bound=KwargsHandler)
+
+
+class Unsaid(int):
+    """A default that can be told from the same number given by the script."""
+
+
+ONE_STEP = Unsaid(1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments of one Accelerator."""
+
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    dataloader: DataLoaderConfiguration
+    project: ProjectConfiguration
+    accumulation: GradientAccumulationPlugin | None  # None: nothing said, what is in force stays
+    rng_types: tuple[str, ...]
+    autocast: AutocastKwargs
+    ddp: DistributedDataParallelKwargs
+    scaler: GradScalerKwargs
+    process_group: InitProcessGroupKwargs
+    dynamo: TorchDynamoPlugin
+    profile: ProfileKwargs
+
+
+def gather_options(
+    *,
+    device_placement: bool,
+    split_batches: bool | None,
+    gradient_accumulation_steps: int,
+    dataloader_config: DataLoaderConfiguration | None,
+    later: Mapping[str, Any],
+    rng_types: Iterable[str] | None,
+    project_dir: str | os.PathLike[str] | None,
+    project_config: ProjectConfiguration | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    step_scheduler_with_optimizer: bool,
+    kwargs_handlers: Iterable[KwargsHandler] | None,
+    dynamo_backend: str | None,
+    dynamo_plugin: TorchDynamoPlugin | None,
+    more: Mapping[str, Any],
+) -> Options:
+    """Check everything and resolve what can be said twice.
+
+    *later* holds documented arguments of features to come, *more* spellings of older releases.
+
+    Raises:
+        TypeError: an unknown argument or a handler of the wrong type.
+        ValueError: arguments that contradict each other, or that belong to a later version.
+    """
+    for name, value in later.items():
+        _refuse(name, value)
+    older = _older_arguments(more)
+    if "step_with_optimizer" in older:
+        step_scheduler_with_optimizer = older.pop("step_with_optimizer")
+    if split_batches is not None:
+        older["split_batches"] = split_batches
+    # A copy: the Accelerator's settings can be changed, the object may serve for another one.
+    loader = dataclasses.replace(dataloader_config) if dataloader_config is not None else DataLoaderConfiguration()
+    for name, value in older.items():
+        if dataloader_config is not None and getattr(dataloader_config, name) != value:
+            raise ValueError(f"{name} is given twice: as {value!r}, and in dataloader_config as "
+                             f"{getattr(dataloader_config, name)!r}; keep the latter")  # fmt: skip
+        loader = dataclasses.replace(loader, **{name: value})
+    handlers = _by_type(kwargs_handlers or ())
+    return Options(
+        device_placement=device_placement,
+        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        dataloader=loader,
+        project=_project(project_dir, project_config),
+        accumulation=_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, handlers),
+        rng_types=_rng_types(rng_types),
+        autocast=_take(handlers, AutocastKwargs),
+        ddp=_take(handlers, DistributedDataParallelKwargs),
+        scaler=_take(handlers, GradScalerKwargs),
+        process_group=_take(handlers, InitProcessGroupKwargs),
+        dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
+        profile=_take(handlers, ProfileKwargs),
+    )
+
+
+def refuse_environment(env: Mapping[str, str]) -> None:
+    """Raise `ConfigError` when *env* asks for a feature to come, which would otherwise go unnoticed."""
+    for variable, name in _LATER_VARIABLES.items():
+        if parse_bool(env.get(variable, "")):
+            raise ConfigError(f"{variable}={env[variable]}: {_LATER[name]} is not supported by this version of orc")
+
+
+def _refuse(name: str, value: Any) -> None:
+    if value is not None:
+        raise ValueError(f"Accelerator({name}=...): {_LATER[name]} is not supported by this version of orc")
+
+
+def _older_arguments(more: Mapping[str, Any]) -> dict[str, Any]:
+    older = {}
+    for name, value in more.items():
+        if name in _OLDER:
+            warnings.warn(f"Accelerator({name}=...) is the older spelling of {_OLDER[name]}", FutureWarning, 4)
+            older[name] = value
+        elif name in _LATER:
+            _refuse(name, value or None)
+        else:
+            raise TypeError(f"Accelerator() has no argument {name!r}{_nearest(name)}")
+    return older
+
+
+def _nearest(name: str) -> str:
+    import difflib
+    import inspect
+
+    from orc.runtime.accelerator import Accelerator
+
+    known = inspect.signature(Accelerator).parameters
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:
+    found: dict[type[KwargsHandler], KwargsHandler] = {}
+    for handler in handlers:
+        kind = next((kind for kind in _HANDLERS if isinstance(handler, kind)), None)
+        if kind is None:
+            names = ", ".join(kind.__name__ for kind in _HANDLERS)
+            raise TypeError(f"kwargs_handlers: {handler!r} is not one of {names}")
+        if kind in found:
+            raise ValueError(f"kwargs_handlers: {kind.__name__} is given twice")
+        found[kind] = handler
+    return found
+
+
+def _take(handlers: Mapping[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:
+    found = handlers.get(kind)
+    return found if isinstance(found, kind) else kind()
+
+
+def _accumulation(
+    steps: int, plugin: GradientAccumulationPlugin | None, handlers: Mapping[type[KwargsHandler], KwargsHandler]
+) -> GradientAccumulationPlugin | None:
+    said = None if isinstance(steps, Unsaid) else steps
+    handler = handlers.get(GradientAccumulationPlugin)
+    given = [one for one in (plugin, handler) if isinstance(one, GradientAccumulationPlugin)]
+    if len(given) > 1:
+        raise ValueError("GradientAccumulationPlugin is given twice: in gradient_accumulation_plugin and among the "
+                         "kwargs_handlers")  # fmt: skip
+    if not given:
+        return None if said is None else GradientAccumulationPlugin(num_steps=said)
+    if given[0].num_steps is None:
+        return dataclasses.replace(given[0], num_steps=said)
+    if said is not None and said not in (1, given[0].num_steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} contradicts GradientAccumulationPlugin(num_steps="
+            f"{given[0].num_steps}); give one of them"
+        )
+    return given[0]
+
+
+def _dynamo(
+    backend: str | None, plugin: TorchDynamoPlugin | None, handlers: Mapping[type[KwargsHandler], KwargsHandler]
+) -> TorchDynamoPlugin:
+    given = [one for one in (plugin, handlers.get(TorchDynamoPlugin)) if isinstance(one, TorchDynamoPlugin)]
+    if len(given) + (backend is not None) > 1:
+        raise ValueError("torch.compile is configured twice: give one of dynamo_backend, dynamo_plugin and a "
+                         "TorchDynamoPlugin among the kwargs_handlers")  # fmt: skip
+    return given[0] if given else TorchDynamoPlugin(backend=backend)
+
+
+def _project(directory: str | os.PathLike[str] | None, project: ProjectConfiguration | None) -> ProjectConfiguration:
+    if project is None:
+        return ProjectConfiguration(project_dir=directory)
+    if directory is not None and project.project_dir is None:
+        project.set_directories(directory)
+    return project
+
+
+def _rng_types(rng_types: Iterable[str] | None) -> tuple[str, ...]:
+    if rng_types is None:
+        return (RNGType.GENERATOR,)
+    try:
+        return tuple(RNGType(kind) for kind in rng_types)
+    except ValueError as error:
+        raise ValueError(f"rng_types: {error}; choose from {', '.join(RNGType)}") from None

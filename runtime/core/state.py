@@ -1,0 +1,242 @@
+"""`PartialState`, `AcceleratorState` and `GradientState`: read-only views of the current context.
+
+All instances of a class show the same state, which is made on first use. ``_reset_state`` forgets it (tests).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Self
+
+from orc.runtime.core.context import PreparedLoader, RunContext, current_context, peek_context, reset_default
+from orc.runtime.core.errors import ContextError
+from orc.runtime.core.handlers import GradientAccumulationPlugin
+from orc.runtime.core.process_control import ProcessControl
+from orc.runtime.train.accumulation import apply_plugin
+
+
+class _View:
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, ctx: RunContext) -> Self:
+        """The view of *ctx*."""
+        view = object.__new__(cls)
+        object.__setattr__(view, "ctx", ctx)
+        return view
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} is read-only; {name} is decided when the process starts")
+
+
+class PartialState(_View, ProcessControl):
+    """Ranks, device and backend of this process. The first instance makes the process context.
+
+    Args:
+        cpu: stay on the CPU. Contradicting a context that is on another device raises `ContextError`.
+        backend: of the process group.
+        timeout: of collectives.
+        init_method: the meeting point, instead of MASTER_ADDR and MASTER_PORT.
+    """
+
+    __slots__ = ("ctx",)
+
+    def __init__(
+        self,
+        cpu: bool = False,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        init_method: str | None = None,
+    ) -> None:
+        ctx = current_context(cpu=cpu, backend=backend, timeout=timeout, init_method=init_method)
+        check_device(ctx, cpu)
+        object.__setattr__(self, "ctx", ctx)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of collectives; `None` with one process."""
+        return self.ctx.backend
+
+    @property
+    def debug(self) -> bool:
+        """`True` if the operands of a collective are compared across the ranks first."""
+        return bool(self.ctx.config.debug_mode)
+
+    @property
+    def initialized(self) -> bool:
+        """Always true: a view shows an existing context."""
+        return True
+
+    def destroy_process_group(self) -> None:
+        """Close the process group that the runtime opened."""
+        from orc.runtime.launch.process_group import close
+
+        close(self.ctx)
+
+    @staticmethod
+    def _reset_state() -> None:
+        reset_default()
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """`PartialState` and the training settings.
+
+    Args:
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; must agree with what is in force already.
+        cpu: stay on the CPU.
+        options: as for `PartialState`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
+        super().__init__(cpu, **options)
+        if mixed_precision is not None:
+            self.ctx.configure({"mixed_precision": mixed_precision})
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16`` or ``bf16``."""
+        return str(self.ctx.config.mixed_precision)
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """The active DeepSpeed plug-in: none."""
+        return
+
+    def get_deepspeed_plugin(self, name: str) -> None:
+        """Refused: there is none."""
+        raise ContextError(f"there is no DeepSpeed plug-in {name!r}: the DeepSpeed engine is not supported")
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Refused: there is none."""
+        self.get_deepspeed_plugin(name)
+
+    @property
+    def fsdp_plugin(self) -> None:
+        """Options of sharded data parallelism: none."""
+        return
+
+    @property
+    def megatron_lm_plugin(self) -> None:
+        """Options of Megatron-LM: none."""
+        return
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = True) -> None:
+        context = peek_context()
+        if reset_partial_state:
+            reset_default()
+        elif context is not None:
+            context.unconfigure()
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n"
+
+
+class GradientState(_View):
+    """Accumulation and synchronisation of gradients, and the loader being iterated."""
+
+    __slots__ = ("ctx",)
+
+    ctx: RunContext
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        object.__setattr__(self, "ctx", current_context())
+        if gradient_accumulation_plugin is not None:
+            apply_plugin(self.ctx.gradient, gradient_accumulation_plugin)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """`True` if this step's gradients are synchronised and applied."""
+        return self.ctx.gradient.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.ctx.gradient.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As given by the plug-in."""
+        return self.ctx.gradient.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """`True` if the last batch of a pass always synchronises gradients."""
+        return self.ctx.gradient.sync_with_dataloader
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """`True` if gradients are synchronised on every batch."""
+        return self.ctx.gradient.sync_each_batch
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """Options of accumulation that differ from the defaults of `GradientAccumulationPlugin`."""
+        gradient = self.ctx.gradient
+        return GradientAccumulationPlugin(
+            num_steps=gradient.num_steps,
+            adjust_scheduler=gradient.adjust_scheduler,
+            sync_with_dataloader=gradient.sync_with_dataloader,
+            sync_each_batch=gradient.sync_each_batch,
+        ).to_kwargs()
+
+    @property
+    def dataloader_references(self) -> list[PreparedLoader | None]:
+        """The prepared loaders being iterated, innermost last; `None` stands for the outside."""
+        return [None, *self.ctx.gradient.active]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """`True` while a prepared loader is being iterated."""
+        return bool(self.ctx.gradient.active)
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The innermost prepared loader being iterated."""
+        return self.ctx.gradient.active[-1] if self.ctx.gradient.active else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """`True` if the innermost loader being iterated has just yielded its last batch."""
+        return self.ctx.gradient.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last global batch that are no duplicates; -1 when none are or it is not the last."""
+        return self.ctx.gradient.remainder
+
+    @staticmethod
+    def _reset_state() -> None:
+        context = peek_context()
+        if context is not None:
+            context.gradient.reset()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation steps: {self.num_steps}\n"
+        )
+
+
+def check_device(ctx: RunContext, cpu: bool) -> None:
+    """Raise `ContextError` when *cpu* contradicts the device of *ctx*."""
+    if cpu and ctx.device.type != "cpu":
+        raise ContextError(
+            f"cpu=True was asked for, but this process already computes on {ctx.device}; ask for it first, or set "
+            "ORC_USE_CPU=1"
+        )

@@ -1,0 +1,48 @@
+"""Selection of the device of this process, and of the backend of its collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from orc.runtime.core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from orc.runtime.launch.environment import LaunchEnvironment
+
+
+def select_device(launch: LaunchEnvironment, *, cpu: bool = False) -> torch.device:
+    """CUDA when present, then MPS (one process only), then the CPU; *cpu* forces the last.
+
+    Raises:
+        LaunchError: more processes on this machine than it has GPUs.
+    """
+    if cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", _cuda_index(launch, torch.cuda.device_count()))
+    if launch.world_size == 1 and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _cuda_index(launch: LaunchEnvironment, count: int) -> int:
+    if launch.local_rank < count:
+        return launch.local_rank
+    if count == 1:
+        return 0  # the launcher shows each process its own GPU (CUDA_VISIBLE_DEVICES, --gpus-per-task)
+    raise LaunchError(
+        f"local rank {launch.local_rank} of {launch.local_world_size} processes on this machine has no GPU: "
+        f"{count} are visible; start fewer processes per node, or train on the CPU with ORC_USE_CPU=1"
+    )
+
+
+def collective_backend(device: torch.device) -> str:
+    """The documented backend name for collectives on *device*: ``nccl`` or ``gloo``."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def process_group_backend(backend: str) -> str:
+    """Return the backend for ``init_process_group``: gloo beside nccl, so that CPU tensors and objects travel too."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend

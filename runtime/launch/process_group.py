@@ -1,0 +1,259 @@
+"""Opening and closing the process group: the thin shell around `torch.distributed`."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from orc.runtime.collectives.board import Board, BoardError, open_board
+from orc.runtime.core.config import resolve
+from orc.runtime.core.context import RunContext
+from orc.runtime.core.errors import LaunchError
+from orc.runtime.engine import xla
+from orc.runtime.launch import listening
+from orc.runtime.launch.device import collective_backend, select_device
+from orc.runtime.launch.environment import LaunchEnvironment, detect
+from orc.runtime.launch.platform_collectives import platform_backend
+
+_opened_here = False
+_settles = False
+_board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
+_NOTE_BYTES = 512
+
+_GLOO_WORKER = "pt_gloo_runloop"  # the name torch gives to gloo's threads
+SETTLE_S = 2.0
+
+
+def open_context(
+    env: Mapping[str, str],
+    *,
+    cpu: bool = False,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+) -> RunContext:
+    """The context of this process: ranks from *env*, a device, and the process group when there are peers.
+
+    A process group that the script opened itself is used as it is.
+
+    Args:
+        env: the environment variables.
+        cpu: stay on the CPU.
+        backend: ``gloo`` or ``nccl``; by default, and for nccl without a GPU, what suits the device.
+        timeout: of collectives and of the meeting itself; ``ORC_TIMEOUT_S``, then torch's default.
+        init_method: a meeting point other than MASTER_ADDR and MASTER_PORT; over torch_xla ``xla://`` is the default.
+
+    Raises:
+        LaunchError: the environment is contradictory, there is no usable device, or the peers were not met in time.
+    """
+    config = resolve({}, env)
+    _write_stacks_of_crashes()
+    launch = detect(env)
+    if timeout is None and config.timeout_s is not None:
+        timeout = timedelta(seconds=config.timeout_s)
+    if not (cpu or config.use_cpu) and xla.wanted(env):
+        return _open_xla(launch, timeout, init_method)
+    device = select_device(launch, cpu=cpu or config.use_cpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend is None or (backend == "nccl" and device.type != "cuda"):  # the documented default says nccl
+        backend = collective_backend(device)
+    if dist.is_initialized():
+        # A group with a backend per device has no one name; it is known by that of this process's device.
+        found = dist.get_backend()
+        backend = found if dist.Backend.backend_capability.get(found) else backend
+        return _context(launch, device, backend, dist.get_rank(), dist.get_world_size())
+    if launch.world_size == 1:
+        return _context(launch, device, None, 0, 1)
+    _meet(launch, device, backend, platform_backend(backend, env), timeout, init_method)
+    return _context(launch, device, backend, launch.rank, launch.world_size)
+
+
+def _write_stacks_of_crashes() -> None:
+    """A crash in C shows where Python was, whoever has started this process; PYTHONFAULTHANDLER= turns it off."""
+    if not faulthandler.is_enabled() and os.environ.get("PYTHONFAULTHANDLER") != "":
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # there is no standard error
+            faulthandler.enable()
+
+
+def _open_xla(launch: LaunchEnvironment, timeout: timedelta | None, init_method: str | None) -> RunContext:
+    was_open = dist.is_initialized()
+    adapter, place = xla.open_xla(launch, timeout=timeout, init_method=init_method)
+    if dist.is_initialized() and not was_open:
+        _close_later()
+    return _context(place, adapter.device, "xla", place.rank, place.world_size, adapter)
+
+
+def _meet(
+    launch: LaunchEnvironment,
+    device: torch.device,
+    backend: str,
+    opened: str,
+    timeout: timedelta | None,
+    init_method: str | None,
+) -> None:
+    options: dict[str, Any] = {"backend": opened}
+    if timeout is not None:
+        options["timeout"] = timeout
+    if device.type == "cuda":
+        options["device_id"] = device
+    if init_method is None:
+        # torchrun's agent hosts the store itself; env:// is what knows how to join it.
+        address = launch.master_addr or ""
+        host = f"[{address}]" if ":" in address else address
+        init_method = "env://" if launch.platform in ("orc", "torchrun") else f"tcp://{host}:{launch.master_port}"
+    if one_node(launch):
+        listening.stay_on_loopback()
+    listening.bind_stores()
+    try:
+        dist.init_process_group(init_method=init_method, rank=launch.rank, world_size=launch.world_size, **options)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        where = init_method if init_method != "env://" else f"{launch.master_addr}:{launch.master_port}"
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.world_size} could not join its peers at {where} ({backend}): {error}"
+        ) from error
+    _close_later()
+
+
+def _close_later() -> None:
+    global _opened_here
+    if not _opened_here:
+        _opened_here = True
+        atexit.register(_close_at_exit)
+
+
+def _context(
+    launch: LaunchEnvironment,
+    device: torch.device,
+    backend: str | None,
+    rank: int,
+    world_size: int,
+    adapter: xla.Xla | None = None,
+) -> RunContext:
+    global _settles
+    if world_size > 1 and not _settles:
+        _settles = True
+        atexit.register(settle)
+    # A group that the script opened itself may be wider than what the environment said.
+    local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
+    local_rank = launch.local_rank if launch.world_size == world_size else rank
+    board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
+    return RunContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        node_rank=launch.node_rank,
+        device=device,
+        backend=backend if world_size > 1 else None,
+        env=launch,
+        group=dist.group.WORLD if world_size > 1 else None,
+        store=board,
+        key=key,
+        xla=adapter,
+    )
+
+
+def one_node(launch: LaunchEnvironment) -> bool:
+    """Return whether all ranks are on this machine."""
+    return launch.master_addr in listening.LOOPBACK or launch.local_world_size == launch.world_size
+
+
+def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Board, bytes]:
+    """The board of the process group that is open, and its key; a second context of the same group has the same."""
+    global _board
+    group = dist.group.WORLD
+    if _board is not None and _board[0] is group:
+        return _board[1]
+    place = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+
+    def hand_round(note: bytes | None) -> bytes:
+        message = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+        if note is not None:
+            message[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        message = message.to(place)
+        dist.broadcast(message, 0)
+        return bytes(message.cpu().numpy().tobytes()).rstrip(b"\0")
+
+    token = os.environ.get("ORC_TOKEN")
+    master, near = launch.master_addr or "", one_node(launch)
+    if launch.world_size != dist.get_world_size() and (given := _host_of_store()):
+        # The environment knows nothing of a group that the script opened by itself.
+        master, near = given, given in listening.LOOPBACK
+    address = "127.0.0.1" if near else listening.own_address(master) if rank == 0 else ""
+    try:
+        board = open_board(rank, bytes.fromhex(token) if token else None, address, master, hand_round)
+    except (BoardError, ValueError, OSError) as error:
+        raise LaunchError(f"rank {rank} of {dist.get_world_size()} has no way to its peers: {error}") from error
+    _board = group, board
+    return board
+
+
+def _host_of_store() -> str:
+    """The host at which the ranks have met; empty where that was no host."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else ""
+
+
+def close(context: RunContext | None = None) -> None:
+    """Destroy the process group if the runtime opened it; harmless without one, or when *context* has another."""
+    global _opened_here
+    if context is not None and context.group is not dist.group.WORLD:
+        return
+    if _opened_here and dist.is_initialized():
+        dist.destroy_process_group()
+        _opened_here = False
+        atexit.unregister(_close_at_exit)
+
+
+def _close_at_exit() -> None:
+    # After an uncaught exception a collective may be in flight, and destroying would wait for peers that never come.
+    if getattr(sys, "last_type", None) is None:
+        close()
+
+
+def settle(limit_s: float = SETTLE_S) -> None:
+    """Wait, at most *limit_s* seconds, until gloo's threads have put away the collectives that are done.
+
+    A thread that has finished a collective drops its tensors, and needs the interpreter's lock for that. When the
+    interpreter ends first, torch aborts the process: a script whose last line is a collective would die of SIGABRT,
+    now and then. Sleeping hands the lock over and wakes a thread that wants it; on a busy machine it may come too late
+    and sleep on, but it has been awake. One that has not been, twice, is idle or waits for a peer.
+    """
+    deadline = time.monotonic() + limit_s
+    before: list[tuple[str, ...]] = []
+    idle = 0
+    while idle < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        now = list(_gloo_threads())
+        idle = idle + 1 if now == before and all(state == "S" for _, state, *_ in now) else 0
+        before = now
+
+
+def _gloo_threads() -> Iterator[tuple[str, ...]]:
+    """Of each of gloo's threads: number, state, and how often it has gone to sleep; nothing where there is no /proc."""
+    try:
+        names = os.listdir("/proc/self/task")
+    except OSError:
+        return
+    for name in names:
+        try:
+            lines = Path("/proc/self/task", name, "status").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        if status.get("Name") == _GLOO_WORKER:
+            yield name, status["State"][:1], status.get("voluntary_ctxt_switches", "")

@@ -1,1 +1,0 @@
-"""Measurements of a run: step time, throughput, FLOPs, waiting for data, and the differences between ranks."""

@@ -1,0 +1,1 @@
+"""Observation of a run: metrics, stalls, spikes and profiles."""

@@ -1,0 +1,58 @@
+"""Progress of the run for those who watch it: a small file that the agent puts into its heartbeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orc.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
+
+INTERVAL_S = 1.0
+
+
+class ProgressFile:
+    """``progress.json`` of this node, written at most every `INTERVAL_S` seconds; see docs on the attempt directory."""
+
+    def __init__(self, path: Path, interval_s: float = INTERVAL_S) -> None:
+        self.path = path
+        self.interval_s = interval_s
+        self._next = 0.0
+        self._latest: tuple[int, int, int] | None = None  # not written yet
+
+    @classmethod
+    def of(cls, context: RunContext) -> ProgressFile | None:
+        """The file of rank 0 inside of an orc job, `None` elsewhere."""
+        attempt = context.env.job.attempt_dir
+        if attempt is None or not context.is_main:
+            return None
+        node = Path(attempt) / f"node-{context.node_rank}"
+        return cls(node / "progress.json") if node.is_dir() else None
+
+    def update(self, step: int, epoch: int, samples: int) -> None:
+        """Optimizer *step* of the run, *epoch*, and *samples* of that epoch taken by all ranks."""
+        self._latest = (step, epoch, samples)
+        if time.monotonic() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet. A file that cannot be written is reported once and then left alone."""
+        if self._latest is None:
+            return
+        step, epoch, samples = self._latest
+        self._latest = None
+        self._next = time.monotonic() + self.interval_s
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        content = {"step": step, "epoch": epoch, "samples": samples, "at": time.time()}
+        try:
+            temporary.write_text(json.dumps(content))
+            temporary.replace(self.path)
+        except OSError as error:
+            # Training is worth more than telling about it.
+            self._next = float("inf")
+            get_logger(__name__).warning(f"progress is not reported any more: {error}")

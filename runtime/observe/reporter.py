@@ -1,0 +1,215 @@
+"""Windows of the meter as JSON lines: every rank measures its own, rank 0 writes one line for all of them.
+
+Runs on the watch thread. The ranks' windows meet on the run's board; they are of the same length but not aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.logging import get_logger
+from orc.runtime.observe.flops import peak_tflops
+from orc.runtime.observe.meter import Meter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from orc.runtime.collectives.board import Board
+    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.engine import NativeEngine
+
+FILE = "metrics.jsonl"
+Window = dict[str, Any]
+
+
+class Reporter:
+    """Writes a line to *path* about every *interval_s* seconds in which steps were taken.
+
+    Args:
+        context: of the run.
+        meter: what to report of.
+        path: the file, on rank 0; `None` on the other ranks.
+        interval_s: seconds between lines.
+        peak: TFLOP/s of one device, for MFU.
+    """
+
+    def __init__(
+        self, context: RunContext, meter: Meter, path: Path | None, interval_s: float, peak: float | None = None
+    ) -> None:
+        self.context = context
+        self.meter = meter
+        self.path = path
+        self.interval_s = interval_s
+        self.peak = peak
+        self.extra: Callable[[], Mapping[str, float]] | None = None  # more to report, from whoever has it
+        self._windows: dict[int, Window] = {}
+        self._from = self._totals()
+        self._step = 0
+        self._due = time.monotonic() + interval_s
+        self._waiting = False
+
+    @classmethod
+    def of(cls, context: RunContext) -> Reporter:
+        """From the configuration. The file is in the job directory, or else in the current one."""
+        config = context.config
+        path = Path(context.env.job.job_dir or ".") / FILE if context.is_main else None
+        peak = peak_tflops(context.device, config.peak_tflops)
+        return cls(context, Meter(), path, config.metrics_interval_s, peak)
+
+    def bind(self, prepared: Prepared, engine: NativeEngine) -> None:
+        """Read the loss where it goes backward, and count FLOPs unless a model in *prepared* is compiled."""
+        meter, backward = self.meter, engine.backward
+        meter.may_count = lambda: not any(_compiled(model) for model in prepared.models)
+        if self.context.device.type not in ("cpu", "cuda"):
+            return  # reading a value from another thread may start work there
+
+        def seen(loss: Tensor, normalize_by: Any = None, **kwargs: Any) -> None:
+            backward(loss, normalize_by, **kwargs)
+            if normalize_by is None:
+                meter.loss = loss.detach()
+
+        engine.backward = seen  # type: ignore[method-assign]
+
+    def poll(self, step: int, store: Board | None = None, prefix: str = "") -> None:
+        """Called often; does something when a window is full, and on rank 0 when the others' have arrived."""
+        self._step = step
+        if self._waiting and store is not None:
+            self._waiting = False
+            self._collect(store, prefix)
+            self._write()
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self.interval_s
+        if not self._measure():
+            return
+        if store is not None:
+            store.set(f"{prefix}/window/{self.context.rank}", json.dumps(self._windows[self.context.rank]))
+            self._waiting = self.context.is_main  # the others' windows end at about the same time: take them next time
+        else:
+            self._write()
+
+    def finish(self, step: int) -> None:
+        """Write what is left, at *step*; a run shorter than a window gets its line here."""
+        self._step = step
+        if self._measure() or self._waiting:
+            self._waiting = False
+            self._write()
+
+    def _totals(self) -> tuple[float, ...]:
+        meter = self.meter
+        return meter.steps, meter.busy_s, meter.waited_s, meter.samples, meter.tokens, meter.other_s, time.monotonic()
+
+    def _measure(self) -> bool:
+        """Close this rank's window; whether a step was taken in it."""
+        totals, before = self._totals(), self._from
+        steps, busy, waited, samples, tokens, other, wall = (
+            now - then for now, then in zip(totals, before, strict=True)
+        )
+        if not steps or busy <= 0:
+            return False
+        self._from = totals
+        meter = self.meter
+        slowest, meter.slowest_s = meter.slowest_s, 0.0
+        step_s = busy / steps
+        self._windows[self.context.rank] = {
+            "steps": int(steps),
+            "window_s": wall,
+            "step_s": step_s,
+            "slowest_step_s": slowest,
+            "samples_per_s": samples / busy,
+            "tokens_per_s": tokens / busy,
+            "data_wait": waited / busy,
+            "other_s": other,
+            "tflops": meter.flops / step_s / 1e12 if meter.flops else None,
+        }
+        return True
+
+    def _collect(self, store: Board, prefix: str) -> None:
+        for rank in range(self.context.world_size):
+            key = f"{prefix}/window/{rank}"
+            if rank != self.context.rank and store.check([key]):
+                self._windows[rank] = json.loads(store.get(key))
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        job = self.context.env.job
+        line: dict[str, Any] = {
+            "at": time.time(),
+            "attempt": job.attempt,
+            "restart": job.restart,
+            "step": self._step,
+            "epoch": self.meter.epoch,
+            "world_size": self.context.world_size,
+            **combine(self._windows, self.context.rank, self.peak),
+        }
+        loss = self._loss()
+        if loss is not None:
+            line["loss"] = loss
+        if self.extra is not None:
+            line.update(self.extra())
+        text = json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(fd, text.encode())  # one write: readers never see half a line
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.path = None  # training is worth more than telling about it
+            get_logger(__name__).warning(f"metrics are not written any more: {error}")
+
+    def _loss(self) -> float | None:
+        """The last loss. Waits for the device, on the watch thread: training does not."""
+        loss = self.meter.loss
+        # What a compiled model returns may live in a buffer that the next step overwrites.
+        if loss is None or loss.numel() != 1 or not self.meter.may_count():
+            return None
+        value = float(loss)
+        return value if value - value == 0 else None  # JSON has neither NaN nor infinity
+
+
+def combine(windows: Mapping[int, Window], own: int, peak: float | None) -> dict[str, Any]:
+    """Return the measurements of one line from the windows of the ranks: sums, means, and the spread between ranks."""
+    ranks = sorted(windows)
+    times = {rank: windows[rank]["step_s"] for rank in ranks}
+    tflops = [windows[rank]["tflops"] for rank in ranks if windows[rank]["tflops"]]
+    mean_tflops = statistics.fmean(tflops) if tflops else None
+    waits = [windows[rank]["data_wait"] for rank in ranks]
+    # Ranks that synchronise every step all take as long as the slowest: then the one that waits for data longest is it.
+    apart = max(times.values()) > 1.1 * min(times.values())
+    slowest = max(ranks, key=lambda rank: times[rank] if apart else windows[rank]["data_wait"])
+    return {
+        "steps": windows[own]["steps"],
+        "window_s": windows[own]["window_s"],
+        "step_s": statistics.fmean(times.values()),
+        "step_s_min": min(times.values()),
+        "step_s_max": max(times.values()),
+        "slowest_step_s": max(windows[rank]["slowest_step_s"] for rank in ranks),
+        "slowest_rank": slowest,
+        "samples_per_s": windows[own]["samples_per_s"],
+        "tokens_per_s": sum(windows[rank]["tokens_per_s"] for rank in ranks) or None,
+        "data_wait": statistics.fmean(waits),
+        "data_wait_max": max(waits),
+        "other_s": windows[own]["other_s"],
+        "tflops": mean_tflops,
+        "mfu": mean_tflops / peak if mean_tflops is not None and peak else None,
+        "ranks": len(ranks),
+    }
+
+
+def _compiled(model: nn.Module) -> bool:
+    # Counting would run it uncompiled once, which may need more memory than there is.
+    from orc.runtime.compat.objects import has_compiled_regions, is_compiled_module
+
+    return is_compiled_module(model) or has_compiled_regions(model)
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) and value < 1e8 else value

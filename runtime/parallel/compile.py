@@ -1,0 +1,64 @@
+"""``torch.compile`` for prepared models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from orc.runtime.core.enums import DynamoBackend
+from orc.runtime.core.handlers import TorchDynamoPlugin
+
+if TYPE_CHECKING:
+    from orc.runtime.core.config import RuntimeConfig
+
+
+def resolve_plugin(plugin: TorchDynamoPlugin, config: RuntimeConfig) -> TorchDynamoPlugin:
+    """*plugin* with what it leaves open taken from the environment.
+
+    Raises:
+        ValueError: the environment names a back end that there is not.
+    """
+    return TorchDynamoPlugin(
+        backend=config.dynamo_backend if plugin.backend is None else plugin.backend,
+        mode=config.dynamo_mode if plugin.mode is None else plugin.mode,
+        fullgraph=config.dynamo_use_fullgraph if plugin.fullgraph is None else plugin.fullgraph,
+        dynamic=config.dynamo_use_dynamic if plugin.dynamic is None else plugin.dynamic,
+        options=plugin.options,
+        disable=plugin.disable,
+        use_regional_compilation=plugin.use_regional_compilation,
+    )
+
+
+def compiles(plugin: TorchDynamoPlugin) -> bool:
+    """Return whether *plugin* (resolved) turns on compilation."""
+    return plugin.backend not in (None, DynamoBackend.NO) and not plugin.disable
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """*model* compiled as *plugin* says; one that is compiled already comes back as it is."""
+    if is_compiled(model) or not compiles(plugin):
+        return model
+    options = plugin.to_kwargs()
+    blocks = repeated_blocks(model) if plugin.use_regional_compilation else []
+    if not blocks:
+        return cast(nn.Module, torch.compile(model, **options))
+    for block in blocks:
+        if block._compiled_call_impl is None:
+            block.compile(**options)
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether *model* is the result of ``torch.compile(module)``."""
+    from torch._dynamo.eval_frame import OptimizedModule  # no public name
+
+    return isinstance(model, OptimizedModule)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of every ``ModuleList`` in *model* that holds several of one class, outermost lists only."""
+    if isinstance(model, nn.ModuleList) and len(model) > 1 and len({type(block) for block in model}) == 1:
+        return list(model)
+    return [block for child in model.children() for block in repeated_blocks(child)]

@@ -1,0 +1,132 @@
+"""The moment between two steps: everything of the last is done, nothing of the next has begun.
+
+A prepared loader calls it when the training loop asks for its next batch. Here checkpoints are taken automatically, a
+preempted run stops, and progress is told; the script needs no line for any of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.core.config import ConfigError
+from orc.runtime.observe.progress import ProgressFile
+from orc.runtime.preemption.preemption import Preempted, Preemption
+
+if TYPE_CHECKING:
+    from orc.runtime.checkpoint.run import RunCheckpoints
+    from orc.runtime.checkpoint.storage.remote import Place
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.observe.meter import Meter
+
+
+class Boundary:
+    """Actions between steps of one Accelerator: progress, metrics, preemption and automatic checkpoints.
+
+    Args:
+        checkpoints: of the run.
+        save: saves the next automatically named checkpoint.
+        preemption: of the process.
+        progress: where to tell, if anywhere.
+        every: optimizer steps between automatic checkpoints; `None` for none.
+        meter: measures the steps, if anybody does.
+    """
+
+    def __init__(
+        self,
+        checkpoints: RunCheckpoints,
+        save: Callable[[], Place],
+        preemption: Preemption,
+        progress: ProgressFile | None = None,
+        every: int | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._save = save
+        self._preemption = preemption
+        self._progress = progress
+        self._every = every
+        self._meter = meter
+        self._optimizers = checkpoints.prepared.optimizers
+        # Several ranks would learn of an error at different steps; they raise it at the next call, all together.
+        self._alone = checkpoints.context.world_size == 1
+        self._seen = self.steps()
+
+    @classmethod
+    def of(
+        cls, context: RunContext, checkpoints: RunCheckpoints, save: Callable[[], Place], meter: Meter | None = None
+    ) -> Boundary:
+        """From the configuration. Raises `ConfigError` when checkpoints are wanted but there is no place for them."""
+        every = context.config.checkpoint_every
+        if every is not None and checkpoints.root is None:
+            raise ConfigError(
+                f"checkpoint_every = {every} (from {context.config.source('checkpoint_every')}) needs a place: set "
+                "ORC_CHECKPOINT_DIR, or pass Accelerator(project_dir=...)"
+            )
+        progress = ProgressFile.of(context)
+        if progress is not None:
+            atexit.register(progress.flush)
+        return cls(checkpoints, save, Preemption.of(context), progress, every, meter)
+
+    @property
+    def preempted(self) -> bool:
+        """Return whether the run is to stop at the next boundary."""
+        return self._preemption.due()
+
+    def steps(self) -> int:
+        """Optimizer steps taken by this process."""
+        steps = 0
+        for optimizer in self._optimizers:
+            if optimizer.steps > steps:
+                steps = optimizer.steps
+        return steps
+
+    def __call__(self, loader: Any) -> None:
+        """The loop asks *loader* for its next batch. Raises `Preempted` where the run is to stop."""
+        steps = self.steps()
+        live = loader.cursor.live
+        if steps == live.steps:
+            return  # evaluation, or gradients still accumulating: no step was taken in this loop
+        live.steps = steps
+        if steps == self._seen:
+            return  # another loader of the same loop was first
+        self._seen = steps
+        loader.cursor.trained = True
+        step = self._checkpoints.base_step + steps
+        if self._meter is not None:
+            self._meter.step(loader)
+        if self._progress is not None:
+            self._progress.update(step, loader.epoch, loader.samples_seen)
+        if self._alone and self._checkpoints.background.failed:
+            self._checkpoints.finish()
+        if self._preemption.tick():
+            self._leave(step)
+        if self._every is not None and step % self._every == 0 and self._checkpoints.saved_step != step:
+            self._save()
+
+    def close(self) -> None:
+        """Training is over: tell the last progress, give signals and connections back."""
+        if self._progress is not None:
+            self._progress.flush()
+        self._preemption.forget(self._checkpoints.context)
+
+    def _leave(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.flush()
+        try:
+            self._checkpoints.finish()
+        except CheckpointError as error:  # what follows saves this step anyway
+            print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        if self._checkpoints.root is None:
+            message = f"preempted after step {step}; nothing was saved: there is no checkpoint directory"
+        elif self._checkpoints.saved_step == step:
+            message = f"preempted after step {step}, which is saved already"
+        else:
+            message = f"preempted after step {step}, saved to {self._save()}"
+        if self._checkpoints.context.is_main:
+            print(f"orc: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        self._preemption.leaving = True
+        raise Preempted(message)

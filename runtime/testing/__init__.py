@@ -1,0 +1,355 @@
+"""For tests of training code: contexts without processes, ranks in threads, ranks in processes, a clean state.
+
+See docs/how-to/test-distributed-code.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.core import context as context_module
+from orc.runtime.core.context import RunContext, use_context
+from orc.runtime.core.errors import OrcRuntimeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from orc.runtime.collectives.in_memory import InMemoryWorld
+
+__all__ = ["InMemoryWorld", "RankFailure", "fake_context", "isolated", "reset", "run_ranks", "run_threads"]
+
+
+class RankFailure(OrcRuntimeError, AssertionError):
+    """A rank raised, died, or did not finish in time; the text has every failing rank's traceback."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "InMemoryWorld":
+        from orc.runtime.collectives.in_memory import InMemoryWorld
+
+        return InMemoryWorld
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- a clean state
+
+
+def reset() -> None:
+    """Forget the process context and all settings; the next Accelerator makes new ones from the environment.
+
+    An open process group stays open and is used again.
+    """
+    _retire(context_module._default)
+    context_module.reset_default()
+
+
+# What watches over a run in the background, by context.
+_WATCHERS = (("preemption", "Preemption"), ("watch", "Watch"), ("notices", "Notices"))
+
+
+def _retire(context: RunContext | None) -> None:
+    """End the background threads of *context*: its run is over, though this process goes on."""
+    for name, watcher in _WATCHERS:
+        module = sys.modules.get(f"orc.runtime.preemption.{name}")
+        if module is not None and context is not None:
+            getattr(module, watcher).forget(context)
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """A block without a process context, and whose context and environment variables are gone afterwards.
+
+    The context and the environment from before the block are back then.
+    """
+    outer, variables = context_module._default, dict(os.environ)
+    token = context_module._override.set(None)
+    context_module.reset_default()
+    try:
+        yield
+    finally:
+        reset()
+        context_module._default = outer
+        context_module._override.reset(token)
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+# ---- no processes
+
+
+def fake_context(
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    nodes: int = 1,
+    device: torch.device | str = "cpu",
+    world: InMemoryWorld | None = None,
+) -> RunContext:
+    """The context of one rank of a run that does not exist; `RunContext.fake` is the same.
+
+    Args:
+        rank: this rank.
+        world_size: ranks of the run.
+        nodes: machines that they are spread over evenly.
+        device: where this rank computes.
+        world: where the ranks exchange tensors. Without it the rank is alone among mirrors of itself: every peer has
+            the same tensors, so a broadcast changes nothing, a sum is a multiple, a gather repeats.
+
+    Raises:
+        ValueError: *nodes* does not divide *world_size*, or *world* has another size.
+        LaunchError: *rank* is not below *world_size*.
+    """
+    import torch
+
+    from orc.runtime.collectives.in_memory import mirror_group
+    from orc.runtime.launch.environment import LaunchEnvironment
+
+    if nodes < 1 or world_size % nodes:
+        raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
+    if world is not None and world.size != world_size:
+        raise ValueError(f"the world has {world.size} ranks, not {world_size}")
+    local = world_size // nodes
+    env = LaunchEnvironment("fake", rank, world_size, rank % local, local, rank // local)
+    group = None
+    if world_size > 1:
+        group = mirror_group(rank, world_size) if world is None else world.groups[rank]
+        group.register()  # closing a real process group makes torch.distributed forget all groups
+    return RunContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=env.local_rank,
+        local_world_size=local,
+        node_rank=env.node_rank,
+        device=torch.device(device),
+        backend="in-memory" if world_size > 1 else None,
+        env=env,
+        group=group,
+        store=world.store if world is not None and world_size > 1 else None,
+        mirrored=world is None and world_size > 1,
+    )
+
+
+def run_threads(
+    world_size: int, function: Callable[..., Any], *args: Any, nodes: int = 1, timeout_s: float = 60.0
+) -> list[Any]:
+    """``function(*args)`` on every rank of an in-memory world, each in a thread of its own; the results by rank.
+
+    In each thread the current context is that rank's, so that `Accelerator()` and the collectives work as usual.
+    Threads share what belongs to the process: global random number generators, environment, modules.
+
+    Args:
+        world_size: ranks.
+        function: what each rank does.
+        args: its arguments, the same objects for all.
+        nodes: simulated machines.
+        timeout_s: how long a rank waits in a collective, in seconds.
+
+    Raises:
+        Exception: what the first rank that failed raised, with a note that names the rank.
+    """
+    from orc.runtime.collectives.in_memory import InMemoryWorld, PeerFailed
+
+    world = InMemoryWorld(world_size, timeout_s)
+    results: list[Any] = [None] * world_size
+    failures: dict[int, BaseException] = {}
+
+    def live(rank: int) -> None:
+        context = fake_context(rank, world_size, nodes=nodes, world=world)
+        try:
+            with use_context(context):
+                results[rank] = function(*args)
+        except BaseException as error:  # noqa: BLE001 (it is raised again by the caller's thread)
+            failures[rank] = error
+            world.exchange.fail(rank, error)
+        finally:
+            _retire(context)
+
+    threads = [
+        threading.Thread(target=live, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as interrupt:  # let no thread wait for one that was not started
+        world.exchange.fail(0, interrupt)
+        raise
+    finally:
+        world.close()
+    if failures:
+        causes = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)] or list(failures)
+        error = failures[causes[0]]
+        error.add_note(f"on rank {causes[0]} of {world_size}")
+        raise error
+    return results
+
+
+# ---- processes
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+    nodes: int = 1,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """``function(*args)`` in *world_size* new processes on this machine that meet on loopback; the results by rank.
+
+    The function makes its own Accelerator. Function, arguments and results are pickled: define the function at the top
+    of a module, or install cloudpickle, with which it may be local.
+
+    Args:
+        world_size: processes.
+        function: what each does.
+        args: its arguments.
+        env: more environment variables, for all ranks or a sequence with those of each.
+        nodes: simulated machines.
+        timeout_s: for everything, in seconds.
+
+    Raises:
+        RankFailure: a rank raised, died or was not done in time. No process is left then.
+    """
+    if nodes < 1 or world_size % nodes:
+        raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
+    call = _pickled((function, args))
+    spawning = multiprocessing.get_context("forkserver")
+    spawning.set_forkserver_preload(["orc.runtime.accelerator", "torch._dynamo"])  # imported once, not by every rank
+    ranks: list[tuple[Any, Connection]] = []
+    answers: list[tuple[str, Any] | None] = [None] * world_size
+    holder, port = _held_port()
+    try:
+        for rank in range(world_size):
+            more = env[rank] if isinstance(env, Sequence) else env or {}
+            variables = _launch_variables(rank, world_size, nodes, port) | dict(more)
+            mine, theirs = spawning.Pipe()
+            process = spawning.Process(target=_rank, args=(call, variables, theirs))
+            process.start()
+            theirs.close()
+            ranks.append((process, mine))
+        answers = _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_s)
+    finally:
+        holder.close()
+        for (process, pipe), answer in zip(ranks, answers, strict=False):
+            pipe.close()  # a rank leaves when it sees this: nobody closes a connection that others still use
+            process.join(0 if answer is None else 5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failed = []
+    for rank, ((process, _), answer) in enumerate(zip(ranks, answers, strict=True)):
+        if answer is None:
+            failed.append(f"--- rank {rank}\nno result within {timeout_s:g} s (exit status {process.exitcode})")
+        elif answer[0] == "error":
+            failed.append(f"--- rank {rank}\n{answer[1]}")
+    if failed:
+        raise RankFailure("\n".join(failed))
+    return [_unpickled(answer[1]) for answer in answers if answer is not None]
+
+
+def _launch_variables(rank: int, world_size: int, nodes: int, port: int) -> dict[str, str]:
+    local = world_size // nodes
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _held_port() -> tuple[socket.socket, int]:
+    """A TCP port on loopback that nobody else is given while the socket is open."""
+    holder = socket.socket()
+    # Bound, but not listened on: who sets this option too, as torch's store does, can listen there all the same.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, int(holder.getsockname()[1])
+
+
+def _pickler() -> Any:
+    import importlib
+    import importlib.util
+
+    return importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
+
+
+def _pickled(value: Any) -> bytes:
+    pickler = _pickler()
+    function = value[0] if isinstance(value, tuple) else None
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    # Test modules are often imported in a way that another process cannot repeat.
+    by_value = module is not None and pickler.__name__ == "cloudpickle" and not _importable(module.__name__)
+    if by_value:
+        pickler.register_pickle_by_value(module)
+    try:
+        return bytes(pickler.dumps(value))
+    except Exception as error:
+        raise RankFailure(
+            f"{getattr(function, '__qualname__', type(value).__name__)} or its arguments cannot be pickled for another "
+            f"process ({error}); define the function at the top of a module, or install cloudpickle"
+        ) from error
+    finally:
+        if by_value:
+            pickler.unregister_pickle_by_value(module)
+
+
+def _importable(module: str) -> bool:
+    import importlib.machinery
+
+    return importlib.machinery.PathFinder.find_spec(module.partition(".")[0]) is not None
+
+
+def _unpickled(data: bytes) -> Any:
+    return _pickler().loads(data)
+
+
+def _rank(call: bytes, variables: Mapping[str, str], answer: Connection) -> None:
+    """The life of one rank."""
+    for name in list(os.environ):
+        if name.startswith(("ORC_", "ACCELERATE_", "SLURM_", "OMPI_")):
+            del os.environ[name]
+    os.environ.update(variables)
+    try:
+        import torch
+
+        torch.set_num_threads(1)  # as under a launcher: the ranks share this machine
+        function, args = _unpickled(call)
+        result: tuple[str, Any] = ("ok", _pickler().dumps(function(*args)))
+    except BaseException:  # noqa: BLE001 (it is raised again by the caller's process)
+        result = ("error", traceback.format_exc())
+    answer.send(result)
+    caller = multiprocessing.parent_process()
+    multiprocessing.connection.wait([answer, *([caller.sentinel] if caller else [])])  # until it has all results
+    os._exit(0)
+
+
+def _collect(pipes: Sequence[Connection], deadline: float) -> list[tuple[str, Any] | None]:
+    """Return the ranks' answers before *deadline*. After a failure the others get two more seconds: they may hang."""
+    answers: list[tuple[str, Any] | None] = [None] * len(pipes)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for ready in multiprocessing.connection.wait(list(waiting), left):
+            assert isinstance(ready, Connection)
+            rank = waiting.pop(ready)
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                answers[rank] = ready.recv()
+            found = answers[rank]
+            if found is None or found[0] == "error":
+                deadline = min(deadline, time.monotonic() + 2)
+    return answers

@@ -1,0 +1,177 @@
+"""The prepared optimizer: steps and clears only when gradients are synchronised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from orc.runtime.collectives.tree import send_to_device
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.engine import NativeEngine
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps *optimizer*; everything that is not overridden here is the wrapped one's.
+
+    Args:
+        optimizer: a torch optimizer.
+        device_placement: move the optimizer's state to *device*.
+        scaler: with fp16, what steps in its place.
+        gradient: says when to step; by default the current context's.
+        engine: owns the scaler.
+        device: where the state belongs.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        gradient: GradientRecord | None = None,
+        engine: NativeEngine | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        # No super().__init__(): the wrapped optimizer owns groups, state and hooks.
+        if gradient is None or engine is None:
+            from orc.runtime.core.context import current_context
+            from orc.runtime.engine import NativeEngine
+
+            ctx = current_context()
+            gradient = gradient or ctx.gradient
+            engine = engine or NativeEngine(ctx, scaler)
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self._gradient = gradient
+        self._engine = engine
+        self._device = device
+        self.steps = 0  # updates made, skipped ones not counted
+        self._skipped = False
+        self._reached = False
+        self._listen()
+        if device_placement and device is not None and optimizer.state:
+            self.load_state_dict(optimizer.state_dict())
+
+    @property
+    def state(self) -> Any:
+        """State per parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default options of a parameter group."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state, on the device it belongs to."""
+        if self.device_placement and self._device is not None and self._device.type != "cpu":
+            state_dict = send_to_device(state_dict, self._device)
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are still accumulating."""
+        if self._gradient.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+            if self._engine.ctx.xla is not None:
+                self._engine.ctx.xla.forget(self.optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, unless gradients are still accumulating; an overflow skips the update."""
+        if not self._gradient.sync_gradients:
+            return None
+        if self.scaler is None:
+            self.steps += 1
+            if self._engine.ctx.xla is not None:  # a prepared loader runs what was traced when it goes on
+                return self._engine.ctx.xla.step(self.optimizer, closure, barrier=not self._gradient.active)
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._reached, self._skipped = False, False
+        result = self._engine.scaled_step(self.optimizer, closure)
+        self._skipped = self._skipped or not self._reached
+        self.steps += not self._skipped
+        return result
+
+    def _listen(self) -> None:
+        if self.scaler is not None:
+            self.optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.
+        self._reached = True
+        found = getattr(optimizer, "found_inf", None)
+        if found is not None:
+            self._skipped = bool(found.item())
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """`True` if an overflow made the optimizer skip its last step."""
+        return self._skipped
+
+    def train(self) -> None:
+        """Training mode of optimizers that have one (schedule-free)."""
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+
+    def eval(self) -> None:
+        """Evaluation mode of optimizers that have one (schedule-free)."""
+        if callable(switch := getattr(self.optimizer, "eval", None)):
+            switch()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the run it belongs to, and without the counter that torch's schedulers put around `step`.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient", "_engine", "step")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from orc.runtime.core.context import current_context
+        from orc.runtime.engine import NativeEngine
+
+        self.__dict__.update(state)
+        ctx = current_context()
+        self._gradient, self._engine = ctx.gradient, NativeEngine(ctx, self.scaler)
+        self._listen()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = object.__new__(type(self))
+        own = {name: value for name, value in self.__getstate__().items() if name != "scaler"}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        twin._gradient, twin._engine, twin.scaler = self._gradient, self._engine, self.scaler  # of the same run
+        twin._listen()
+        return twin
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

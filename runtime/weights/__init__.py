@@ -1,0 +1,1 @@
+"""Weights of models: sizes, placement, loading and offloading."""

@@ -1,0 +1,119 @@
+"""Meetings, with ranks that are threads and a board that is served."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.replication import meeting as meeting_module
+from orc.runtime.checkpoint.replication.meeting import Meeting, see_off
+from orc.runtime.collectives.board import BoardServer, LocalBoard, RemoteBoard
+
+KEY = b"k" * 32
+
+
+class Context:
+    """What a meeting wants to know of its rank."""
+
+    def __init__(self, rank, store):
+        self.rank, self.store, self.world_size, self.key = rank, store, 2, KEY
+        self.config = SimpleNamespace(timeout_s=30.0)
+
+
+class SlowBoard(RemoteBoard):
+    """Of a rank that gets no processor when the verdict is there."""
+
+    slow = threading.Event()
+
+    def get(self, key):
+        self.slow.wait(30)
+        return super().get(key)
+
+    def clone(self, answer_s=30.0):
+        return SlowBoard(self.host, self.port, self._key, answer_s)
+
+
+@pytest.fixture
+def both():
+    board = LocalBoard()
+    server = BoardServer(board, KEY, "127.0.0.1")
+    SlowBoard.slow = threading.Event()
+    yield Context(0, board), Context(1, SlowBoard("127.0.0.1", server.port, KEY))
+    SlowBoard.slow.set()
+    meeting_module._unread.clear()
+    server.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rank_0_does_not_end_before_the_others_have_read_the_verdict(both, fails):
+    def verdict(values):
+        if fails:
+            raise CheckpointError("no")
+        return sum(values)
+
+    ends = {}
+
+    def meet(context):
+        try:
+            ends[context.rank] = Meeting(context).hold("saving", context.rank + 1, verdict)
+        except CheckpointError as error:
+            ends[context.rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(context,)) for context in both]
+    for thread in threads:
+        thread.start()
+    threads[0].join(30)
+    leaving = threading.Thread(target=see_off, args=(30,))  # what the end of rank 0's process does
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    SlowBoard.slow.set()
+    for thread in (leaving, threads[1]):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert ends == dict.fromkeys((0, 1), "no" if fails else 3)
+
+
+def test_an_answer_may_take_as_long_as_a_rank_may_be_late():
+    """Rank 0 answers when its interpreter does nothing else."""
+    asked = []
+    context = Context(1, SimpleNamespace(clone=lambda answer_s=0: asked.append(answer_s)))
+    context.config.timeout_s = 900.0
+    Meeting(context)._connect()
+    assert asked == [900.0]
+
+
+def test_the_end_waits_for_nobody_who_has_parted(both):
+    SlowBoard.slow.set()
+
+    def meet(context):
+        meeting = Meeting(context, name="background")
+        meeting.hold("saving", 0, max)
+        meeting.part()
+
+    threads = [threading.Thread(target=meet, args=(context,)) for context in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not meeting_module._unread
+
+
+def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
+    first, second = both
+
+    def stay():
+        with contextlib.suppress(CheckpointError):
+            Meeting(second).hold("saving", 0, max)
+
+    threading.Thread(target=stay, daemon=True).start()
+    Meeting(first).hold("saving", 0, max)
+    began = time.monotonic()
+    see_off(0.2)
+    assert time.monotonic() - began < 10
+    see_off()  # once
+    assert not meeting_module._unread

@@ -1,0 +1,227 @@
+"""Real processes, started as platforms start them: meeting, leaving without a word, and clear errors."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from orc.runtime.core.errors import LaunchError
+from orc.runtime.launch.device import _cuda_index, collective_backend, process_group_backend
+from orc.runtime.launch.environment import LaunchEnvironment
+from orc.runtime.launch.process_group import settle
+
+SCRIPT = """
+    import torch
+    from orc.runtime import Accelerator
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), "sum")
+    accelerator.gather(accelerator.pad_across_processes({"x": torch.ones(accelerator.process_index + 1)}))
+    accelerator.check_trigger()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.wait_for_everyone()
+    print(accelerator.ctx.env.platform, accelerator.num_processes, total.item(), flush=True)
+"""
+
+
+def environment(**variables):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ORC_", "ACCELERATE_", "SLURM_", "OMPI_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return kept | {"OMP_NUM_THREADS": "1"} | variables
+
+
+def start(code, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcome(process):
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def port(free_port):
+    """For the processes of this test to meet at."""
+    return str(free_port())
+
+
+@pytest.mark.distributed
+def test_processes_meet_and_leave_without_a_word(port):
+    ranks = [
+        start(SCRIPT, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)
+    ]
+    for status, out, err in map(outcome, ranks):
+        assert (status, out, err) == (0, "torchrun 2 3.0\n", "")
+
+
+SLURM = {
+    "SLURM_PROCID": "{rank}",
+    "SLURM_LOCALID": "{rank}",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("platform", "variables"), [("slurm", SLURM), ("openmpi", OPENMPI)])
+def test_processes_of_other_platforms_meet(run_ranks, platform, variables):
+    def body(variables):
+        from orc.runtime import Accelerator
+
+        os.environ.update({name: value.format(rank=os.environ["RANK"]) for name, value in variables.items()})
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
+            del os.environ[name]
+        accelerator = Accelerator()
+        ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+        return accelerator.ctx.env.platform, ranks, accelerator.ctx.local_world_size
+
+    assert run_ranks(2, body, variables) == [(platform, [0, 1], 2)] * 2
+
+
+def test_one_process_needs_no_process_group():
+    code = SCRIPT + "\n    import torch.distributed as dist; print(dist.is_initialized())"
+    assert outcome(start(code)) == (0, "single 1 1.0\nFalse\n", "")
+
+
+def test_a_launch_mistake_is_one_clear_error():
+    status, _, err = outcome(start(SCRIPT, WORLD_SIZE="2"))
+    assert status == 1
+    assert "LaunchError: WORLD_SIZE=2 is set but RANK is not" in err
+    assert "orc launch -n N script.py" in err
+
+
+@pytest.mark.distributed
+def test_peers_that_never_come_are_reported_in_time(port):
+    code = """
+        from datetime import timedelta
+        from orc.runtime import Accelerator, InitProcessGroupKwargs
+        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+    """
+    # By default they are waited for much longer than `outcome` waits.
+    status, _, err = outcome(start(code, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    assert status == 1
+    assert f"LaunchError: rank 0 of 2 could not join its peers at 127.0.0.1:{port} (gloo)" in err
+
+
+@pytest.mark.distributed
+def test_a_failing_rank_ends_at_once_although_its_peer_waits(port):
+    code = """
+        import torch
+        from orc.runtime import Accelerator
+        accelerator = Accelerator()
+        if accelerator.process_index == 0:
+            raise ValueError("no data")
+        accelerator.wait_for_everyone()
+    """
+    ranks = [start(code, RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
+    status, _, err = outcome(ranks[0])
+    assert status == 1
+    assert err.rstrip().endswith("ValueError: no data")
+    assert outcome(ranks[1])[0] != 0, "the peer notices that its connection is gone"
+
+
+@pytest.mark.distributed
+def test_a_script_may_end_with_a_collective(port):
+    code = """
+        import sys, torch
+        from orc.runtime import Accelerator, process_group
+        settle = process_group.settle
+        process_group.settle = lambda: (settle(), print("settled", flush=True))
+        sys.setswitchinterval(100)  # gloo's threads get the interpreter's lock late
+        accelerator = Accelerator()
+        for _ in range(3):
+            gathered = accelerator.gather(torch.ones(1000))
+    """
+    ranks = [start(code, RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
+    assert [outcome(rank) for rank in ranks] == [(0, "settled\n", "")] * 2
+
+
+def compute():
+    hashlib.pbkdf2_hmac("sha256", b"any", b"salt", 1_000_000)  # without the interpreter's lock
+
+
+def come_and_go():
+    """As one that is woken for the interpreter's lock and comes too late."""
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        time.sleep(0.0002)
+
+
+@pytest.mark.parametrize("work", [compute, come_and_go])
+def test_the_end_waits_for_threads_of_gloo_that_are_at_work(work):
+    began, ended, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def live():
+        Path("/proc/thread-self/comm").write_text("pt_gloo_runloop")
+        began.set()
+        work()
+        ended.set()
+        leave.wait()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        began.wait()
+        settle(limit_s=60)
+        assert ended.is_set()
+        started = time.monotonic()
+        settle(limit_s=60)
+        assert time.monotonic() - started < 30, "an idle thread is not waited for"
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_gpus_are_dealt_by_local_rank():
+    def place(rank, count, local=4):
+        return _cuda_index(LaunchEnvironment("test", rank, 4, rank % local, local), count)
+
+    assert [place(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert place(3, 1) == 0, "each process sees its own GPU only"
+    with pytest.raises(LaunchError, match="local rank 2 of 4 processes on this machine has no GPU: 2 are visible"):
+        place(2, 2)
+
+
+def test_backends():
+    assert collective_backend(torch.device("cuda", 0)) == "nccl"
+    assert collective_backend(torch.device("cpu")) == "gloo"
+    assert process_group_backend("nccl") == "cpu:gloo,cuda:nccl"
+    assert process_group_backend("gloo") == "gloo"
+
+
+def test_the_example_of_the_reference_runs():
+    page = (Path(__file__).parents[3] / "docs/reference/runtime.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    status, out, err = outcome(start(code))
+    assert (status, err) == (0, "")
+    losses = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines()]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_the_other_examples_of_the_reference_run():
+    page = (Path(__file__).parents[3] / "docs/reference/runtime.md").read_text()
+    for block in page.split("```python\n")[2:]:
+        status, _, err = outcome(start(block.split("```")[0]))
+        assert (status, err) == (0, "")

@@ -1,0 +1,140 @@
+"""Cores next to a GPU, the progress bar, autocast for own loops, and the names under `orc.runtime.utils`."""
+
+import importlib
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+import orc.runtime
+from orc.runtime import RunContext, get_grad_scaler, get_mixed_precision_context_manager, tqdm, use_context
+from orc.runtime.compat import availability
+from orc.runtime.launch import numa
+
+
+def test_lists_of_cores():
+    assert numa.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.parse_cores("\n") == set()
+
+
+@pytest.fixture
+def a_machine(tmp_path, monkeypatch):
+    """Two nodes; GPU 0 is attached to node 1. Records the affinity that is set."""
+    gpu = tmp_path / "pci/0000:3b:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text("1\n")
+    (tmp_path / "nodes/node1").mkdir(parents=True)
+    (tmp_path / "nodes/node1/cpulist").write_text("4-5\n")
+    chosen = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(sorted(cores)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    real = numa.cores_near
+    monkeypatch.setattr(numa, "cores_near", lambda address: real(address, tmp_path / "pci", tmp_path / "nodes"))
+    numa.set_numa_affinity.cache_clear()
+    yield types.SimpleNamespace(chosen=chosen, gpu=gpu)
+    numa.set_numa_affinity.cache_clear()
+
+
+def test_a_process_runs_next_to_its_gpu(a_machine, caplog):
+    caplog.set_level("INFO")
+    numa.set_numa_affinity(0)
+    numa.set_numa_affinity(0)
+    assert a_machine.chosen == [[4, 5]]
+    assert not caplog.text
+    numa.override_numa_affinity(0, verbose=True)
+    assert len(a_machine.chosen) == 2
+    assert "runs on the cores [4, 5]" in caplog.text
+
+
+def test_a_machine_without_nodes_changes_nothing(a_machine):
+    (a_machine.gpu / "numa_node").write_text("-1\n")
+    numa.override_numa_affinity(0)
+    (a_machine.gpu / "numa_node").unlink()
+    numa.override_numa_affinity(0)
+    assert a_machine.chosen == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_affinity_needs_a_gpu():
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        numa.override_numa_affinity(0)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """A stand-in for the package tqdm; the keywords of every bar that was made."""
+    made = []
+    auto = types.ModuleType("tqdm.auto")
+    auto.tqdm = lambda *args, **kwargs: made.append(kwargs) or args[0]
+    package = types.ModuleType("tqdm")
+    package.__file__ = "tqdm.py"
+    monkeypatch.setitem(sys.modules, "tqdm", package)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", auto)
+    availability.is_package.cache_clear()
+    yield made
+    availability.is_package.cache_clear()
+
+
+def test_one_bar_per_machine(bars):
+    shown = []
+    for rank in range(4):
+        with use_context(RunContext.fake(rank, 4, nodes=2)):
+            assert list(tqdm(range(3), desc="x")) == [0, 1, 2]
+            shown.append(not bars[-1]["disable"])
+            tqdm(range(3), main_process_only=False)
+            assert "disable" not in bars[-1]
+            tqdm(range(3), disable=True)
+            assert bars[-1]["disable"] is True
+    assert shown == [True, False, True, False]
+
+
+def test_a_bar_without_tqdm_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("orc.runtime.observe.progress_bar.is_package", lambda name: False)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        tqdm(range(3))
+
+
+def test_autocast_and_scaler_of_the_current_settings():
+    ctx = RunContext.fake()
+    ctx.configure({"mixed_precision": "bf16"})
+    with use_context(ctx):
+        with get_mixed_precision_context_manager(native_amp=True):
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.bfloat16
+        with get_mixed_precision_context_manager():
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
+        assert get_grad_scaler(init_scale=8.0).get_scale() == 8.0
+        sharded = get_grad_scaler(distributed_type="FSDP")
+        assert type(sharded).__name__ == "ShardedGradScaler"
+
+
+def test_helpers_have_a_second_home():
+    utils = importlib.import_module("orc.runtime.utils")
+    for name in orc.runtime.__all__:
+        assert getattr(utils, name) is getattr(orc.runtime, name)
+    assert set(orc.runtime.__all__) <= {*dir(utils)}
+    assert not hasattr(utils, "no_such_helper")
+
+
+@pytest.mark.parametrize("path", ["data_loader", "utils.environment", "utils.operations"])
+def test_documented_paths_hold_the_same_names(path):
+    module = importlib.import_module(f"orc.runtime.{path}")
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(orc.runtime, name)
+
+
+def test_documented_helpers_are_all_there():
+    documented = """broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 gather
+        gather_object get_grad_scaler get_mixed_precision_context_manager listify pad_across_processes recursively_apply
+        reduce send_to_device slice_tensors is_bf16_available is_ipex_available is_mps_available is_npu_available
+        is_torch_version is_torch_xla_available is_xpu_available patch_environment clear_environment set_numa_affinity
+        find_executable_batch_size calculate_maximum_sizes compute_module_sizes extract_model_from_parallel
+        get_balanced_memory get_max_layer_size infer_auto_device_map load_checkpoint_in_model load_offloaded_weights
+        load_state_dict offload_state_dict retie_parameters set_module_tensor_to_device save load wait_for_everyone
+        set_seed synchronize_rng_state synchronize_rng_states write_basic_config"""
+    from orc.runtime import utils
+
+    assert [name for name in documented.split() if not hasattr(utils, name)] == []

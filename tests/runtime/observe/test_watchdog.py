@@ -1,0 +1,280 @@
+"""Stalls: what counts as one, who is named, and what is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from orc.runtime.core.config import resolve
+from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize
+from orc.runtime.observe.whereabouts import Place, main_place
+
+BACKWARD = Place("train.py:9 in main", "loss.backward()", "Tensor.backward", "backward")
+READING = Place("train.py:5 in main", "x = read()", "", "script")
+
+
+def beat(rank, position, idle_s=1.0, step_s=0.1, place=BACKWARD):
+    return Beat(rank, position[0], position, idle_s, step_s, place)
+
+
+# ---- decisions
+
+
+def test_a_rank_is_late_when_it_is_behind_for_many_steps():
+    fast, slow = beat(0, (10, 12), idle_s=9), beat(1, (10, 11), idle_s=9)
+    assert late_ranks([fast, slow], factor=20) == [1]
+    assert late_ranks([fast, slow], factor=100) == []  # 9 s are not 100 steps of 0.1 s
+
+
+def test_nobody_is_late_while_all_are_at_the_same_place():
+    """An evaluation, say: long, but the same for everybody."""
+    assert late_ranks([beat(0, (10, 11), idle_s=900), beat(1, (10, 11), idle_s=900)], factor=2) == []
+
+
+def test_a_few_seconds_are_never_late():
+    beats = [beat(0, (10, 12), idle_s=2, step_s=1e-4), beat(1, (10, 11), idle_s=2, step_s=1e-4)]
+    assert late_ranks(beats, factor=2) == []
+    assert late_ranks(beats, factor=2, floor_s=1) == [1]
+
+
+def test_lateness_needs_to_know_how_long_a_step_takes():
+    assert late_ranks([beat(0, (2, 2), 90, None), beat(1, (1, 1), 90, None)], factor=2) == []
+
+
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        ({0: beat(0, (5, 6)), 1: None}, [1]),
+        ({0: beat(0, (5, 7)), 1: beat(1, (5, 6)), 2: beat(2, (5, 7))}, [1]),
+        ({0: beat(0, (5, 6)), 1: beat(1, (5, 6), place=READING)}, [1]),
+        ({0: beat(0, (5, 6)), 1: beat(1, (5, 6))}, []),
+        ({0: beat(0, (5, 6), place=READING), 1: beat(1, (5, 6), place=READING)}, []),
+        ({0: None, 1: None}, []),
+    ],
+    ids=["silent", "behind", "not waiting", "all wait", "all busy", "all silent"],
+)
+def test_the_rank_that_holds_the_others_up_is_told_from_the_rest(beats, expected):
+    assert holding_up(beats) == expected
+
+
+def test_the_summary_names_step_rank_and_line():
+    beats = {0: beat(0, (5, 6)), 1: beat(1, (5, 6), place=READING)}
+    assert summarize("stalled", 60.2, beats) == (
+        "stalled: no step for 60 s at step 5; rank 1 is at train.py:5 in main: x = read()"
+    )
+    beats[1] = None
+    assert "rank 1 gives no answer" in summarize("stalled", 60, beats)
+
+
+def test_an_answer_survives_its_way_through_the_store():
+    assert Beat.from_json(beat(3, (5, 6, 0)).to_json()) == beat(3, (5, 6, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_job", "expected"),
+    [
+        ({}, False, (None, None, False)),
+        ({}, True, (1800.0, None, False)),
+        ({"stall_timeout_s": 60}, False, (60.0, None, True)),
+        ({"stall_timeout_s": 60, "stall_action": "warn"}, True, (60.0, None, False)),
+        ({"stall_timeout_s": 0}, True, (None, None, True)),
+        ({"stall_factor": 20}, False, (None, 20.0, False)),
+    ],
+)
+def test_rules_follow_from_the_configuration(settings, in_job, expected):
+    rules = StallRules.of(resolve(settings, {}), in_job)
+    assert (rules.timeout_s, rules.factor, rules.ends) == expected
+
+
+def test_where_a_process_is_names_the_script_s_line():
+    place = main_place()
+    assert place.where.startswith(f"{__file__}:")
+    assert place.line == "place = main_place()"
+    assert place.activity == "script"
+
+
+# ---- whole processes
+
+# Limits on stalls are of seconds, far above what a busy machine takes away from a process that is getting on.
+SCRIPT = """
+    import os, signal, sys, time
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from orc.runtime import Accelerator
+
+    def until(*ranks):  # have reported where they are
+        folder = os.path.join(os.environ["ORC_ATTEMPT_DIR"], "node-0")
+        while not all(os.path.exists(os.path.join(folder, f"stall-{rank}.json")) for rank in ranks):
+            time.sleep(0.05)
+
+    def first_step():  # it imports much, which is no stall
+        parameter = torch.ones(1, requires_grad=True)
+        parameter.sum().backward()
+        torch.optim.SGD([parameter]).step()
+
+    first_step()
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    data = DataLoader(TensorDataset(torch.randn(400, 3)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), data)
+    for index, (x,) in enumerate(loader):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        if index < 20:
+            time.sleep(PACE)
+        if index == 20 and accelerator.process_index == CULPRIT % accelerator.num_processes:
+            HANG
+    accelerator.end_training()
+    print("the end")
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """``launch(hang, world_size, **env)`` runs the script in a simulated job; per rank (status, stderr).
+
+    The last rank hangs, or *culprit*. With *kills_it* that one is killed when the others have ended.
+    """
+    (tmp_path / "a1" / "node-0").mkdir(parents=True)
+    processes = []
+
+    def run(hang, world_size=1, port=0, pace=0, culprit=-1, kills_it=False, **env):
+        script = tmp_path / "train.py"
+        source = textwrap.dedent(SCRIPT).replace("HANG", hang).replace("PACE", str(pace))
+        script.write_text(source.replace("CULPRIT", str(culprit)))
+        base = {name: value for name, value in os.environ.items() if not name.startswith(("ORC_", "ACCELERATE_"))}
+        base |= {"ORC_JOB_DIR": str(tmp_path), "ORC_ATTEMPT_DIR": str(tmp_path / "a1"), "OMP_NUM_THREADS": "1", **env}
+        for rank in range(world_size):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = base | {name: str(value) for name, value in own.items()}
+            errors = (tmp_path / f"rank-{rank}.err").open("w")
+            processes.append(subprocess.Popen([sys.executable, script], env=variables, stderr=errors))
+            errors.close()
+        hanging = processes[culprit]
+        for process in [process for process in processes if process is not hanging] + [hanging]:
+            if kills_it and process is hanging:
+                process.kill()
+            process.wait(timeout=150)
+        said = [(tmp_path / f"rank-{rank}.err").read_text() for rank in range(world_size)]
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def stall_file(tmp_path, rank):
+    return json.loads((tmp_path / "a1" / "node-0" / f"stall-{rank}.json").read_text())
+
+
+@pytest.mark.distributed
+def test_every_rank_says_which_rank_is_where_and_ends(launch, tmp_path, free_port):
+    ends = launch("time.sleep(600)", 2, free_port(), ORC_STALL_TIMEOUT_S="6")
+    assert ends[1][0] == 79
+    assert ends[0][0] in (79, 1)  # it ends later, or its collective fails when the other one has gone
+    for rank, (_, errors) in enumerate(ends):
+        assert f"orc: rank {rank}: stalled: no step for" in errors
+        held, culprit = (next(line for line in errors.splitlines() if f"  rank {r}:" in line) for r in (0, 1))
+        assert "step 21" in held
+        assert "backward" in held
+        assert "time.sleep(600)   <- the others wait for this one" in culprit
+        assert f"orc: all threads of rank {rank}:" in errors
+        assert 'train.py", line' in errors  # faulthandler
+        report = stall_file(tmp_path, rank)
+        assert report["waiting_for"] == [1]
+        assert "rank 1 is at" in report["summary"]
+        assert any("train.py" in frame for stack in report["stacks"] for frame in stack["frames"])
+
+
+@pytest.mark.distributed
+def test_a_rank_that_gives_no_answer_is_named_and_the_others_end_with_their_own_status(launch, tmp_path, free_port):
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
+    (status, _), _ = launch(stopped, 2, free_port(), kills_it=True, ORC_STALL_TIMEOUT_S="4")
+    assert status == 79  # although it waited for an answer longer than a blocked interpreter is waited for
+    assert "rank 1 gives no answer" in stall_file(tmp_path, 0)["summary"]
+
+
+@pytest.mark.distributed
+def test_rank_0_that_serves_the_board_is_named_when_it_gives_no_answer(launch, tmp_path, free_port):
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
+    _, (status, _) = launch(stopped, 2, free_port(), culprit=0, kills_it=True, ORC_STALL_TIMEOUT_S="4")
+    assert status == 79
+    assert "rank 0 gives no answer" in stall_file(tmp_path, 1)["summary"]
+
+
+def test_a_single_process_that_hangs_ends_with_its_own_status(launch, tmp_path):
+    [(status, errors)] = launch("time.sleep(600)", ORC_STALL_TIMEOUT_S="5")
+    assert status == 79
+    assert "time.sleep(600)" in stall_file(tmp_path, 0)["summary"]
+    assert errors.rstrip().splitlines()[-1].startswith("orc: rank 0 ends with status 79: stalled: no step for")
+
+
+def test_a_warning_lets_the_run_go_on_and_is_taken_back(launch, tmp_path):
+    [(status, errors)] = launch("until(0)", ORC_STALL_TIMEOUT_S="3", ORC_STALL_ACTION="warn")
+    assert status == 0
+    assert errors.count("stalled: no step") == 1
+    assert "orc: rank 0 goes on at step" in errors
+    assert not (tmp_path / "a1" / "node-0" / "stall-0.json").exists()
+
+
+def test_a_warning_is_taken_back_also_when_the_run_ends_before_the_next_look(launch, tmp_path):
+    blind = "from orc.runtime.observe import watch; next(iter(watch._known.values()))._poll_s = 600"
+    hang = f"until(0); {blind}; time.sleep(1.5)"  # the look that is under way finds nothing new
+    [(status, errors)] = launch(hang, ORC_STALL_TIMEOUT_S="3", ORC_STALL_ACTION="warn")
+    assert status == 0
+    assert errors.count("stalled: no step") == 1
+    assert "orc: rank 0 goes on at step" in errors
+    assert not (tmp_path / "a1" / "node-0" / "stall-0.json").exists()
+
+
+def test_an_interpreter_that_is_blocked_is_dumped_and_ended(launch):
+    """Code in C that keeps the interpreter's lock stops every thread of Python, the watch included."""
+    hang = "import ctypes; ctypes.PyDLL(None).sleep(600)"
+    [(status, errors)] = launch(hang, ORC_STALL_TIMEOUT_S="1")
+    assert status == 1
+    assert "Timeout (0:00:00" in errors
+    assert "train.py" in errors
+
+
+def test_work_between_steps_counts_as_progress(launch):
+    """Batches of a loader that is not trained on, saving: none of it is a stall."""
+    hang = "[time.sleep(0.02) for _ in zip(range(300), accelerator.prepare(DataLoader(range(300))))]"
+    [(status, errors)] = launch(hang, ORC_STALL_TIMEOUT_S="4", ORC_STALL_ACTION="warn")
+    assert (status, "stalled" in errors) == (0, False)
+
+
+@pytest.mark.distributed
+def test_a_late_rank_is_reported_and_the_run_goes_on(launch, free_port):
+    ends = launch("until(0, 1)", 2, free_port(), pace=0.25, ORC_STALL_FACTOR="3", ORC_METRICS="no")
+    assert [status for status, _ in ends] == [0, 0]
+    for _, errors in ends:
+        assert errors.count("late: no step on some ranks") == 1
+        assert "rank 1 is at" in errors
+
+
+def test_nothing_runs_where_nothing_is_configured(monkeypatch):
+    import threading
+
+    from torch import nn, optim
+    from torch.utils.data import DataLoader
+
+    from orc.runtime import Accelerator
+    from orc.runtime.core.context import reset_default
+
+    for name in ("RANK", "WORLD_SIZE", "ORC_ATTEMPT_DIR", "ORC_JOB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    reset_default()
+    before = set(threading.enumerate())
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    _, optimizer, loader = accelerator.prepare(model, optim.SGD(model.parameters()), DataLoader(range(3)))
+    started = set(threading.enumerate()) - before
+    assert not [thread for thread in started if thread.name in ("orc-watch", "orc-notices")]
+    assert loader.meter is None
+    assert "step" not in vars(optimizer)
+    assert "backward" not in vars(accelerator._engine)
