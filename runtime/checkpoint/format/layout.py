@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"
@@ -10,6 +12,10 @@ SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
 CUSTOM_NAME = "custom_checkpoint"
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+SHARD_METADATA = ".metadata"
+# Folders of shards: of a model, of an optimizer.
+SHARDS = re.compile(r"(?:pytorch_model|pytorch_model_fsdp|optimizer)_\d+")
 WEIGHTS_NAME = "pytorch_model.bin"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -34,3 +40,23 @@ def random_states_file(rank: int) -> str:
 def custom_file(index: int) -> str:
     """Registered object *index*."""
     return f"{CUSTOM_NAME}_{index}.pkl"
+
+
+def model_shards(index: int) -> str:
+    """Folder of the shards of model *index*."""
+    return f"{MODEL_NAME}_{index}"
+
+
+def optimizer_shards(index: int) -> str:
+    """Folder of the shards of optimizer *index*."""
+    return f"{OPTIMIZER_NAME}_{index}"
+
+
+def shard_file(folder: str, rank: int) -> str:
+    """The shards in *folder* that *rank* writes."""
+    return f"{folder}/__{rank}_0.distcp"
+
+
+def shard_metadata(folder: str) -> str:
+    """The file of *folder* that says which shards there are."""
+    return f"{folder}/{SHARD_METADATA}"

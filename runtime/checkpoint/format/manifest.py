@@ -169,7 +169,7 @@ def foreign_entries(directory: Path) -> set[str]:
     """Entries of *directory* that no save of ours wrote."""
     names = {entry.name for entry in directory.iterdir()}
     try:
-        return names - set(read_manifest(directory).files) - {NAME}
+        return names - {name.partition("/")[0] for name in read_manifest(directory).files} - {NAME}
     except CheckpointError:
         return names - {NAME}
 

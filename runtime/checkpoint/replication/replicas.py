@@ -29,7 +29,7 @@ from orc.runtime.checkpoint.storage.durable import (
     remove_tree,
     temporary_name,
 )
-from orc.runtime.core.names import safe_name
+from orc.runtime.core.names import safe_relative_name
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.storage.destination import Destination
@@ -177,7 +177,11 @@ def _receive(
 
     def create(name: str) -> Hashing | None:
         try:
-            return None if failure is not None else HashingFile(temporary / safe_name(name))
+            path = temporary / safe_relative_name(name)
+            if failure is not None:
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return HashingFile(path)
         except ValueError as error:
             raise CheckpointError(f"what another machine sends is no checkpoint: {error}") from None
 

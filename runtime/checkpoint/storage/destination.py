@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest, foreign_entries, locate
 from orc.runtime.checkpoint.state.ownership import Ownership, disown, own
 from orc.runtime.checkpoint.storage import remote
@@ -130,12 +131,19 @@ class LocalDestination(Destination):
         return {}
 
     def create(self, name: str) -> Hashing:
-        """On disk when closed."""
-        return HashingFile(self._temporary / name)
+        """On disk when closed. A name with a folder makes the folder."""
+        path = self._temporary / name
+        if "/" in name:
+            path.parent.mkdir(exist_ok=True)
+        return HashingFile(path)
 
     def present(self) -> list[str]:
         """Return the names of the files that this site's ranks and their hooks have written."""
-        return sorted(entry.name for entry in self._temporary.iterdir() if entry.is_file() and entry.name != self._mark)
+        names = {entry.name for entry in self._temporary.iterdir() if entry.is_file()} - {self._mark}
+        for folder in self._temporary.iterdir():
+            if layout.SHARDS.fullmatch(folder.name):
+                names |= {f"{folder.name}/{entry.name}" for entry in folder.iterdir()}
+        return sorted(names)
 
     def path(self) -> Path:
         """The temporary directory."""
@@ -150,7 +158,11 @@ class LocalDestination(Destination):
                 "turn save_on_each_node off, leave ORC_CHECKPOINT_SHARED at auto, or save to a local disk"
             )
         present = {entry.name for entry in temporary.iterdir()}
-        unseen = sorted(set(manifest.files) - present)
+        unseen = sorted(
+            name
+            for name in manifest.files
+            if name not in present and not ("/" in name and (temporary / name).is_file())
+        )
         if unseen:
             raise CheckpointError(
                 f"{', '.join(unseen)} of other ranks cannot be seen in {temporary} from the rank that commits: "

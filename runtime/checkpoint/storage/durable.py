@@ -170,6 +170,9 @@ def publish(temporary: Path, target: Path) -> None:
     At every moment either the old or the new content is at *target*, or, only where the file system cannot swap names,
     the old content is at `replaced_name`, where readers look too.
     """
+    for entry in temporary.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            sync_directory(entry)
     sync_directory(temporary)
     replaced = replaced_name(target)
     if not target.exists():
