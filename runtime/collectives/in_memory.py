@@ -43,6 +43,9 @@ class Exchange(Protocol):
     def take(self, source: int | None, target: int, tag: int) -> tuple[int, Any]:
         """Return the sender and the value of a message to *target*, from *source* or, with `None`, from any rank."""
 
+    def part(self, ranks: Sequence[int]) -> Exchange:
+        """Between *ranks* alone, which count from 0 there."""
+
 
 class ThreadExchange:
     """Between threads of this process.
@@ -60,6 +63,16 @@ class ThreadExchange:
         self._left: dict[int, int] = {}
         self._mail: dict[int, deque[tuple[int, int, Any]]] = {rank: deque() for rank in range(size)}
         self._failed: tuple[int, BaseException] | None = None
+        self._parts: dict[tuple[int, ...], ThreadExchange] = {}
+
+    def part(self, ranks: Sequence[int]) -> ThreadExchange:
+        """The exchange between *ranks* alone, the same for each of them; a rank that fails ends it, too."""
+        with self._changed:
+            key = tuple(ranks)
+            if key not in self._parts:
+                self._parts[key] = ThreadExchange(len(key), self.timeout_s)
+                self._parts[key]._failed = self._failed
+            return self._parts[key]
 
     def swap(self, rank: int, what: str, value: Any) -> list[Any]:
         """The values of all ranks. Raises `DistributedOperationException` when they do not call the same."""
@@ -107,6 +120,9 @@ class ThreadExchange:
         with self._changed:
             self._failed = self._failed or (rank, error)
             self._changed.notify_all()
+            parts = list(self._parts.values())
+        for part in parts:
+            part.fail(rank, error)
 
     def _wait(self, done: Callable[[], bool], why: Callable[[], str]) -> None:
         deadline = time.monotonic() + self.timeout_s
@@ -127,6 +143,10 @@ class Mirrors:
 
     def __init__(self, size: int) -> None:
         self.size = size
+
+    def part(self, ranks: Sequence[int]) -> Mirrors:
+        """The same for as many as *ranks*."""
+        return Mirrors(len(ranks))
 
     def swap(self, rank: int, what: str, value: Any) -> list[Any]:
         """The same value of everybody."""
@@ -215,16 +235,26 @@ class InMemoryGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one constructor of two
         self._exchange = exchange
+        self._parts: list[InMemoryGroup] = []
         self.register()
 
-    def register(self) -> None:
+    def register(self, ranks: Sequence[int] | None = None) -> None:
         """Tell torch.distributed which ranks there are, which it wants to know of a group before it broadcasts."""
         world = distributed_c10d._world
-        world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+        world.pg_group_ranks[self] = {rank: place for place, rank in enumerate(ranks or range(self.size()))}
         world.pg_backend_config[self] = str(distributed_c10d.BackendConfig(dist.Backend("gloo")))
+
+    def subgroup(self, ranks: Sequence[int]) -> InMemoryGroup:
+        """The group of *ranks* of this one, which has this rank among them."""
+        made = InMemoryGroup(list(ranks).index(self.rank()), len(ranks), self._exchange.part(ranks))
+        made.register(ranks)
+        self._parts.append(made)
+        return made
 
     def unregister(self) -> None:
         """The opposite."""
+        for part in self._parts:
+            part.unregister()
         distributed_c10d._world.pg_group_ranks.pop(self, None)
         distributed_c10d._world.pg_backend_config.pop(self, None)
 

@@ -25,8 +25,10 @@ from orc.runtime.core.errors import ContextError, SettingConflict
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from orc.runtime.collectives.board import Board
+    from orc.runtime.core.topology import Topology
     from orc.runtime.engine.xla import Xla
     from orc.runtime.launch.environment import LaunchEnvironment
 
@@ -131,6 +133,8 @@ class Prepared:
 class _Settings:
     config: RuntimeConfig
     fixed: bool = False  # an Accelerator has chosen
+    topology: Topology | None = None  # None: nobody has asked
+    chosen: bool = False  # the topology was set, it is not just the default
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +200,48 @@ class RunContext:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
 
+    @property
+    def topology(self) -> Topology:
+        """The layout of the ranks; until `set_topology`, all of them are replicas."""
+        settings = self._settings
+        if settings.topology is None:
+            from orc.runtime.core.topology import Topology
+
+            settings.topology = Topology(self)
+        return settings.topology
+
+    def set_topology(self, layout: Mapping[str, int] | DeviceMesh, *, by: str) -> Topology:
+        """Choose the layout of the ranks, once.
+
+        Args:
+            layout: ranks along each named dimension, or a mesh of the script's own.
+            by: who asks (``fsdp_plugin``), for messages.
+
+        Raises:
+            TopologyError: the ranks cannot be laid out so.
+            SettingConflict: another layout was chosen before, or loaders were made already that give each rank another
+                share of the data.
+        """
+        from orc.runtime.core.topology import Topology
+
+        wanted = Topology(self, layout, by=by) if isinstance(layout, Mapping) else Topology(self, mesh=layout, by=by)
+        settings = self._settings
+        current = settings.topology
+        if current is not None and settings.chosen:
+            if not current.same(wanted):
+                raise SettingConflict(
+                    f"{by} lays the ranks out as {wanted}, but {current.by} has laid them out as {current} in this "
+                    "process already; give one of them, or call AcceleratorState._reset_state()"
+                )
+            return current
+        if current is not None and current.used and not current.shares_data_like(wanted):
+            raise SettingConflict(
+                f"{by} lays the ranks out as {wanted}, but loaders of this process already share the data out over "
+                f"{current.data_size} ranks; ask for it before anything is prepared"
+            )
+        settings.topology, settings.chosen = wanted, True
+        return wanted
+
     @functools.cached_property
     def control_device(self) -> torch.device:
         """Device that collects small control messages (sizes, flags): the CPU when the group has a backend for it."""
@@ -256,6 +302,7 @@ class RunContext:
         """Let the next Accelerator choose its settings again; the process group stays."""
         self._settings.config = resolve({}, os.environ)
         self._settings.fixed = False
+        self._settings.topology, self._settings.chosen = None, False
         self.gradient.reset()
 
 

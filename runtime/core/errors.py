@@ -19,6 +19,10 @@ class SettingConflict(ContextError, ValueError):
     """A setting that contradicts the one that an earlier Accelerator of this process has chosen."""
 
 
+class TopologyError(ContextError, ValueError):
+    """A layout of the ranks that cannot be: sizes that do not make the number of ranks, an unknown dimension."""
+
+
 class DistributedOperationException(OrcRuntimeError):
     """A collective was called with operands that differ between the ranks; the message lists every rank's operand.
 

@@ -22,11 +22,12 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.engine import xla
 from orc.runtime.launch import listening
-from orc.runtime.launch.device import collective_backend, select_device
+from orc.runtime.launch.device import collective_backend, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 from orc.runtime.launch.platform_collectives import platform_backend
 
 _opened_here = False
+_alone = False  # of one rank; its context has no group
 _settles = False
 _board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
 _NOTE_BYTES = 512
@@ -126,6 +127,16 @@ def _meet(
     _close_later()
 
 
+def open_alone(device: torch.device) -> None:
+    """Open a process group of this process alone, which a device mesh needs even where there is one rank."""
+    global _alone
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = process_group_backend(collective_backend(device))
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    _alone = True
+    _close_later()
+
+
 def _close_later() -> None:
     global _opened_here
     if not _opened_here:
@@ -210,12 +221,13 @@ def _host_of_store() -> str:
 
 def close(context: RunContext | None = None) -> None:
     """Destroy the process group if the runtime opened it; harmless without one, or when *context* has another."""
-    global _opened_here
-    if context is not None and context.group is not dist.group.WORLD:
+    global _opened_here, _alone
+    alone = _alone and context is not None and context.group is None
+    if context is not None and context.group is not dist.group.WORLD and not alone:
         return
     if _opened_here and dist.is_initialized():
         dist.destroy_process_group()
-        _opened_here = False
+        _opened_here = _alone = False
         atexit.unregister(_close_at_exit)
 
 

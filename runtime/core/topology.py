@@ -1,0 +1,288 @@
+"""`Topology`: how the run's ranks are laid out over named dimensions, and which of them share a batch.
+
+The ranks are the cells of a grid whose dimensions are, outermost first, those of `DIMENSIONS`. Ranks that differ in a
+data dimension (`DATA_DIMENSIONS`) train on different samples; ranks that differ in others alone are *peers*: they
+share the work of one batch, so they get the same one, and it counts once. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.core.errors import ContextError, TopologyError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from orc.runtime.core.context import RunContext
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+# What scripts call the dimensions of a mesh of their own.
+_ALSO = {
+    "dp": "dp_replicate",
+    "ddp": "dp_replicate",
+    "replicate": "dp_replicate",
+    "fsdp": "dp_shard",
+    "shard": "dp_shard",
+}
+
+
+class Topology:
+    """Layout of a run's ranks, seen from one of them; `RunContext.topology`.
+
+    Args:
+        ctx: the run, and the rank that looks.
+        sizes: ranks along each named dimension; those that are not named have one. By default all ranks are replicas
+            (``dp_replicate``).
+        mesh: a mesh of the script's own instead; its names are those of `DIMENSIONS`, or ``dp``, ``ddp``, ``fsdp``. A
+            mesh without names has data dimensions only.
+        by: who asks, for messages.
+
+    Attributes:
+        sizes: ranks along every one of `DIMENSIONS`.
+        names: the dimensions of the mesh: those that *sizes* named and those with more than one rank, in order.
+
+    Raises:
+        TopologyError: a dimension that there is not, a size below 1, or sizes whose product is not the number of ranks;
+            the same on every rank.
+    """
+
+    def __init__(
+        self,
+        ctx: RunContext,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        by: str = "the run",
+    ) -> None:
+        self._ctx, self._mesh, self.by = ctx, mesh, by
+        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        self._own_names: dict[str, Any] = {}  # dimension -> name or number of it in a mesh of the script's own
+        self.used = False  # somebody has asked for the data rank or size
+        if mesh is None:
+            named = {"dp_replicate": ctx.world_size} if sizes is None else dict(sizes)
+            self.sizes = _checked(named, ctx.world_size, by)
+            self.names = tuple(name for name in DIMENSIONS if name in named or self.sizes[name] > 1)
+            self._cells: Sequence[int] = range(ctx.world_size)  # the rank in each cell, the last dimension the fastest
+        else:
+            self.sizes, self._cells, self._own_names = _of_mesh(mesh, ctx, by)
+            self.names = tuple(name for name in DIMENSIONS if name in self._own_names)
+        self._places = dict(zip(DIMENSIONS, self._places_of(self._cells.index(ctx.rank)), strict=True))
+        self._data_size = math.prod(self.sizes[name] for name in DATA_DIMENSIONS)
+        self._data_rank = self._places["dp_replicate"] * self.sizes["dp_shard"] + self._places["dp_shard"]
+
+    # ---- data
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data this rank gets, from 0; the same for peers."""
+        self.used = True
+        return self._data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares of the data: the product of the data dimensions."""
+        self.used = True
+        return self._data_size
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """`data_rank` and `data_size`."""
+        return self.data_rank, self.data_size
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that have one share of the data each, this one among them; see `group`."""
+        return self.group(*DATA_DIMENSIONS)
+
+    @property
+    def counts(self) -> bool:
+        """`True` on the one rank among its peers that counts what they have in common."""
+        return not any(place for name, place in self._places.items() if name not in DATA_DIMENSIONS)
+
+    @property
+    def peers(self) -> int:
+        """Ranks with the same batch, this one included."""
+        return self._ctx.world_size // self._data_size
+
+    # ---- dimensions
+
+    def size(self, *dims: str) -> int:
+        """Ranks along *dims* together. Raises `TopologyError` for a dimension that there is not."""
+        return math.prod(self.sizes[_known(name)] for name in dims)
+
+    def place(self, dim: str) -> int:
+        """This rank's place along *dim*, from 0."""
+        return self._places[_known(dim)]
+
+    def group(self, *dims: str) -> ProcessGroup | None:
+        """The ranks that differ from this one along *dims* alone; `None` where it is the only one.
+
+        The first call for a combination is a collective: all ranks make it.
+
+        Raises:
+            TopologyError: a dimension that there is not.
+            ContextError: the process group is closed.
+        """
+        size = self.size(*dims)
+        if size == 1:
+            return None
+        if size == self._ctx.world_size:
+            return self._ctx.require_group(f"the group over {' x '.join(dims)}")
+        wide = tuple(name for name in DIMENSIONS if name in dims and self.sizes[name] > 1)
+        if wide not in self._groups:
+            self._groups[wide] = self._make_group(wide)
+        return self._groups[wide]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over `names`, with a process group per dimension; the first use makes it, on all ranks together.
+
+        With one process, which has no process group, it opens one of a single rank.
+
+        Raises:
+            ContextError: in a simulated run, which has no process groups that a mesh could use.
+        """
+        if self._mesh is None:
+            self._mesh = self._make_mesh()
+        return self._mesh
+
+    def submesh(self, *dims: str) -> DeviceMesh:
+        """The part of `mesh` along *dims*, in the order of `DIMENSIONS`; they must be among `names`.
+
+        Raises:
+            TopologyError: a dimension that the mesh does not have.
+        """
+        absent = [name for name in dims if name not in self.names]
+        if absent:
+            raise TopologyError(
+                f"the mesh has the dimensions {', '.join(self.names)}, not {', '.join(absent)}; name them in the "
+                "ParallelismConfig, or in the mesh that the script brings"
+            )
+        wanted = tuple(name for name in self.names if name in dims)
+        mesh = self.mesh
+        if wanted == self.names:
+            return mesh
+        own = tuple(self._own_names.get(name, name) for name in wanted)
+        return mesh[own if len(own) > 1 else own[0]]
+
+    def same(self, other: Topology) -> bool:
+        """Return whether *other* is the same layout; the same answer on every rank."""
+        return self.sizes == other.sizes and list(self._cells) == list(other._cells)
+
+    def shares_data_like(self, other: Topology) -> bool:
+        """Return whether every rank of the run gets the same share of the data in *other*."""
+        return self._data_ranks() == other._data_ranks()
+
+    def __str__(self) -> str:
+        """Sizes as messages show them: ``dp_shard 2 x tp 2``."""
+        shown = [f"{name} {self.sizes[name]}" for name in DIMENSIONS if self.sizes[name] > 1]
+        return " x ".join(shown) or "one rank"
+
+    def __repr__(self) -> str:
+        return f"<Topology {self}, by {self.by}>"
+
+    # ---- making
+
+    def _make_mesh(self) -> DeviceMesh:
+        ctx = self._ctx
+        _refuse_simulated(ctx)
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if ctx.world_size > 1:
+            ctx.require_group("a device mesh")
+        elif not dist.is_initialized():
+            from orc.runtime.launch.process_group import open_alone
+
+            open_alone(ctx.device)
+        return init_device_mesh(
+            ctx.device.type, tuple(self.sizes[name] for name in self.names), mesh_dim_names=self.names
+        )
+
+    def _make_group(self, dims: tuple[str, ...]) -> ProcessGroup | None:
+        subgroup = getattr(self._ctx.group, "subgroup", None)  # of a simulated run
+        groups = self._ranks_of_groups(dims)
+        if subgroup is not None:
+            made: ProcessGroup = subgroup(next(ranks for ranks in groups if self._ctx.rank in ranks))
+            return made
+        if len(dims) == 1:
+            return self.mesh.get_group(self._own_names.get(dims[0], dims[0]))
+        import torch.distributed as dist
+
+        self._ctx.require_group(f"the group over {' x '.join(dims)}")
+        return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-any-return]
+
+    def _ranks_of_groups(self, dims: Collection[str]) -> list[list[int]]:
+        """The ranks of every group over *dims*, in the order of their places along them."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for cell, rank in enumerate(self._cells):
+            rest = tuple(at for at, name in zip(self._places_of(cell), DIMENSIONS, strict=True) if name not in dims)
+            groups.setdefault(rest, []).append(rank)
+        return list(groups.values())
+
+    def _data_ranks(self) -> list[tuple[int, int]]:
+        groups = self._ranks_of_groups(DATA_DIMENSIONS)
+        return sorted((rank, share) for ranks in groups for share, rank in enumerate(ranks))
+
+    def _places_of(self, cell: int) -> tuple[int, ...]:
+        places = []
+        for size in reversed(self.sizes.values()):
+            cell, place = divmod(cell, size)
+            places.append(place)
+        return tuple(reversed(places))
+
+
+def _refuse_simulated(ctx: RunContext) -> None:
+    if ctx.mirrored or getattr(ctx.group, "subgroup", None) is not None:
+        raise ContextError(
+            "a device mesh needs the process group of real processes, and this run is simulated; its topology has "
+            "sizes, places and groups: use topology.group(...), or run processes with orc.runtime.testing.run_ranks"
+        )
+
+
+def _known(name: str) -> str:
+    if name not in DIMENSIONS:
+        raise TopologyError(f"there is no dimension {name!r}; there are {', '.join(DIMENSIONS)}")
+    return name
+
+
+def _checked(named: Mapping[str, int], world_size: int, by: str) -> dict[str, int]:
+    for name, size in named.items():
+        _known(name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise TopologyError(f"{by}: {name} is {size!r}, but a dimension has a whole number of ranks, at least 1")
+    sizes = {name: named.get(name, 1) for name in DIMENSIONS}
+    total = math.prod(sizes.values())
+    if total != world_size:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every dimension 1"
+        raise TopologyError(
+            f"{by}: {shown} makes {total} ranks, but the run has {world_size}; change the sizes so that their product "
+            f"is {world_size}, or launch {total} processes"
+        )
+    return sizes
+
+
+def _of_mesh(mesh: DeviceMesh, ctx: RunContext, by: str) -> tuple[dict[str, int], list[int], dict[str, Any]]:
+    """Sizes, the rank in each cell, and what the mesh itself calls each dimension."""
+    shape, names = tuple(mesh.mesh.shape), mesh.mesh_dim_names
+    if names is None:
+        if len(shape) > 2:
+            raise TopologyError(f"{by}: a mesh of {len(shape)} dimensions needs names: mesh_dim_names=...")
+        known = DATA_DIMENSIONS[2 - len(shape) :]
+    else:
+        known = tuple(_known(_ALSO.get(name, name)) for name in names)
+        if len(set(known)) < len(known):
+            raise TopologyError(f"{by}: the mesh has two dimensions of one kind: {', '.join(names)}")
+    ordered = [name for name in DIMENSIONS if name in known]
+    cells: list[int] = mesh.mesh.permute([known.index(name) for name in ordered]).flatten().tolist()
+    if sorted(cells) != list(range(ctx.world_size)):
+        raise TopologyError(
+            f"{by}: the mesh has {len(cells)} of the run's {ctx.world_size} ranks; it must have all of them"
+        )
+    sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(known, shape, strict=True))
+    return sizes, cells, dict(zip(known, names or range(len(shape)), strict=True))
