@@ -35,6 +35,7 @@ class Joiner(LinkEndpoint):
         self.refused = False
         self.good: str | None = None  # the address that has worked
         self.joined: Channel | None = None
+        self.welcomed: Channel | None = None  # by node 0, of the connections that are being tried
         self.refused_since: float | None = None
         self.errors: dict[str, str] = {}
 
@@ -44,7 +45,7 @@ class Joiner(LinkEndpoint):
         TCP repeats what was lost at growing intervals: after a cut a new connection is there long before the old one
         has noticed, so it is tried beside the old one.
         """
-        self.one_speaks = asyncio.Lock()  # one connection at a time: node 0 takes the last that says who it is
+        self.one_shakes_hands = asyncio.Lock()  # node 0 takes the last that says who it is
         serving: set[asyncio.Future[None]] = set()
         pause_s = 0.0
         while not self.refused:
@@ -69,6 +70,7 @@ class Joiner(LinkEndpoint):
 
     async def first_connection(self) -> Channel | None:
         """Return the first connection that works, of those to all addresses; `None` when none does."""
+        self.welcomed = None
         order = [self.good] if self.good else []
         order += [address for address in self.addresses if address != self.good]
         tries = [asyncio.ensure_future(self.try_address(address, n * STAGGER_S)) for n, address in enumerate(order)]
@@ -90,12 +92,20 @@ class Joiner(LinkEndpoint):
         """Return a connection to node 0 at *address*, with the handshake done; `None` when there is none."""
         await asyncio.sleep(delay_s)
         writer = None
+        async with self.one_shakes_hands:  # a busy node 0 is not called again because it is slow to answer
+            if self.welcomed is not None:
+                return None
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
             opened = asyncio.open_connection(*found[0][4][:2])
             reader, writer = await asyncio.wait_for(opened, CONNECT_S)
             channel = Channel(reader, writer, self.token)
-            await asyncio.wait_for(self.shake_hands(channel), CONNECT_S)
+            async with self.one_shakes_hands:
+                if self.welcomed is None:
+                    await asyncio.wait_for(self.shake_hands(channel), CONNECT_S)
+                    self.welcomed = channel
+            if self.welcomed is not channel:
+                return None
         except asyncio.TimeoutError:
             self.failed(address, OSError(errno.ETIMEDOUT, f"no answer within {CONNECT_S:g} s"))
         except PeerDisconnected as error:
@@ -123,13 +133,12 @@ class Joiner(LinkEndpoint):
         first = await channel.greeting(b"")
         if first.get("orc-link") != VERSION:
             raise PeerDisconnected("it does not speak this protocol")
-        async with self.one_speaks:
-            channel.nonces = nonce_in(first)
-            nonce = os.urandom(32)
-            hello = {"node": self.node, "marker": self.marker, "restart": self.restart, "nonce": nonce.hex()}
-            channel.greet(b"join", hello)
-            channel.nonces += nonce
-            await channel.greeting(b"hub")
+        channel.nonces = nonce_in(first)
+        nonce = os.urandom(32)
+        hello = {"node": self.node, "marker": self.marker, "restart": self.restart, "nonce": nonce.hex()}
+        channel.greet(b"join", hello)
+        channel.nonces += nonce
+        await channel.greeting(b"hub")
         channel.agree(hub=False)
         channel.node = 0
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from orc.launchers.agent.link.channel import Channel, PeerDisconnected
+from orc.launchers.agent.link.hub import Hub
 from orc.launchers.agent.link.joiner import Joiner
 from orc.launchers.agent.link.records import concerns, is_record, may_send
 from orc.launchers.agent.records import read_json
@@ -228,6 +229,43 @@ def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_
         return joiner.state()["handed_over"]
 
     assert asyncio.run(check()) is told
+
+
+def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_has_many_addresses(tmp_path):
+    settings = {"restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9, "nnodes": 2}
+
+    class SlowHub(Hub):
+        async def shake_hands(self, channel):
+            greeting = channel.greeting
+
+            async def late(label):
+                greeted = await greeting(label)
+                await asyncio.sleep(0.3)  # six times as long as until the next address is tried
+                return greeted
+
+            channel.greeting = late
+            await super().shake_hands(channel)
+
+    async def check():
+        listener = socket.create_server(("", 0))
+        hub = SlowHub({**settings, "node": 0, "attempt_dir": str(tmp_path / "0")}, listener)
+        addresses = [f"127.0.0.{number}" for number in range(1, 17)]
+        where = {"port": listener.getsockname()[1], "addresses": addresses}
+        joiner = Joiner({**settings, "node": 1, "attempt_dir": str(tmp_path / "1"), "hub": where})
+        ended = []
+        for end in (hub, joiner):
+            end.agent, end.wake = -1, asyncio.Event()
+            end.on_disconnected = lambda channel, why, by_peer: ended.append(why)
+        await hub.connect()
+        joining = asyncio.ensure_future(joiner.connect())
+        while joiner.joined is None:
+            await asyncio.sleep(0.01)
+        first = joiner.joined
+        await asyncio.sleep(0.8)  # as long as all the other addresses would take to be tried
+        joining.cancel()
+        return [*ended], [channel.node for channel in hub.channels], joiner.joined is first
+
+    assert asyncio.run(asyncio.wait_for(check(), 20)) == ([], [1], True)
 
 
 class Many:
