@@ -1,0 +1,198 @@
+"""DeepSpeed settings that a launcher hands to the ranks: names, variables and how their values read. Torch-free.
+
+`orc launch`, a job's ``deepspeed_config:`` and the plug-in of the training processes share this one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+USE = "ACCELERATE_USE_DEEPSPEED"
+FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"  # names of what the launcher was told, comma-separated
+AUTO = "auto"
+DEVICES = ("none", "cpu", "nvme")
+
+
+def whole(minimum: int, maximum: int | None = None, auto: bool = False) -> Callable[[Any], Any]:
+    """Return a parser of whole numbers from *minimum* to *maximum*, and of ``auto`` where that is allowed."""
+
+    def parse(value: Any) -> Any:
+        if auto and value == AUTO:
+            return AUTO
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError("expected a whole number")
+        number = int(value)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(f"expected a whole number {f'from {minimum} to {maximum}' if maximum else 'above 0'}")
+        return number
+
+    return parse
+
+
+def clipping(value: Any) -> Any:
+    """Parse a gradient norm of at least 0, or ``auto``; ``none`` is `None`."""
+    if isinstance(value, str) and value.strip().lower() in (AUTO, "none"):
+        return AUTO if value.strip().lower() == AUTO else None
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a number")
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError("expected a number of at least 0")
+    return number
+
+
+def device(value: Any) -> str:
+    """Parse ``none``, ``cpu`` or ``nvme``; YAML's null is ``none``."""
+    text = "none" if value is None else str(value).strip().lower()
+    if text not in DEVICES:
+        raise ValueError(f"expected one of {', '.join(DEVICES)}")
+    return text
+
+
+def truth(value: Any) -> bool:
+    """Parse true or false."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in ("true", "1", "yes", "y", "on", "t"):
+        return True
+    if isinstance(value, str) and value.strip().lower() in ("false", "0", "no", "n", "off", "f", ""):
+        return False
+    raise ValueError("expected true or false")
+
+
+def text(value: Any) -> str:
+    """Parse text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("expected text")
+    return value
+
+
+@dataclass(frozen=True)
+class DeepSpeedKey:
+    """DeepSpeed setting: its documented name, the variable that carries it to the ranks, its parser and description.
+
+    Settings of DeepSpeed's launcher have no variable: they are no business of a rank.
+    """
+
+    name: str
+    variable: str | None
+    parse: Callable[[Any], Any]
+    doc: str
+    path: str | None = None  # of the same value in a DeepSpeed configuration file
+
+
+KEYS: dict[str, DeepSpeedKey] = {
+    key.name: key
+    for key in (
+        DeepSpeedKey(
+            "deepspeed_config_file", "ACCELERATE_DEEPSPEED_CONFIG_FILE", text, "DeepSpeed configuration file (JSON)."
+        ),
+        DeepSpeedKey(
+            "zero_stage",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+            whole(0, 3),
+            "ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too.",
+            "zero_optimization.stage",
+        ),
+        DeepSpeedKey(
+            "gradient_accumulation_steps",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            whole(1, auto=True),
+            "Batches per optimizer step.",
+            "gradient_accumulation_steps",
+        ),
+        DeepSpeedKey(
+            "gradient_clipping",
+            "ACCELERATE_GRADIENT_CLIPPING",
+            clipping,
+            "Largest norm of the gradients.",
+            "gradient_clipping",
+        ),
+        DeepSpeedKey(
+            "offload_optimizer_device",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+            device,
+            "Place of the optimizer state: none, cpu or nvme.",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        DeepSpeedKey(
+            "offload_optimizer_nvme_path",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+            text,
+            "Folder of the optimizer state on NVMe.",
+            "zero_optimization.offload_optimizer.nvme_path",
+        ),
+        DeepSpeedKey(
+            "offload_param_device",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+            device,
+            "Place of the parameters: none, cpu or nvme; stage 3 only.",
+            "zero_optimization.offload_param.device",
+        ),
+        DeepSpeedKey(
+            "offload_param_nvme_path",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+            text,
+            "Folder of the parameters on NVMe.",
+            "zero_optimization.offload_param.nvme_path",
+        ),
+        DeepSpeedKey(
+            "zero3_init_flag",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+            truth,
+            "Construct models sharded (deepspeed.zero.Init); stage 3 only.",
+        ),
+        DeepSpeedKey(
+            "zero3_save_16bit_model",
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+            truth,
+            "Gather the weights for saving; stage 3 only.",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        ),
+        DeepSpeedKey(
+            "deepspeed_moe_layer_cls_names",
+            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+            text,
+            "Classes of mixture-of-experts layers, comma-separated.",
+        ),
+        DeepSpeedKey("deepspeed_hostfile", None, text, "DeepSpeed's file of hosts."),
+        DeepSpeedKey("deepspeed_exclusion_filter", None, text, "Hosts to leave out."),
+        DeepSpeedKey("deepspeed_inclusion_filter", None, text, "Hosts to use."),
+        DeepSpeedKey("deepspeed_multinode_launcher", None, text, "DeepSpeed's launcher for many nodes."),
+    )
+}
+
+
+def check_value(name: str, value: Any) -> Any:
+    """Return *value* as the setting *name* wants it. Raises `ValueError`: unknown name, bad value."""
+    key = KEYS.get(name)
+    if key is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, KEYS, n=1)
+        raise ValueError(f"unknown DeepSpeed setting {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    try:
+        return key.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name} = {value!r}: {error}") from None
+
+
+def deepspeed_to_env(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that bring *values* (`None`: not given) to the ranks, and switch DeepSpeed on.
+
+    Raises:
+        ValueError: an unknown setting, or a value it cannot have.
+    """
+    env = {USE: "true"}
+    given = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        parsed, variable = check_value(name, value), KEYS[name].variable
+        if variable is not None and parsed is not None:
+            env[variable] = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
+            given.append(name)
+    env[FIELDS] = ",".join(given)
+    return env

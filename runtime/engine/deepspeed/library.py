@@ -1,0 +1,98 @@
+"""The library DeepSpeed, imported when it is needed and told what this platform cannot do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.compat.versions import compare_versions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OLDEST = "0.6.5"
+
+
+@cache
+def deepspeed() -> Any:
+    """Return the module `deepspeed`.
+
+    Raises:
+        ImportError: it is not installed, is too old, or cannot be imported; the text says what to do.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError("training with DeepSpeed needs the package deepspeed: pip install deepspeed")
+    try:
+        import deepspeed as module
+    except Exception as error:
+        raise ImportError(
+            f"the package deepspeed is installed but cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not compare_versions("deepspeed", ">=", _OLDEST):
+        raise ImportError(f"deepspeed {module.__version__} is too old: {_OLDEST} or later is needed")
+    _without_compiling(module)
+    return module
+
+
+def _without_compiling(module: Any) -> None:
+    """On CPUs DeepSpeed compiles a kernel for collectives at its start, a minute long; gloo does the same work."""
+    if module.accelerator.get_accelerator().device_name() != "cpu" or os.environ.get("DS_BUILD_SHM_COMM") == "1":
+        return
+    compatible = getattr(module.ops, "__compatible_ops__", None)
+    if isinstance(compatible, dict):
+        for name in ("deepspeed_shm_comm", "shm_comm"):
+            if name in compatible:
+                compatible[name] = False
+
+
+def sharded_construction(config: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Return a block in which the parameters of new modules are sharded at once (``deepspeed.zero.Init``)."""
+    return deepspeed().zero.Init(config_dict_or_path=dict(config))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def unsharded_construction() -> Iterator[None]:
+    """Construct modules whole inside the block, whatever is around it."""
+    if "deepspeed" not in sys.modules:
+        yield
+        return
+    from deepspeed.runtime.zero import partition_parameters
+
+    if getattr(partition_parameters, "zero_init_context", None):
+        partition_parameters.shutdown_init_context()
+        try:
+            yield
+        finally:
+            partition_parameters.restore_init_context()
+    else:
+        yield
+
+
+def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    """Make ZeRO-3 gather each module of *classes* as one."""
+    deepspeed()
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, list(classes))
+
+
+def tell_transformers(config: Any) -> None:
+    """Tell Transformers, where it is installed, the configuration *config* for sharded construction, or `None`."""
+    if config is None and "transformers" not in sys.modules:
+        return  # it has never been told anything
+    try:
+        if importlib.util.find_spec("transformers") is None:
+            return
+    except ValueError:  # a stand-in without a spec
+        return
+    from transformers.integrations import deepspeed as integration
+
+    if config is None:
+        integration.unset_hf_deepspeed_config()
+    else:
+        integration.set_hf_deepspeed_config(config)
