@@ -14,7 +14,7 @@ from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
-from orc.runtime.core.config import JOB_KEYS, KEYS, check
+from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
 def _job_name(value: Any) -> str:
@@ -164,13 +164,13 @@ def _runtime_value(key: str) -> Any:
     def read(value: Any) -> Any:
         return None if value is None else check(key, value)
 
-    return Annotated[Any, BeforeValidator(read), Field(description=KEYS[key].doc)]
+    return Annotated[Any, BeforeValidator(read), Field(description=JOB_DOCS[key])]
 
 
 if TYPE_CHECKING:
     Runtime = dict[str, Any]
 else:
-    Runtime = TypedDict("Runtime", {key: _runtime_value(key) for key in JOB_KEYS}, total=False)
+    Runtime = TypedDict("Runtime", {key: _runtime_value(key) for key in JOB_DOCS}, total=False)
     Runtime.__pydantic_config__ = ConfigDict(extra="forbid")
 _PROGRAMS = ("script", "module", "command")
 

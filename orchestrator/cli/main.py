@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Set up": {
         "init": "Copy a starter job.",
+        "to-fsdp2": "Convert FSDP settings of a file to version 2.",
         "clusters": "Show and check the clusters.",
         "hosts": "Run a command on all hosts of a cluster.",
         "tpu-config": "Run commands on all workers of a TPU, to set it up.",

@@ -13,22 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
-_FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
+from orc.runtime.core import fsdp_settings
+from orc.runtime.core.parsing import nearest
+from orc.runtime.core.parsing import parse_bool as parse_bool
 
 
 class ConfigError(ValueError):
     """A configuration value that cannot be used; the message names the key, the value and the source."""
-
-
-def parse_bool(text: str) -> bool:
-    """``1 true yes y on t`` and ``0 false no n off f`` (any case). Raises `ValueError` for anything else."""
-    lowered = text.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError(f"not a truth value: {text!r}")
 
 
 def _boolean(value: Any) -> bool:
@@ -253,8 +244,34 @@ KEYS: dict[str, Key] = {
     )
 }
 
-# Keys of the job file's `runtime:` section. The checkpoint keys have a section of their own there.
-JOB_KEYS = tuple(name for name in KEYS if not name.startswith("checkpoint_") and name != "resume")
+
+@dataclass(frozen=True)
+class Section:
+    """Settings of one feature: a mapping in the job file, variables of their own on the nodes."""
+
+    name: str
+    parse: Callable[[Any], dict[str, Any]]
+    variables: Callable[[Any], dict[str, str]]
+    doc: str
+
+
+SECTIONS: dict[str, Section] = {
+    section.name: section
+    for section in (
+        Section(
+            "fsdp",
+            fsdp_settings.normalise,
+            fsdp_settings.variables,
+            "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys.",
+        ),
+    )
+}
+
+# Keys of the job file's `runtime:` section, each with its description. The checkpoint keys have a section of their own.
+JOB_DOCS = {name: key.doc for name, key in KEYS.items() if not name.startswith("checkpoint_") and name != "resume"} | {
+    name: section.doc for name, section in SECTIONS.items()
+}
+JOB_KEYS = tuple(JOB_DOCS)
 
 
 @dataclass(frozen=True)
@@ -284,24 +301,26 @@ class RuntimeConfig:
 
 def check(name: str, value: Any) -> Any:
     """*value* as key *name* wants it. Raises `ConfigError` for an unknown key (with the nearest) or a bad value."""
-    key = KEYS.get(name)
+    key = KEYS.get(name) or SECTIONS.get(name)
     if key is None:
-        import difflib
-
-        near = difflib.get_close_matches(name, KEYS, n=1)
-        raise ConfigError(f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(f"unknown key {name!r}{nearest(name, [*KEYS, *SECTIONS])}")
     try:
         return key.parse(value)
     except ValueError as error:
-        raise ConfigError(f"{name} = {value!r}: {error}") from None
+        what = name if name in SECTIONS else f"{name} = {value!r}"  # a section's error has the key in it
+        raise ConfigError(f"{what}: {error}") from None
 
 
 def to_env(values: Mapping[str, Any]) -> dict[str, str]:
-    """The ``ORC_*`` variables that carry *values*; ``None`` means unset. Raises `ConfigError`."""
+    """The variables that carry *values*: ``ORC_*`` and those of sections; ``None`` is unset. Raises `ConfigError`."""
     env: dict[str, str] = {}
     for name, value in values.items():
-        if value is not None:
-            parsed = check(name, value)
+        if value is None:
+            continue
+        parsed = check(name, value)
+        if name in SECTIONS:
+            env.update(SECTIONS[name].variables(parsed))
+        else:
             env[KEYS[name].variable] = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
     return env
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from orc.orchestrator.cli.options import SECONDS, json_option
+from orc.runtime.core.fsdp_settings import SETTINGS
 
 
 def pairs(texts: tuple[str, ...]) -> dict[str, str]:
@@ -36,7 +37,40 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-@click.command("launch", context_settings={"allow_interspersed_args": False})
+def fsdp_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--use-fsdp`` and an option for every setting of sharded data parallelism; values are checked all at once."""
+    for setting in reversed(SETTINGS.values()):
+        names = [f"--fsdp-{name.replace('_', '-')}" for name in (setting.key, setting.also) if name]
+        option = click.option(*names, f"fsdp_{setting.key}", metavar="VALUE", help=setting.doc)
+        function = option(function)
+    return click.option("--use-fsdp", is_flag=True, help="Shard the model over the processes (FSDP).")(function)
+
+
+def fsdp_settings(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the given settings of sharded data parallelism; `None` without ``--use-fsdp``.
+
+    Raises `click.UsageError` for settings without it, and for those that cannot be.
+    """
+    given = {key: value for key in SETTINGS if (value := options[f"fsdp_{key}"]) is not None}
+    if not options["use_fsdp"]:
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--fsdp-{name} has no effect without --use-fsdp", click.get_current_context())
+        return None
+    from orc.runtime.core.config import ConfigError, check
+
+    try:
+        checked: dict[str, Any] = check("fsdp", given)
+    except ConfigError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+    return checked
+
+
+# Documented options have underscores in Accelerate and hyphens here: both spellings are taken.
+_EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
+
+
+@click.command("launch", context_settings=_EITHER_SPELLING)
 @click.option("-n", "--nproc", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
@@ -50,6 +84,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Also write one log file per rank there."
 )
+@fsdp_options
 @click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Start again after a failure.")
 @click.option("--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="From SIGTERM to SIGKILL.")
 @json_option
@@ -70,6 +105,7 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         "use_cpu": options["cpu"] or None,
         "debug_mode": options["debug"] or None,
         "seed": options["seed"],
+        "fsdp": fsdp_settings(options),
     }
     interpreter = {"python": options["python"]} if options["python"] else {}
     request = LocalLaunch(

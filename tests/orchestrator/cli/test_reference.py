@@ -26,7 +26,7 @@ def test_the_reference_names_every_option(name: str) -> None:
     options = [p for each in (command, *below) for p in each.params if isinstance(p, click.Option)]
     taken = {text for option in options for text in (*option.opts, *option.secondary_opts)} - {"--json"}
     section = _section(name)
-    named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    named = set(re.findall(r"`(--?[a-z][a-z0-9-]*)", section))
     assert {t for t in taken if t.startswith("--")} - SHARED.get(name, set()) <= named
-    shown = set(re.findall(r"^\| `(--?[a-z][a-z-]*)|^\| `-.`, `(--[a-z-]+)", section, re.MULTILINE))
+    shown = set(re.findall(r"^\| `(--?[a-z][a-z0-9-]*)|^\| `-.`, `(--[a-z0-9-]+)", section, re.MULTILINE))
     assert {text for pair in shown for text in pair if text} <= taken

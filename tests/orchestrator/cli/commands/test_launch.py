@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -55,6 +56,23 @@ def test_every_process_knows_its_place(orc_process: Run, script: Script) -> None
     environments = [report["env"] for report in _reports(orc_process("launch", "-n", "3", script(REPORT)))]
     assert sorted(env["RANK"] for env in environments) == ["0", "1", "2"]
     assert {env["WORLD_SIZE"] for env in environments} == {"3"}
+
+
+def test_settings_of_fsdp_reach_the_script_in_either_spelling(orc_process: Run, script: Script) -> None:
+    path = script("import os; print({k: v for k, v in os.environ.items() if 'FSDP' in k})")
+    words = ["--use_fsdp", "--fsdp_sharding_strategy", "2", "--fsdp-offload-params", "True", "--mixed_precision=bf16"]
+    result = orc_process("launch", *words, "--fsdp_transformer_layer_cls_to_wrap", "A,B", path)
+    assert result.code == 0, result.err
+    assert ast.literal_eval(result.out) == {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+    }
+    wrong = orc_process("launch", "--use-fsdp", "--fsdp-sharding-strategy", "FULL_SHRD", path)
+    assert (wrong.code, "did you mean 'FULL_SHARD'?" in wrong.err) == (2, True)
+    alone = orc_process("launch", "--fsdp-version", "2", path)
+    assert (alone.code, "--fsdp-version has no effect without --use-fsdp" in alone.err) == (2, True)
 
 
 def test_options_become_the_runtimes_variables(orc_process: Run, script: Script) -> None:

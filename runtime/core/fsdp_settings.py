@@ -1,0 +1,259 @@
+"""Settings of sharded data parallelism as texts: the documented keys, variables and values. Torch-free.
+
+The launch layer turns flags and ``runtime.fsdp`` of a job file into ``FSDP_*`` variables with `variables`; the plug-in
+(`orc.runtime.parallel.fsdp_plugin`) reads these with `from_environment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orc.runtime.core.parsing import nearest, one_of, truth
+
+USE_FSDP = "ACCELERATE_USE_FSDP"
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+# The stage of DeepSpeed's ZeRO that shards the same; HYBRID_SHARD is stage 3 of ZeRO++ with
+# ``zero_hpz_partition_size`` = GPUs per node, and HYBRID_SHARD_ZERO2 has no counterpart.
+ZERO_STAGES: Mapping[str, int | None] = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": None,
+}
+
+strategy, wrap_policy = one_of(*STRATEGIES), one_of(*WRAP_POLICIES)
+prefetch, state_dict_type = one_of(*PREFETCHES), one_of(*STATE_DICT_TYPES)
+
+
+def version(value: Any) -> int:
+    """Return 1 or 2. Raises `ValueError`."""
+    if str(value).strip() not in ("1", "2"):
+        raise ValueError("expected 1 or 2")
+    return int(value)
+
+
+def reshard(value: Any) -> bool | str:
+    """Return a truth value (version 2) or the name of a sharding strategy (version 1). Raises `ValueError`."""
+    try:
+        return truth(value)
+    except ValueError:
+        return strategy(value)
+
+
+def class_names(value: Any) -> list[str]:
+    """Return class names from a comma-separated text or a list. Raises `ValueError` where there is none."""
+    texts = value.split(",") if isinstance(value, str) else list(value)
+    names = [str(text).strip() for text in texts]
+    if not names or not all(name.isidentifier() for name in names):
+        raise ValueError("expected names of classes, separated by commas")
+    return names
+
+
+def count(value: Any) -> int:
+    """Return a whole number of at least 0. Raises `ValueError`."""
+    try:
+        number = int(float(value)) if isinstance(value, (str, float)) else int(value)
+    except (TypeError, OverflowError):
+        raise ValueError("expected a whole number") from None
+    if isinstance(value, bool) or number < 0 or number != float(value):
+        raise ValueError("expected a whole number of at least 0")
+    return number
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Setting: its key without ``fsdp_``, the field of the plug-in, its variable, its parser and its description."""
+
+    key: str
+    field: str
+    variable: str
+    parse: Callable[[Any], Any]
+    doc: str
+    also: str | None = None  # another documented spelling of the key
+    versions: tuple[int, ...] = (1, 2)
+
+
+SETTINGS: dict[str, Setting] = {
+    one.key: one
+    for one in (
+        Setting("version", "fsdp_version", "FSDP_VERSION", version, "1 (FullyShardedDataParallel) or 2 (fully_shard)."),
+        Setting(
+            "sharding_strategy",
+            "sharding_strategy",
+            "FSDP_SHARDING_STRATEGY",
+            strategy,
+            "What is sharded: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2.",
+        ),
+        Setting(
+            "reshard_after_forward",
+            "reshard_after_forward",
+            "FSDP_RESHARD_AFTER_FORWARD",
+            reshard,
+            "Version 2: free the gathered parameters after forward (true) or after backward (false).",
+        ),
+        Setting(
+            "offload_params",
+            "cpu_offload",
+            "FSDP_OFFLOAD_PARAMS",
+            truth,
+            "Keep parameters and gradients in CPU memory (true or false).",
+        ),
+        Setting(
+            "auto_wrap_policy",
+            "auto_wrap_policy",
+            "FSDP_AUTO_WRAP_POLICY",
+            wrap_policy,
+            "Modules that are units of their own: 1 TRANSFORMER_BASED_WRAP, 2 SIZE_BASED_WRAP, 3 NO_WRAP.",
+        ),
+        Setting(
+            "transformer_layer_cls_to_wrap",
+            "transformer_cls_names_to_wrap",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP",
+            class_names,
+            "Classes of such modules, separated by commas (BertLayer,BertEmbeddings); case matters.",
+            also="transformer_cls_to_wrap",
+        ),
+        Setting(
+            "min_num_params",
+            "min_num_params",
+            "FSDP_MIN_NUM_PARAMS",
+            count,
+            "Parameters that a unit has at least, with SIZE_BASED_WRAP.",
+        ),
+        Setting(
+            "backward_prefetch_policy",
+            "backward_prefetch",
+            "FSDP_BACKWARD_PREFETCH",
+            prefetch,
+            "Version 1: when backward gathers the next unit: 1 BACKWARD_PRE, 2 BACKWARD_POST, 3 NO_PREFETCH.",
+            also="backward_prefetch",
+            versions=(1,),
+        ),
+        Setting(
+            "forward_prefetch",
+            "forward_prefetch",
+            "FSDP_FORWARD_PREFETCH",
+            truth,
+            "Gather the next unit while this one computes (true or false); for static graphs.",
+        ),
+        Setting(
+            "state_dict_type",
+            "state_dict_type",
+            "FSDP_STATE_DICT_TYPE",
+            state_dict_type,
+            "Form of checkpoints: 1 FULL_STATE_DICT, 2 LOCAL_STATE_DICT, 3 SHARDED_STATE_DICT.",
+        ),
+        Setting(
+            "use_orig_params",
+            "use_orig_params",
+            "FSDP_USE_ORIG_PARAMS",
+            truth,
+            "Version 1: keep the parameters of the model, for optimizers made before and mixed requires_grad.",
+            versions=(1,),
+        ),
+        Setting(
+            "cpu_ram_efficient_loading",
+            "cpu_ram_efficient_loading",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING",
+            truth,
+            "Only rank 0 has the weights before the model is prepared (true or false).",
+        ),
+        Setting(
+            "sync_module_states",
+            "sync_module_states",
+            "FSDP_SYNC_MODULE_STATES",
+            truth,
+            "Give every rank the parameters and buffers of rank 0 (true or false).",
+        ),
+        Setting(
+            "activation_checkpointing",
+            "activation_checkpointing",
+            "FSDP_ACTIVATION_CHECKPOINTING",
+            truth,
+            "Recompute activations in backward instead of keeping them (true or false).",
+        ),
+    )
+}
+_SPELLINGS = {name: one for one in SETTINGS.values() for name in (one.key, one.also) if name}
+
+
+def find(name: Any) -> Setting | None:
+    """Return the setting of a documented key, with or without ``fsdp_``."""
+    return _SPELLINGS.get(str(name).removeprefix("fsdp_"))
+
+
+def normalise(values: Any) -> dict[str, Any]:
+    """Return the checked settings of a mapping with documented keys, with or without ``fsdp_``, by key.
+
+    ``None`` means unset. Raises `ValueError` for an unknown key (with the nearest), a bad value or a contradiction.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError("expected a mapping like {version: 2, reshard_after_forward: true}")
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        setting = find(given)
+        if setting is None:
+            raise ValueError(f"unknown key {given!r}{nearest(str(given).removeprefix('fsdp_'), _SPELLINGS)}")
+        if value is None:
+            continue
+        if setting.key in found:
+            raise ValueError(f"{setting.key} is given twice")
+        try:
+            found[setting.key] = setting.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{given}: {value!r}: {error}") from None
+    check_together({SETTINGS[key].field: value for key, value in found.items()})
+    return found
+
+
+def check_together(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for parsed values, by field of the plug-in, that exclude each other."""
+    number, after = fields.get("fsdp_version") or 1, fields.get("reshard_after_forward")
+    named = fields.get("sharding_strategy")
+    if number == 1 and isinstance(after, bool):
+        raise ValueError(
+            f"reshard_after_forward={after} belongs to version 2: set fsdp_version=2, or give a sharding_strategy"
+        )
+    if number == 2 and isinstance(after, str):
+        raise ValueError(f"reshard_after_forward={after} belongs to version 1: version 2 takes true or false")
+    if named is not None and after is not None:
+        meant = reshards(named) if number == 2 else named
+        if meant != after:
+            raise ValueError(f"sharding_strategy={named} contradicts reshard_after_forward={after}: give one of them")
+    if number == 2 and named == "NO_SHARD":
+        raise ValueError("sharding_strategy=NO_SHARD: version 2 always shards; leave FSDP out to train replicas (DDP)")
+    if number == 2 and fields.get("state_dict_type") == "LOCAL_STATE_DICT":
+        raise ValueError("state_dict_type=LOCAL_STATE_DICT belongs to version 1; version 2 has FULL and SHARDED")
+
+
+def reshards(named: str) -> bool:
+    """Return ``reshard_after_forward`` of version 2 for a sharding strategy of version 1."""
+    return named in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def variables(values: Any) -> dict[str, str]:
+    """Return the environment variables that carry *values* (see `normalise`) and turn FSDP on."""
+    env = {USE_FSDP: "true"}
+    for key, value in normalise(values).items():
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        env[SETTINGS[key].variable] = text.lower() if isinstance(value, bool) else text
+    return env
+
+
+def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parsed values of *env* by field of the plug-in. Raises `ValueError` that names the variable."""
+    found: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        text = env.get(setting.variable, "")
+        if text.strip():
+            try:
+                found[setting.field] = setting.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{setting.variable}={text!r}: {error}") from None
+    return found

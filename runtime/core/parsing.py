@@ -1,0 +1,54 @@
+"""Values from texts: truth values and names from a fixed list. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
+_FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
+
+
+def parse_bool(text: str) -> bool:
+    """``1 true yes y on t`` and ``0 false no n off f`` (any case). Raises `ValueError` for anything else."""
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError(f"not a truth value: {text!r}")
+
+
+def truth(value: Any) -> bool:
+    """Return the truth value that *value* is or spells; see `parse_bool`. Raises `ValueError`."""
+    if isinstance(value, (bool, str)):
+        return value if isinstance(value, bool) else parse_bool(value)
+    if value in (0, 1):
+        return bool(value)
+    raise ValueError("expected true or false")
+
+
+def one_of(*names: str) -> Callable[[Any], str]:
+    """Return the parser of one of *names*: by name in any case, by number from 1, or as an enum member of that name.
+
+    It raises `ValueError` with all names and the nearest.
+    """
+
+    def parse(value: Any) -> str:
+        text = str(getattr(value, "name", value)).strip().upper().lstrip("_")
+        if text in names:
+            return text
+        if text.isdecimal() and 1 <= int(text) <= len(names):
+            return names[int(text) - 1]
+        listed = ", ".join(f"{number} {name}" for number, name in enumerate(names, 1))
+        raise ValueError(f"expected one of {listed}{nearest(text, names)}")
+
+    return parse
+
+
+def nearest(word: str, known: Any) -> str:
+    """Return ``, did you mean 'X'?`` for the name in *known* that is most like *word*; nothing if none is."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
