@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from orc.runtime.checkpoint.methods import Checkpointing
 from orc.runtime.collectives import any_process, gather, gather_for_metrics, pad_across_processes, reduce
+from orc.runtime.core.attributes import AcceleratorAttributes
 from orc.runtime.core.context import Prepared, current_context
+from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
-    LoadHook,
     ProjectConfiguration,
-    SaveHook,
     TorchDynamoPlugin,
 )
 from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
 from orc.runtime.core.state import check_device
-from orc.runtime.engine import NativeEngine
+from orc.runtime.engine import engine_for
 from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import resolve_plugin
 from orc.runtime.parallel.precision import autocast_for, check_precision, loss_scaler
+from orc.runtime.preemption.watching import Watching
 from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.accumulation import Accumulation, apply_plugin
 from orc.runtime.train.join import join_uneven_inputs
 from orc.runtime.train.normalize import Count
-from orc.runtime.train.preparing import Preparing
+from orc.runtime.train.preparing import Preparation
 from orc.runtime.train.seeding import set_seed
 
+if TYPE_CHECKING:
+    from orc.runtime.core.enums import LoggerType
+    from orc.runtime.tracking.base import GeneralTracker
 
-class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
+
+class Accelerator(AcceleratorAttributes):
     """Prepares models, optimizers, loaders and schedulers for the run this process belongs to.
 
     Args:
@@ -101,7 +104,7 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
         **older: Any,
     ) -> None:
         downcast_bf16 = older.pop("downcast_bf16", None)
-        self._options = options = gather_options(
+        options = gather_options(
             device_placement=device_placement,
             split_batches=split_batches,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -124,8 +127,8 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
             dynamo_plugin=dynamo_plugin,
             more=older,
         )
-        self.log_with = self._choose_trackers(log_with)
-        self.ctx = ctx = current_context(cpu=cpu, **options.process_group.to_dict())
+        ctx = current_context(cpu=cpu, **options.process_group.to_dict())
+        self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
         first = not ctx.configured
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
@@ -147,20 +150,27 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
             ctx.gradient.sync_gradients = True
         if options.accumulation is not None:
             apply_plugin(ctx.gradient, options.accumulation)
-        self._gradient = ctx.gradient
         scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler)
-        self._engine = NativeEngine(ctx, scaler, self._trained_parameters)
-        self._accumulation = Accumulation(ctx.gradient, self._engine)
-        self._prepared = Prepared(scaler=scaler, steps=self._steps_taken)
+        engine = engine_for(ctx, options, Prepared(scaler=scaler))
+        super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))
+        self._checkpointing = Checkpointing(engine, options)
+        self._watching = Watching(engine, self._checkpointing)
+        self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching)
+        self._profiling = Profiling(ctx, options.profile)
         self._trigger = False
-        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of something that holds the Accelerator belongs to the same run.
         return self
 
-    # ---- models
+    # ---- preparing
+
+    prepare = of("_preparation", Preparation.prepare)
+    prepare_model = of("_preparation", Preparation.prepare_model)
+    prepare_optimizer = of("_preparation", Preparation.prepare_optimizer)
+    prepare_scheduler = of("_preparation", Preparation.prepare_scheduler)
+    prepare_data_loader = of("_preparation", Preparation.prepare_data_loader)
+    verify_device_map = of("_preparation", Preparation.verify_device_map)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -267,22 +277,18 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them."""
-        return self._engine.clip_grad_norm_(parameters, max_norm, norm_type, self._bare_optimizers())
+        return self._engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp gradients to ``[-clip_value, clip_value]``."""
-        self._engine.clip_grad_value_(parameters, clip_value, self._bare_optimizers())
+        self._engine.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, of all prepared optimizers or of *optimizer* (or a list); fp16 only."""
-        chosen = self._prepared.optimizers if optimizer is None else optimizer
-        chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
-        self._engine.unscale([getattr(one, "optimizer", one) for one in chosen])
-
-    def _bare_optimizers(self) -> list[Optimizer]:
-        if self._prepared.scaler is None and self.ctx.xla is None:
-            return []
-        return [one.optimizer for one in self._prepared.optimizers]
+        if optimizer is not None:
+            optimizer = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+            optimizer = [getattr(one, "optimizer", one) for one in optimizer]
+        self._engine.unscale(optimizer)
 
     # ---- collectives
 
@@ -320,13 +326,56 @@ class Accelerator(Preparing, Checkpointing, Tracking, Profiling):
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
 
+    # ---- checkpoints
+
+    get_state_dict = of("_checkpointing", Checkpointing.get_state_dict)
+    save = of("_checkpointing", Checkpointing.save)
+    save_model = of("_checkpointing", Checkpointing.save_model)
+    save_state = of("_checkpointing", Checkpointing.save_state)
+    load_state = of("_checkpointing", Checkpointing.load_state)
+    resume = of("_checkpointing", Checkpointing.resume)
+    wait_for_checkpoint = of("_checkpointing", Checkpointing.wait_for_checkpoint)
+    register_for_checkpointing = of("_checkpointing", Checkpointing.register_for_checkpointing)
+    register_save_state_pre_hook = of("_checkpointing", Checkpointing.register_save_state_pre_hook)
+    register_load_state_pre_hook = of("_checkpointing", Checkpointing.register_load_state_pre_hook)
+    skip_first_batches = of("_checkpointing", Checkpointing.skip_first_batches)
+
+    # ---- watching
+
+    count_tokens = of("_watching", Watching.count_tokens)
+    profile = of("_profiling", Profiling.profile)
+
+    @property
+    def preempted(self) -> bool:
+        """Return whether the run was told to stop and this is the step at which all processes have agreed to stop.
+
+        Left alone, the run saves a checkpoint at the next step boundary and ends with status 75. A script that wants to
+        do something before checks this after each optimizer step, on all processes.
+        """
+        return self._watching.boundary.preempted
+
+    # ---- trackers
+
+    init_trackers = of("_tracking", Tracking.init_trackers)
+    log = of("_tracking", Tracking.log)
+    get_tracker = of("_tracking", Tracking.get_tracker)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` has started on this process; elsewhere than on rank 0 usually none."""
+        return self._tracking.trackers
+
+    @property
+    def log_with(self) -> list[LoggerType | GeneralTracker]:
+        """The trackers that were asked for, as far as their libraries are installed."""
+        return self._tracking.log_with
+
     # ---- the end
 
     def end_training(self) -> None:
         """Finish the trackers and close the process group, where the runtime opened it; call it last."""
         try:
-            self._finish_trackers()
+            self._tracking.finish()
         finally:
-            self._stop_watching()
-            self._close_boundary()
+            self._watching.close()
             close(self.ctx)

@@ -1,10 +1,9 @@
-"""The Accelerator's methods around checkpoints, and the boundary between steps where automatic ones happen."""
+"""The Accelerator's methods around checkpoints."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -17,39 +16,23 @@ if TYPE_CHECKING:
 
     from orc.runtime.checkpoint.run import Resumed, RunCheckpoints
     from orc.runtime.checkpoint.storage.remote import Place
-    from orc.runtime.core.context import Prepared, RunContext
-    from orc.runtime.core.handlers import LoadHook, SaveHook
-    from orc.runtime.core.options import Options
-    from orc.runtime.observe.meter import Meter
-    from orc.runtime.preemption.boundary import Boundary
 
 
 class Checkpointing(StateSaving):
     """The part of the Accelerator that saves, loads and resumes whole runs."""
 
-    ctx: RunContext
-    _options: Options
-    _prepared: Prepared
-    _save_hooks: OrderedDict[int, SaveHook]
-    _load_hooks: OrderedDict[int, LoadHook]
-
-    if TYPE_CHECKING:
-
-        @property
-        def _meter(self) -> Meter | None: ...
-
     @cached_property
-    def _checkpoints(self) -> RunCheckpoints:
+    def checkpoints(self) -> RunCheckpoints:
+        """The checkpoints of this run; connections to the other ranks are opened when they are first needed."""
         from orc.runtime.checkpoint.run import RunCheckpoints
 
-        options = self._options
-        return RunCheckpoints(self.ctx, self._prepared, options.project, timeout=options.process_group.timeout)
+        options = self.options
+        return RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
 
-    @cached_property
-    def _boundary(self) -> Boundary:
-        from orc.runtime.preemption.boundary import Boundary
-
-        return Boundary.of(self.ctx, self._checkpoints, self._save, self._meter)
+    def close(self) -> None:
+        """Wait for what is written in the background, and close connections."""
+        if "checkpoints" in self.__dict__:
+            self.checkpoints.close()
 
     def _aside(self) -> AbstractContextManager[None]:
         """Around work that is no training step, for those who watch the run."""
@@ -57,16 +40,9 @@ class Checkpointing(StateSaving):
 
         return aside(self.ctx)
 
-    def _close_boundary(self) -> None:
-        try:
-            if "_checkpoints" in self.__dict__:
-                self._checkpoints.close()
-        finally:
-            if "_boundary" in self.__dict__:
-                self._boundary.close()
-
     def save_state(
         self,
+        /,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
@@ -97,11 +73,15 @@ class Checkpointing(StateSaving):
             ValueError: there is no directory to write to.
         """
         _warn_of_unused("save_state", save_model_func_kwargs)
-        return str(self._save(_place(output_dir), safe_serialization, block))
+        return str(self.save_checkpoint(_place(output_dir), safe_serialization, block))
 
-    def _save(self, directory: Place | None = None, safe: bool = True, block: bool = True) -> Place:
+    def save_checkpoint(self, directory: Place | None = None, safe: bool = True, block: bool = True) -> Place:
+        """`save_state` to a place; without one, the next automatically named checkpoint."""
         with self._aside():
-            return self._checkpoints.save(directory, safe=safe, hooks=tuple(self._save_hooks.values()), block=block)
+            place = self.checkpoints.save(directory, safe=safe, hooks=tuple(self.save_hooks.values()), block=block)
+        for tell in self.engine.events.on_save:
+            tell(place)
+        return place
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is written in the background (``block=False``) is complete; on all processes.
@@ -110,10 +90,11 @@ class Checkpointing(StateSaving):
             CheckpointError: it could not be written.
         """
         with self._aside():
-            self._checkpoints.finish()
+            self.checkpoints.finish()
 
     def load_state(
         self,
+        /,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
@@ -139,9 +120,9 @@ class Checkpointing(StateSaving):
             del loading["weights_only"]
         _warn_of_unused("load_state", loading)
         with self._aside():
-            self._checkpoints.load(
+            self.checkpoints.load(
                 _place(input_dir),
-                hooks=tuple(self._load_hooks.values()),
+                hooks=tuple(self.load_hooks.values()),
                 map_location=location,
                 model_options=options,
             )
@@ -155,16 +136,7 @@ class Checkpointing(StateSaving):
         Raises:
             CheckpointError: the newest checkpoint does not fit, or all are damaged.
         """
-        return self._checkpoints.resume(hooks=tuple(self._load_hooks.values()))
-
-    @property
-    def preempted(self) -> bool:
-        """Return whether the run was told to stop and this is the step at which all processes have agreed to stop.
-
-        Left alone, the run saves a checkpoint at the next step boundary and ends with status 75. A script that wants to
-        do something before checks this after each optimizer step, on all processes.
-        """
-        return self._boundary.preempted
+        return self.checkpoints.resume(hooks=tuple(self.load_hooks.values()))
 
     def save_model(
         self,
@@ -188,7 +160,7 @@ class Checkpointing(StateSaving):
         """
         from orc.runtime.weights.loading import save_model
 
-        each_node = self._options.project.save_on_each_node
+        each_node = self.options.project.save_on_each_node
         xla = self.ctx.xla
         state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
         if self.ctx.is_local_main if each_node else self.ctx.is_main:
@@ -197,7 +169,7 @@ class Checkpointing(StateSaving):
 
 def _warn_of_unused(method: str, options: Mapping[str, Any]) -> None:
     if options:
-        warnings.warn(f"{method}: {', '.join(sorted(options))} has no effect with the engine in use", stacklevel=3)
+        warnings.warn(f"{method}: {', '.join(sorted(options))} has no effect with the engine in use", stacklevel=4)
 
 
 def _place(given: str | os.PathLike[str] | None) -> Place | None:

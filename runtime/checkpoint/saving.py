@@ -15,27 +15,32 @@ from torch.utils.hooks import RemovableHandle
 from orc.runtime.core.context import RunContext, current_context
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import Prepared
     from orc.runtime.core.handlers import LoadHook, SaveHook
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.engine import Engine
 
 File: TypeAlias = str | os.PathLike[str] | IO[bytes]
 
 
 class StateSaving:
-    """The saving half of the Accelerator."""
+    """The part of the Accelerator that saves single objects, and knows what a checkpoint covers.
 
-    ctx: RunContext
-    _options: Options
-    _engine: NativeEngine
-    _prepared: Prepared
-    _save_hooks: OrderedDict[int, SaveHook]
-    _load_hooks: OrderedDict[int, LoadHook]
+    Args:
+        engine: whose models and optimizers are saved.
+        options: of the Accelerator.
+    """
+
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self.ctx = engine.ctx
+        self.engine = engine
+        self.options = options
+        self.prepared = engine.prepared
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state dict of *model*, with *unwrap* under the names of the model that the script wrote."""
-        return self._engine.state_dict(model, unwrap)
+        return self.engine.model_state(model, unwrap=unwrap)
 
     def save(self, obj: Any, f: File, safe_serialization: bool = False) -> None:
         """`torch.save`, on the main process only, or once per machine with ``save_on_each_node``.
@@ -45,7 +50,7 @@ class StateSaving:
             f: the file, which appears complete or not at all; or one that is open for writing.
             safe_serialization: write safetensors.
         """
-        each_node = self._options.project.save_on_each_node
+        each_node = self.options.project.save_on_each_node
         _save(self.ctx, obj, f, each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -63,15 +68,15 @@ class StateSaving:
             raise ValueError(
                 f"register_for_checkpointing: {', '.join(bad)} cannot be saved without state_dict and load_state_dict"
             )
-        self._prepared.custom.extend(objects)
+        self.prepared.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before each `save_state`; it may take weights off the list."""
-        return _register(self._save_hooks, hook)
+        return _register(self.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before each `load_state`; it may take models off the list."""
-        return _register(self._load_hooks, hook)
+        return _register(self.load_hooks, hook)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader like *dataloader* whose passes leave out the first *num_batches* batches."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.handlers import (
@@ -22,22 +21,32 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from orc.runtime.core.context import GradientRecord, Prepared
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.engine import Engine
+    from orc.runtime.observe.profiling import ProfileKwargs
     from orc.runtime.train.accumulation import Accumulation
     from orc.runtime.train.optimizer import AcceleratedOptimizer
     from orc.runtime.train.scheduler import AcceleratedScheduler
 
 
 class AcceleratorAttributes(ProcessControl):
-    """The documented attributes."""
+    """The documented attributes.
 
-    _options: Options
-    _gradient: GradientRecord
-    _engine: NativeEngine
-    _accumulation: Accumulation
-    _prepared: Prepared
+    Args:
+        ctx: the process context.
+        options: of the Accelerator.
+        engine: trains what is prepared.
+        accumulation: counts batches.
+    """
+
+    def __init__(self, ctx: RunContext, options: Options, engine: Engine, accumulation: Accumulation) -> None:
+        self.ctx = ctx
+        self._options = options
+        self._gradient = ctx.gradient
+        self._engine = engine
+        self._prepared = engine.prepared
+        self._accumulation = accumulation
 
     @property
     def state(self) -> AcceleratorState:
@@ -91,6 +100,11 @@ class AcceleratorAttributes(ProcessControl):
     def optimizer_step_was_skipped(self) -> bool:
         """`True` if an overflow made any optimizer skip its last step."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs:
+        """Options of the profiler."""
+        return self._options.profile
 
     @property
     def autocast_handler(self) -> AutocastKwargs:
@@ -205,13 +219,3 @@ class AcceleratorAttributes(ProcessControl):
     @property
     def _custom_objects(self) -> list[Any]:
         return self._prepared.custom
-
-    def _trained_parameters(self) -> Iterable[torch.Tensor]:
-        """Every parameter of the prepared optimizers once; without optimizers those of the models."""
-        prepared = self._prepared
-        groups = [group["params"] for optimizer in prepared.optimizers for group in optimizer.param_groups]
-        found = groups or [list(model.parameters()) for model in prepared.models]
-        return {id(parameter): parameter for group in found for parameter in group}.values()
-
-    def _steps_taken(self) -> int:
-        return max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.topology import Topology
-    from orc.runtime.engine.xla import Xla
     from orc.runtime.launch.environment import LaunchEnvironment
+    from orc.runtime.launch.xla import Xla
 
 
 class PreparedLoader(Protocol):
@@ -121,12 +121,27 @@ class Prepared:
     dataloaders: list[Any] = field(default_factory=list)  # PreparedLoader
     custom: list[Any] = field(default_factory=list)  # registered by the user: state_dict and load_state_dict
     scaler: Any = None  # torch.amp.GradScaler with fp16
-    steps: Callable[[], int] = lambda: 0  # optimizer steps taken so far
+    sharded: bool = False  # a model has parameters that are cut over the processes (DTensors)
+
+    def steps(self) -> int:
+        """Optimizer steps taken so far."""
+        steps = 0
+        for optimizer in self.optimizers:
+            if optimizer.steps > steps:
+                steps = optimizer.steps
+        return steps
+
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        """Every parameter of the optimizers once; without optimizers those of the models."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        found = groups or [list(model.parameters()) for model in self.models]
+        return {id(parameter): parameter for group in found for parameter in group}.values()
 
     def clear(self) -> None:
         """Forget all objects."""
         for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom):
             objects.clear()
+        self.sharded = False
 
 
 @dataclass

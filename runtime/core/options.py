@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from orc.runtime.core.config import ConfigError, parse_bool
@@ -83,6 +83,8 @@ class Options:
     process_group: InitProcessGroupKwargs
     dynamo: TorchDynamoPlugin
     profile: ProfileKwargs
+    fsdp_plugin: Any = None
+    deepspeed_plugins: Mapping[str, Any] = field(default_factory=dict)  # by name, the active one first
 
 
 def gather_options(

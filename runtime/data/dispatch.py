@@ -117,8 +117,8 @@ class DataLoaderDispatcher(DataLoaderShard):
                 yield self._place(message.content) if self._moves else message.content
                 if self.context.xla is not None:
                     self.context.xla.mark()
-                if self.boundary is not None:
-                    self.boundary(self)
+                for tell in self.events.on_batch:
+                    tell(self)
             exhausted = True
         finally:
             if self.context.xla is not None and not exhausted:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.core.events import Events
 from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
@@ -22,18 +23,6 @@ from orc.runtime.data.synchronize import align
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.observe.meter import Meter
-
-
-class StepBoundary(Protocol):
-    """Callback for the moment when a step's work is all done: called when the loop asks for the next batch."""
-
-    def __call__(self, loader: DataLoaderAdapter) -> None:
-        """The body of the loop has finished with the last batch of *loader*."""
-        ...
-
-    def steps(self) -> int:
-        """Optimizer steps taken so far."""
-        ...
 
 
 class DataLoaderAdapter:
@@ -49,14 +38,16 @@ class DataLoaderAdapter:
         total_dataset_length: samples of the dataset, over all ranks.
         own_share: the data is one rank's share already, made for as many as there are.
         simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
-        boundary: is called between steps; the Accelerator puts its own here.
+        events: are told when the loop asks for the next batch; the Accelerator puts its own here.
+        steps: counts optimizer steps; the Accelerator puts its own here.
         meter: measures how long the loop waits for batches; the Accelerator puts its own here.
     """
 
     dataset: Any
     end_of_dataloader: bool
     remainder: int
-    boundary: StepBoundary | None
+    events: Events
+    steps: Callable[[], int] | None
     meter: Meter | None
 
     def _adopt(
@@ -90,7 +81,8 @@ class DataLoaderAdapter:
         self.cursor = Cursor()
         self.end_of_dataloader = False
         self.remainder = -1
-        self.boundary = None
+        self.events = Events()
+        self.steps = None
         self.meter = None
         self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
 
@@ -144,7 +136,7 @@ class DataLoaderAdapter:
         """Begin a pass: a new one, or the rest of a restored one. `skip_batches` counts from the start of the epoch."""
         cursor = self.cursor
         pending, cursor.pending = cursor.pending, None
-        steps = self.boundary.steps() if self.boundary is not None else 0
+        steps = self.steps() if self.steps is not None else 0
         if pending is None:
             current = Pass(cursor.epoch, self.skip_batches, None, False, steps, steps)
         else:
@@ -161,7 +153,7 @@ class DataLoaderAdapter:
         cursor = self.cursor
         if cursor.live is current:
             cursor.live = None
-            taken = current.began_at < self.boundary.steps() if self.boundary is not None else current.done > 1
+            taken = current.began_at < self.steps() if self.steps is not None else current.done > 1
             # A look at one batch is not an epoch; a training loop left early is.
             if exhausted or taken:
                 cursor.epoch = current.epoch + 1
@@ -254,21 +246,21 @@ class DataLoaderAdapter:
 
         That is easily done: ``if step <= resume_step: continue`` skips what the loader has left out already.
         """
-        boundary, restored, taken = self.boundary, current.done, 0
-        began = boundary.steps() if boundary is not None else 0
+        steps, restored, taken = self.steps, current.done, 0
+        began = steps() if steps is not None else 0
         for batch in source:
-            if boundary is None or boundary.steps() > began:
+            if steps is None or steps() > began:
                 self._warn_of_skips(current, restored, taken - self.gradient.num_steps)
                 yield batch
                 yield from source
                 return
             yield batch
             taken += 1
-        trained = boundary is None or boundary.steps() > began
+        trained = steps is None or steps() > began
         self._warn_of_skips(current, restored, taken - self.gradient.num_steps if trained else taken)
 
     def _warn_of_skips(self, current: Pass, restored: int, untrained: int) -> None:
-        if self.boundary is not None and untrained > 0 and self.context.is_main:
+        if self.steps is not None and untrained > 0 and self.context.is_main:
             warnings.warn(
                 f"a loader was restored to batch {restored} of epoch {current.epoch}, and then {untrained} of its "
                 "batches went by without an optimizer step. It goes on with the next batch by itself: a script that "
@@ -393,7 +385,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = self._open()
-        gradient, place, boundary = self.gradient, self._place if self._moves else None, self.boundary
+        gradient, place, events = self.gradient, self._place if self._moves else None, self.events
         xla = self.context.xla
         gradient.begin(self)
         exhausted = False
@@ -417,8 +409,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 yield batch if place is None else place(batch)
                 if xla is not None:
                     xla.mark()
-                if boundary is not None:
-                    boundary(self)
+                if events.on_batch:
+                    for tell in events.on_batch:
+                        tell(self)
             exhausted = True
         finally:
             if xla is not None and not exhausted:

@@ -1,7 +1,34 @@
-"""The engine owns backward, step, clipping, gradient synchronisation and the state dict. There is exactly one."""
+"""The engine owns backward, step, clipping, gradient synchronisation and the state dict. There is exactly one.
+
+A new engine is a module here with an attribute ``ENGINE``, a class that keeps the contract in `engine.base`, and one
+line in `_name`; nothing else changes.
+"""
 
 from __future__ import annotations
 
-from orc.runtime.engine.native import NativeEngine
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["NativeEngine"]
+from orc.runtime.engine.base import Engine
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.options import Options
+
+
+def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> Engine:
+    """Return the engine that trains in *ctx* with *options*, over the objects in *prepared*. Nothing else makes one."""
+    from orc.runtime.core.context import Prepared
+
+    module = importlib.import_module(f"{__name__}.{_name(ctx, options)}")
+    engine: Engine = module.ENGINE(ctx, options, Prepared() if prepared is None else prepared)
+    return engine
+
+
+def _name(ctx: RunContext, options: Options | None) -> str:
+    if options is not None and options.deepspeed_plugins:
+        return "deepspeed"
+    return "native" if ctx.xla is None else "xla"
+
+
+__all__ = ["Engine", "engine_for"]

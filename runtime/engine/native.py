@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.core.context import RunContext
+from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.events import Events
+from orc.runtime.engine.norms import clip_norm, total_norm
+from orc.runtime.engine.whole import whole
 from orc.runtime.parallel import extract_model_from_parallel, parallelizers
 from orc.runtime.train.normalize import Count, LossNormalizer
 
+if TYPE_CHECKING:
+    from orc.runtime.core.options import Options
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.preparing import Preparation
+
 
 class NativeEngine:
-    """Backward, clipping and stepping for one run; ``scaler`` exists with fp16 only.
+    """Backward, clipping and stepping for one run; ``prepared.scaler`` exists with fp16 only."""
 
-    *parameters* are those of everything prepared: what `backward` with ``normalize_by`` rescales.
-    """
+    name = "native"
 
-    def __init__(
-        self,
-        ctx: RunContext,
-        scaler: torch.amp.GradScaler | None = None,
-        parameters: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> None:
+    def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         self.ctx = ctx
+        self.prepared = Prepared() if prepared is None else prepared
+        self.events = Events()
+        self.normalizer = LossNormalizer(ctx, self.prepared.trained_parameters)
         self._gradient = ctx.gradient
-        self._scaler = scaler
+        self._scaler: torch.amp.GradScaler | None = self.prepared.scaler
         self._unscaled: set[int] = set()  # optimizers whose gradients are unscaled since the last update
         self._stepped: set[int] = set()
-        self.normalizer = LossNormalizer(ctx, parameters)
+        self._observed: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that say that they ran
+        self._applied = False  # the optimizer that the scaler was told to step has changed its parameters
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, with the scale that the next backward will use."""
         self._update_scale()
         return self._scaler
+
+    # preparing
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+    ) -> Sequence[Any]:
+        """Prepare all *objects*: models first, then the optimizers that train them, then what follows these."""
+        return preparation.one_by_one(objects, placement)
 
     # backward
 
@@ -46,6 +61,7 @@ class NativeEngine:
 
         With *normalize_by* divided by its sum over the window and the processes instead; see `LossNormalizer`.
         """
+        given = loss
         if normalize_by is not None:
             loss = self.normalizer.scale(loss, normalize_by)
         elif (steps := self._gradient.num_steps) != 1:
@@ -60,6 +76,9 @@ class NativeEngine:
                 self._begin_iteration(self._scaler)
             loss = self._scaler.scale(loss)
         loss.backward(**kwargs)
+        if self.events.on_backward:
+            for tell in self.events.on_backward:
+                tell(given, normalize_by is not None)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""
@@ -79,39 +98,39 @@ class NativeEngine:
 
     # gradients
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float, optimizers: Sequence[Any]
-    ) -> Tensor:
-        """Scale the gradients down to *max_norm*; returns their total norm before."""
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients down to *max_norm*; returns their total norm before, over all shards."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._scaler is not None and not self._gradient.sync_gradients:
             # Scaled gradients must stay scaled until the last of them has been added: look, do not touch.
-            return _total_norm(parameters, norm_type) / self._scaler.get_scale()
-        self.unscale(optimizers)
-        self._reduce(parameters, optimizers)
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            norm: Tensor = total_norm(parameters, norm_type) / self._scaler.get_scale()
+        else:
+            self.complete(parameters)
+            norm = clip_norm(parameters, max_norm, norm_type, sharded=self.prepared.sharded)
+        if self.events.on_clip:
+            for tell in self.events.on_clip:
+                tell(norm)
+        return norm
 
-    def clip_grad_value_(
-        self, parameters: Iterable[Tensor] | Tensor, clip_value: float, optimizers: Sequence[Any]
-    ) -> None:
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
         if self._scaler is not None and not self._gradient.sync_gradients:
             return
-        self.unscale(optimizers)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._reduce(parameters, optimizers)
+        self.complete(parameters)
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def _reduce(self, parameters: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-        """Over torch_xla gradients are averaged with the step; what is done to all of them has to come after."""
-        if self.ctx.xla is not None and self._gradient.sync_gradients:
-            ids = {id(parameter) for parameter in parameters}
-            self.ctx.xla.reduce_gradients([one for one in optimizers if ids & _parameters(one)])
+    def complete(self, parameters: Sequence[Tensor]) -> None:
+        """Bring the gradients of *parameters* to what the step will use, before they are changed all together."""
+        if self._scaler is not None:
+            self.unscale()
 
-    def unscale(self, optimizers: Sequence[Any]) -> None:
-        """Divide the gradients of the bare *optimizers* by the loss scale, once per step; nothing without fp16."""
+    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
+        """Divide the gradients of the bare *optimizers*, else of all prepared, by the loss scale; once per step."""
         if self._scaler is None:
             return
+        if optimizers is None:
+            optimizers = [one.optimizer for one in self.prepared.optimizers]
         for optimizer in optimizers:
             if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
                 self._scaler.unscale_(optimizer)
@@ -119,13 +138,32 @@ class NativeEngine:
 
     # stepping
 
-    def scaled_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> Any:
-        """Step *optimizer* unless its gradients overflowed. Only with a scaler."""
-        assert self._scaler is not None
-        if id(optimizer) in self._stepped:
+    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step ``optimizer.optimizer``; with a scaler unless its gradients overflowed."""
+        bare = optimizer.optimizer
+        if self._scaler is None:
+            optimizer.steps += 1
+            return bare.step() if closure is None else bare.step(closure)
+        if bare not in self._observed:
+            bare.register_step_post_hook(self._note_step)
+            self._observed.add(bare)
+        if id(bare) in self._stepped:
             self._update_scale()
-        self._stepped.add(id(optimizer))
-        return self._scaler.step(optimizer) if closure is None else self._scaler.step(optimizer, closure)
+        self._stepped.add(id(bare))
+        self._applied = False
+        result = self._scaler.step(bare) if closure is None else self._scaler.step(bare, closure)
+        optimizer.skipped = not self._applied
+        optimizer.steps += self._applied
+        return result
+
+    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+        """Clear the gradients of ``optimizer.optimizer``."""
+        optimizer.optimizer.zero_grad(set_to_none)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.
+        found = getattr(optimizer, "found_inf", None)
+        self._applied = found is None or not bool(found.item())
 
     def _update_scale(self) -> None:
         # Once per iteration, as torch wants it, however many optimizers step: the first thing after the last step.
@@ -139,23 +177,28 @@ class NativeEngine:
 
     # state
 
-    def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state dict of *model*; with *unwrap* under the names of the model that the user wrote."""
-        return (extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model).state_dict()
+    def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The complete state dict of *model*; with *unwrap* under the names of the model that the user wrote."""
+        bare = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        state = bare.state_dict()
+        return whole(state) if self.prepared.sharded else state
 
+    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The complete state dict of *optimizer*."""
+        state = optimizer.state_dict()
+        return whole(state) if self.prepared.sharded else state
 
-def _total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    # torch's own comes with 2.6.
-    norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
-    if not norms:
-        return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return total
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load *state* into what the script wrote of *model*."""
+        return extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
 
-
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Load *state* into *optimizer*."""
+        optimizer.load_state_dict(state)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+ENGINE = NativeEngine

@@ -20,8 +20,7 @@ from orc.runtime.collectives.board import Board, BoardError, open_board
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.engine import xla
-from orc.runtime.launch import listening
+from orc.runtime.launch import listening, xla
 from orc.runtime.launch.device import collective_backend, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 from orc.runtime.launch.platform_collectives import platform_backend

@@ -63,6 +63,11 @@ class Meter:
         if self._passes:
             self._passes[-1].tokens += count
 
+    def note_loss(self, loss: Tensor, normalized: bool) -> None:
+        """*loss* has gone backward; one that is a sum over anything (*normalized*) tells nothing."""
+        if not normalized:
+            self.loss = loss.detach()
+
     def timed(self, loader: Any, source: Iterator[Any]) -> Iterator[Any]:
         """*source* with its waits measured: the batches of one pass over *loader*."""
         current = _Pass(loader)

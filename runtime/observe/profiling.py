@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.options import Options
 
 _SCHEDULE = ("wait", "warmup", "active")
 _SCHEDULE_OPTIONAL = ("repeat", "skip_first", "skip_first_wait")
@@ -139,13 +138,9 @@ def _copy(source: Path, path: str, *args: Any, **kwargs: Any) -> None:
 class Profiling:
     """The part of the Accelerator that profiles."""
 
-    ctx: RunContext
-    _options: Options
-
-    @property
-    def profile_handler(self) -> ProfileKwargs:
-        """The options given among the ``kwargs_handlers``, or the defaults."""
-        return self._options.profile
+    def __init__(self, ctx: RunContext, profile_handler: ProfileKwargs) -> None:
+        self.ctx = ctx
+        self.profile_handler = profile_handler
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:

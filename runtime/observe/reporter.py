@@ -18,11 +18,11 @@ from orc.runtime.observe.flops import peak_tflops
 from orc.runtime.observe.meter import Meter
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from orc.runtime.collectives.board import Board
-    from orc.runtime.core.context import Prepared, RunContext
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.engine import Engine
 
 FILE = "metrics.jsonl"
 Window = dict[str, Any]
@@ -62,19 +62,12 @@ class Reporter:
         peak = peak_tflops(context.device, config.peak_tflops)
         return cls(context, Meter(), path, config.metrics_interval_s, peak)
 
-    def bind(self, prepared: Prepared, engine: NativeEngine) -> None:
-        """Read the loss where it goes backward, and count FLOPs unless a model in *prepared* is compiled."""
-        meter, backward = self.meter, engine.backward
+    def listen(self, engine: Engine) -> None:
+        """Read the loss when it has gone backward, and count FLOPs unless a prepared model is compiled."""
+        meter, prepared = self.meter, engine.prepared
         meter.may_count = lambda: not any(_compiled(model) for model in prepared.models)
-        if self.context.device.type not in ("cpu", "cuda"):
-            return  # reading a value from another thread may start work there
-
-        def seen(loss: Tensor, normalize_by: Any = None, **kwargs: Any) -> None:
-            backward(loss, normalize_by, **kwargs)
-            if normalize_by is None:
-                meter.loss = loss.detach()
-
-        engine.backward = seen  # type: ignore[method-assign]
+        if self.context.device.type in ("cpu", "cuda"):  # elsewhere a value read from another thread may start work
+            engine.events.subscribe("on_backward", meter.note_loss)
 
     def poll(self, step: int, store: Board | None = None, prefix: str = "") -> None:
         """Called often; does something when a window is full, and on rank 0 when the others' have arrived."""

@@ -26,7 +26,7 @@ from orc.runtime.logging import get_logger
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.core.events import Events
     from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 WARM_UP = 20  # values before anything finite counts as a jump
@@ -146,7 +146,7 @@ class Readings:
 class SpikeGuard:
     """Looks after the loss and the gradient norm of one Accelerator.
 
-    `bind_engine` and `bind_optimizer` put it between the script and what it guards; without a guard nothing is there.
+    `listen` subscribes it to the events of an engine.
 
     Args:
         context: of the run.
@@ -174,50 +174,43 @@ class SpikeGuard:
         self._norm: Tensor | None = None
         self._limits: dict[int, _Limit] = {}
         self._log = get_logger(__name__)
+        self._told = False  # that fp16 skips by itself
         self.skipped = 0  # updates that the host skipped; those skipped on the device are not counted
         self.latest: dict[str, float] = {}
 
-    def bind_engine(self, engine: NativeEngine) -> None:
-        """See every loss that goes backward and every norm that is clipped."""
-        backward, clip = engine.backward, engine.clip_grad_norm_
+    def listen(self, events: Events) -> None:
+        """See every loss that goes backward, every norm that is clipped, and each step."""
+        events.subscribe("on_backward", self._see_loss)
+        events.subscribe("on_clip", self._see_norm)
+        if self.action == "skip":
+            events.subscribe("before_step", self._refuses)
+        events.subscribe("on_step", self._note)
 
-        def seen_backward(loss: Tensor, normalize_by: Any = None, **kwargs: Any) -> None:
-            backward(loss, normalize_by, **kwargs)
-            if normalize_by is None and loss.numel() == 1:  # else it is a sum over anything
-                self._loss = loss.detach()
+    def _see_loss(self, loss: Tensor, normalized: bool) -> None:
+        if not normalized and loss.numel() == 1:  # else it is a sum over anything
+            self._loss = loss.detach()
 
-        def seen_clip(*args: Any, **kwargs: Any) -> Tensor:
-            self._norm = norm = clip(*args, **kwargs)
-            return norm
+    def _see_norm(self, norm: Tensor) -> None:
+        self._norm = norm
 
-        engine.backward = seen_backward  # type: ignore[method-assign]
-        engine.clip_grad_norm_ = seen_clip  # type: ignore[method-assign]
+    def _refuses(self, prepared: AcceleratedOptimizer) -> bool:
+        if prepared.scaler is not None:
+            if not self._told:
+                self._told = True
+                self._log.warning(
+                    "spike_action=skip with fp16: the gradient scaler skips updates that are not finite; jumps are "
+                    "only reported"
+                )
+            return False
+        if self._skip(prepared):
+            self._norm = self._loss = None
+            return True
+        return False
 
-    def bind_optimizer(self, prepared: AcceleratedOptimizer) -> None:
-        """Look at each step of *prepared*."""
-        step = prepared.step
-        skips = self.action == "skip"
-        if skips and prepared.scaler is not None:
-            self._log.warning(
-                "spike_action=skip with fp16: the gradient scaler skips updates that are not finite; jumps are only "
-                "reported"
-            )
-            skips = False
-        gradient = prepared._gradient
+    def _note(self, prepared: AcceleratedOptimizer) -> None:
+        self._write(prepared.steps)
 
-        def guarded(closure: Callable[[], Any] | None = None) -> Any:
-            if not gradient.sync_gradients:
-                return None
-            if skips and self._skip(prepared):
-                self._norm = self._loss = None
-                return None
-            result = step(closure)
-            self._note(prepared.steps)
-            return result
-
-        prepared.step = guarded  # type: ignore[method-assign]
-
-    def _note(self, step: int) -> None:
+    def _write(self, step: int) -> None:
         readings = self._readings
         readings.write(step + self._base_step(), (self._loss, self._norm))
         self._loss = self._norm = None
@@ -275,7 +268,6 @@ class SpikeGuard:
             optimizer.grad_scale = None
             return False
         skip = bool(bad.item())
-        prepared._skipped = skip
         if skip:
             self.skipped += 1
             self._log.warning(

@@ -125,13 +125,13 @@ class Watch:
 
     def step(self) -> int:
         """Optimizer steps of the run."""
-        return max((base() + _steps(prepared) for prepared, base in self._prepared), default=0)
+        return max((base() + prepared.steps() for prepared, base in self._prepared), default=0)
 
     def position(self) -> tuple[int, ...]:
         """Grows whenever this rank gets on: steps, batches, marks."""
         steps = batches = 0
         for prepared, _ in self._prepared:
-            steps += _steps(prepared)
+            steps += prepared.steps()
             for loader in prepared.dataloaders:
                 live = loader.cursor.live
                 batches += (live.epoch << 32) + live.done + 1 if live is not None else loader.cursor.epoch << 32
@@ -279,10 +279,6 @@ class _Pace:
             return None
         ordered = sorted(self._times)
         return round(ordered[len(ordered) // 2], 6)
-
-
-def _steps(prepared: Prepared) -> int:
-    return max((optimizer.steps for optimizer in prepared.optimizers), default=0)
 
 
 def _make(context: RunContext) -> Watch | None:

@@ -6,6 +6,8 @@ A new one is a module here with an attribute ``PARALLELIZER``, named in `_MODULE
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from torch import nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Parallelizer, Request
+from orc.runtime.parallel.moving import named_parameters, replaced
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -27,18 +30,48 @@ def parallelizers() -> tuple[Parallelizer, ...]:
     return tuple(sorted(found, key=lambda one: one.order))
 
 
-def parallelize(model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-    """*model* transformed by every parallelizer that *ctx* and *request* call for.
+def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallelizer]:
+    """Return the parallelizers that *ctx* and *request* call for, in their order; none for a model that is sharded.
 
     Raises:
-        ContextError: one that was called for cannot work here; the message has the reason.
+        ContextError: one that was called for cannot work here, or not with another; the same on all processes.
     """
-    for one in parallelizers():
-        if one.wanted(model, ctx, request):
-            if reason := one.requires(ctx):
-                raise ContextError(f"strategy {one.name} cannot be used here: {reason}")
+    if is_sharded(model):
+        return []
+    wanted = [one for one in parallelizers() if one.wanted(model, ctx, request)]
+    asked = [one for one in wanted if not one.default]
+    wanted = [one for one in wanted if not (one.default and any(_conflict(one, other) for other in asked))]
+    names = {one.name for one in wanted}
+    for one in wanted:
+        if reason := one.requires(ctx):
+            raise ContextError(f"strategy {one.name} cannot be used here: {reason}")
+        if missing := [name for name in one.needs if name not in names]:
+            raise ContextError(f"strategy {one.name} works only together with {' and '.join(missing)}")
+        if clash := next((other for other in wanted if other is not one and _conflict(one, other)), None):
+            raise ContextError(f"the strategies {one.name} and {clash.name} cannot be used together; choose one")
+    return wanted
+
+
+def _conflict(one: Parallelizer, other: Parallelizer) -> bool:
+    return other.name in one.conflicts or one.name in other.conflicts
+
+
+def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+    """*model* transformed by each of *applied*; optimizers that are prepared from now on know its new parameters."""
+    for one in applied:
+        if not one.places_parameters:
             model = one.apply(model, ctx, request)
+            continue
+        before = named_parameters(extract_model_from_parallel(model))
+        model = one.apply(model, ctx, request)
+        replaced(before, named_parameters(extract_model_from_parallel(model)))
     return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether parameters of *model* are cut over processes: DTensors, as ``fully_shard`` makes them."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # where it is not loaded there are none
+    return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
 
 
 def extract_model_from_parallel(
@@ -75,4 +108,12 @@ def extract_model_from_parallel(
     return compiled if compiled._orig_mod is model else OptimizedModule(model, compiled.dynamo_ctx)
 
 
-__all__ = ["Parallelizer", "Request", "extract_model_from_parallel", "parallelize", "parallelizers"]
+__all__ = [
+    "Parallelizer",
+    "Request",
+    "apply_all",
+    "chosen",
+    "extract_model_from_parallel",
+    "is_sharded",
+    "parallelizers",
+]

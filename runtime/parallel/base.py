@@ -20,13 +20,29 @@ class Request:
     strategy: str = "auto"
     evaluation: bool = False  # the model is not trained
     options: Mapping[str, Any] = field(default_factory=dict)  # option objects by parallelizer name
+    placement: bool = True  # the model belongs on the device of the context
+    mixed_precision: str = "no"
 
 
 class Parallelizer(Protocol):
-    """Method of spreading a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400."""
+    """Method of spreading a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400.
+
+    Attributes:
+        name: the strategy by which it is asked for, and the key of its options.
+        order: those of one model apply in this order.
+        default: it is wanted without being asked for, and gives way to whatever it conflicts with.
+        needs: names of parallelizers that must apply to the same model.
+        conflicts: names of those that must not; saying it on one side is enough.
+        places_parameters: it puts the parameters on the device by itself, in pieces: the model comes as the script made
+            it (in host memory or on the meta device) and must be on the device afterwards, if the request says so.
+    """
 
     name: str
     order: int
+    default: bool
+    needs: tuple[str, ...]
+    conflicts: tuple[str, ...]
+    places_parameters: bool
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """Return whether to apply this parallelizer to *model*."""
@@ -37,7 +53,11 @@ class Parallelizer(Protocol):
         ...
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-        """The transformed model."""
+        """The transformed model.
+
+        Parameters that others take the place of are found by their names, and optimizers follow them. One that renames
+        parameters or joins them says what became of which: `parallel.moving.replaced`.
+        """
         ...
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:

@@ -39,6 +39,10 @@ class DDP:
 
     name = "ddp"
     order = 400
+    default = True
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    places_parameters = False
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes, for a model that is trained and has something to train."""

@@ -1,7 +1,12 @@
-"""Parameters that others take the place of when a model moves to its device, as with torch_xla."""
+"""Parameters that others take the place of when a model is prepared: moved to torch_xla, or cut into shards.
+
+The map is one for the process, because an optimizer may be prepared by another call than its model.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -11,34 +16,84 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+# What wrappers inside a model put into the names of parameters.
+_INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
-class MovedParameters:
-    """Map from replaced parameters to those in their place. Does not keep the old ones alive."""
+_new: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by old parameter; does not keep the old ones alive
 
-    def __init__(self) -> None:
-        self._new: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[MovedParameters], tuple[()]]:
-        return MovedParameters, ()  # copies of the parameters are others
+def replaced(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    """Note that the parameters in *new* take the place of those of the same names in *old*."""
+    for name, parameter in old.items():
+        if name in new and new[name] is not parameter:
+            _new[parameter] = new[name]
 
-    def move(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """*model* on *device*; parameters that were one (tied weights) are one again."""
-        from orc.runtime.weights.device_map import find_tied_parameters, retie_parameters
 
-        tied = find_tied_parameters(model)
-        before = dict(model.named_parameters(remove_duplicate=False))
+@contextlib.contextmanager
+def following(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters of *model* may be replaced in place: their names tell which became which."""
+    before = named_parameters(model)
+    yield
+    replaced(before, named_parameters(model))
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of *model* by the names that the script knows, tied ones under each of their names."""
+    return {_bare(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """*model* on *device*; parameters that were one (tied weights) are one again.
+
+    Raises:
+        ValueError: it has parameters without content (of the meta device).
+    """
+    before = named_parameters(model)
+    try:
         model = model.to(device)
-        retie_parameters(model, tied)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if before[name] is not parameter:
-                self._new[before[name]] = parameter
-        return model
+    except NotImplementedError as error:
+        empty = [name for name, parameter in before.items() if parameter.is_meta]
+        if not empty:
+            raise
+        raise ValueError(
+            f"{len(empty)} parameters ({empty[0]}, ...) are on the meta device, without content: load the weights "
+            "before prepare (load_checkpoint_and_dispatch), or shard the model, which fills it piece by piece"
+        ) from error
+    after = named_parameters(model)
+    if any(after.get(name) is not parameter for name, parameter in before.items()):
+        _retie(model, before)
+        replaced(before, named_parameters(model))
+    return model
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Let *optimizer* train the new parameters where it has old ones."""
-        if not len(self._new):
-            return
-        for group in optimizer.param_groups:
-            group["params"] = [self._new.get(one, one) for one in group["params"]]
-        for old in [one for one in optimizer.state if one in self._new]:
-            optimizer.state[self._new[old]] = optimizer.state.pop(old)
+
+def _retie(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    from orc.runtime.weights.device_map import retie_parameters
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in before.items():
+        names.setdefault(id(parameter), []).append(name)
+    retie_parameters(model, [group for group in names.values() if len(group) > 1])
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Let *optimizer* train the new parameters where it has old ones, with the state that these have."""
+    if not len(_new):
+        return
+    for group in optimizer.param_groups:
+        latest = [_latest(one) for one in group["params"]]
+        group["params"] = list({id(one): one for one in latest}.values())  # several may have become one
+    for old in [one for one in optimizer.state if one in _new]:
+        state = optimizer.state.pop(old)
+        optimizer.state.setdefault(_latest(old), state)
+
+
+def _latest(parameter: torch.Tensor) -> torch.Tensor:
+    while parameter in _new:
+        parameter = _new[parameter]
+    return parameter
+
+
+def _bare(name: str) -> str:
+    for infix in _INFIXES:
+        name = name.replace(infix, "")
+    return name

@@ -17,6 +17,10 @@ class XlaReplicas:
 
     name = "xla"
     order = 400
+    default = True
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    places_parameters = False
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes over torch_xla, for a model that is trained."""

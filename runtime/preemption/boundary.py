@@ -1,6 +1,6 @@
 """The moment between two steps: everything of the last is done, nothing of the next has begun.
 
-A prepared loader calls it when the training loop asks for its next batch. Here checkpoints are taken automatically, a
+It listens to the training loop asking a prepared loader for its next batch. Here checkpoints are taken automatically, a
 preempted run stops, and progress is told; the script needs no line for any of it.
 """
 
@@ -50,7 +50,6 @@ class Boundary:
         self._progress = progress
         self._every = every
         self._meter = meter
-        self._optimizers = checkpoints.prepared.optimizers
         # Several ranks would learn of an error at different steps; they raise it at the next call, all together.
         self._alone = checkpoints.context.world_size == 1
         self._seen = self.steps()
@@ -78,11 +77,7 @@ class Boundary:
 
     def steps(self) -> int:
         """Optimizer steps taken by this process."""
-        steps = 0
-        for optimizer in self._optimizers:
-            if optimizer.steps > steps:
-                steps = optimizer.steps
-        return steps
+        return self._checkpoints.prepared.steps()
 
     def __call__(self, loader: Any) -> None:
         """The loop asks *loader* for its next batch. Raises `Preempted` where the run is to stop."""

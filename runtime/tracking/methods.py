@@ -10,26 +10,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.enums import LoggerType
-    from orc.runtime.core.options import Options
+    from orc.runtime.core.handlers import ProjectConfiguration
     from orc.runtime.tracking.base import GeneralTracker
 
 
 class Tracking:
-    """The part of the Accelerator that logs to experiment trackers."""
+    """The part of the Accelerator that logs to experiment trackers.
 
-    ctx: RunContext
-    _options: Options
-    log_with: list[LoggerType | GeneralTracker]  # the argument, as far as libraries are installed
-    _trackers: tuple[GeneralTracker, ...] = ()  # those that run on this rank
-    _tracker_names: tuple[str, ...] = ()  # on all ranks
-    _open_trackers: tuple[GeneralTracker, ...] = ()  # not finished yet
+    Args:
+        ctx: the process context.
+        project: where trackers write.
+        log_with: the argument of the Accelerator.
+    """
 
-    def _choose_trackers(self, log_with: Any) -> list[LoggerType | GeneralTracker]:
-        if log_with is None:
-            return []
-        from orc.runtime.tracking.selection import filter_trackers
+    def __init__(self, ctx: RunContext, project: ProjectConfiguration, log_with: Any) -> None:
+        self.ctx = ctx
+        self.project = project
+        self.log_with: list[LoggerType | GeneralTracker] = []  # the argument, as far as libraries are installed
+        if log_with is not None:
+            from orc.runtime.tracking.selection import filter_trackers
 
-        return filter_trackers(log_with, self._options.project.logging_dir)
+            self.log_with = filter_trackers(log_with, project.logging_dir)
+        self._trackers: tuple[GeneralTracker, ...] = ()  # those that run on this rank
+        self._tracker_names: tuple[str, ...] = ()  # on all ranks
+        self._open_trackers: tuple[GeneralTracker, ...] = ()  # not finished yet
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -56,7 +60,7 @@ class Tracking:
         from orc.runtime.tracking.base import GeneralTracker
         from orc.runtime.tracking.selection import TRACKERS
 
-        self._finish_trackers(built_in=True)  # of an earlier call
+        self.finish(built_in=True)  # of an earlier call
         options = init_kwargs or {}
         trackers: list[GeneralTracker] = []
         for chosen in self.log_with:
@@ -66,7 +70,7 @@ class Tracking:
             kind: Any = TRACKERS[chosen]
             arguments = options.get(str(chosen), {})
             if kind.requires_logging_directory:
-                arguments = {"logging_dir": self._options.project.logging_dir, **arguments}
+                arguments = {"logging_dir": self.project.logging_dir, **arguments}
             trackers.append(kind(project_name, **arguments))
         self._tracker_names = tuple(tracker.name for tracker in trackers)
         _check_names("init_kwargs", options, self._tracker_names)
@@ -127,7 +131,7 @@ class Tracking:
         started = ", ".join(self._tracker_names) or "none; call init_trackers first"
         raise ValueError(f"{name} is not an available tracker of this Accelerator (available: {started})")
 
-    def _finish_trackers(self, built_in: bool = False) -> None:
+    def finish(self, built_in: bool = False) -> None:
         """Finish what is not finished yet, all of it even when one fails; with *built_in*, leave the script's own."""
         trackers, self._open_trackers = self._open_trackers, ()
         errors = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import GradientRecord
     from orc.runtime.core.handlers import GradientAccumulationPlugin
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.engine import Engine
 
 
 class Accumulation:
@@ -19,7 +19,7 @@ class Accumulation:
 
     __slots__ = ("_alone", "_engine", "_gradient", "step")
 
-    def __init__(self, gradient: GradientRecord, engine: NativeEngine) -> None:
+    def __init__(self, gradient: GradientRecord, engine: Engine) -> None:
         self._gradient = gradient
         self._engine = engine
         self._alone = not engine.ctx.distributed  # nobody to synchronise with

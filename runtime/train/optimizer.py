@@ -12,7 +12,7 @@ from orc.runtime.collectives.tree import send_to_device
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.engine import NativeEngine
+    from orc.runtime.engine import Engine
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -23,7 +23,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: move the optimizer's state to *device*.
         scaler: with fp16, what steps in its place.
         gradient: says when to step; by default the current context's.
-        engine: owns the scaler.
+        engine: makes the updates; by default one of the current context.
         device: where the state belongs.
     """
 
@@ -34,17 +34,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         gradient: GradientRecord | None = None,
-        engine: NativeEngine | None = None,
+        engine: Engine | None = None,
         device: torch.device | None = None,
     ) -> None:
         # No super().__init__(): the wrapped optimizer owns groups, state and hooks.
         if gradient is None or engine is None:
-            from orc.runtime.core.context import current_context
-            from orc.runtime.engine import NativeEngine
+            from orc.runtime.core.context import Prepared, current_context
+            from orc.runtime.engine import engine_for
 
             ctx = current_context()
             gradient = gradient or ctx.gradient
-            engine = engine or NativeEngine(ctx, scaler)
+            engine = engine or engine_for(ctx, prepared=Prepared(scaler=scaler))
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -52,9 +52,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._device = device
         self.steps = 0  # updates made, skipped ones not counted
-        self._skipped = False
-        self._reached = False
-        self._listen()
+        self.skipped = False  # the last update, by the engine
         if device_placement and device is not None and optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
@@ -102,40 +100,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they are still accumulating."""
         if self._gradient.sync_gradients:
-            self.optimizer.zero_grad(set_to_none)
-            if self._engine.ctx.xla is not None:
-                self._engine.ctx.xla.forget(self.optimizer)
+            self._engine.zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, unless gradients are still accumulating; an overflow skips the update."""
         if not self._gradient.sync_gradients:
             return None
-        if self.scaler is None:
-            self.steps += 1
-            if self._engine.ctx.xla is not None:  # a prepared loader runs what was traced when it goes on
-                return self._engine.ctx.xla.step(self.optimizer, closure, barrier=not self._gradient.active)
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._reached, self._skipped = False, False
-        result = self._engine.scaled_step(self.optimizer, closure)
-        self._skipped = self._skipped or not self._reached
-        self.steps += not self._skipped
+        engine = self._engine
+        events = engine.events
+        if events.before_step:
+            self.skipped = True in [refuses(self) for refuses in events.before_step]  # all are asked
+            if self.skipped:
+                return None
+        result = engine.step(self, closure)
+        if events.on_step:
+            for tell in events.on_step:
+                tell(self)
         return result
-
-    def _listen(self) -> None:
-        if self.scaler is not None:
-            self.optimizer.register_step_post_hook(self._note_step)
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.
-        self._reached = True
-        found = getattr(optimizer, "found_inf", None)
-        if found is not None:
-            self._skipped = bool(found.item())
 
     @property
     def step_was_skipped(self) -> bool:
-        """`True` if an overflow made the optimizer skip its last step."""
-        return self._skipped
+        """`True` if an overflow, or who watches the gradients, made the optimizer skip its last step."""
+        return self.skipped
 
     def train(self) -> None:
         """Training mode of optimizers that have one (schedule-free)."""
@@ -157,20 +143,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return {name: value for name, value in self.__dict__.items() if name not in ("_gradient", "_engine", "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from orc.runtime.core.context import current_context
-        from orc.runtime.engine import NativeEngine
+        from orc.runtime.core.context import Prepared, current_context
+        from orc.runtime.engine import engine_for
 
         self.__dict__.update(state)
         ctx = current_context()
-        self._gradient, self._engine = ctx.gradient, NativeEngine(ctx, self.scaler)
-        self._listen()
+        self._gradient, self._engine = ctx.gradient, engine_for(ctx, prepared=Prepared(scaler=self.scaler))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         own = {name: value for name, value in self.__getstate__().items() if name != "scaler"}
         twin.__dict__.update(copy.deepcopy(own, memo))
         twin._gradient, twin._engine, twin.scaler = self._gradient, self._engine, self.scaler  # of the same run
-        twin._listen()
         return twin
 
     def __repr__(self) -> str:

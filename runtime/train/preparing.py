@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,35 +10,43 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from orc.runtime.core.attributes import AcceleratorAttributes
-from orc.runtime.core.handlers import TorchDynamoPlugin
-from orc.runtime.parallel import Request, extract_model_from_parallel, parallelize
+from orc.runtime.parallel import Request, apply_all, chosen, extract_model_from_parallel, is_sharded
 from orc.runtime.parallel.compile import compile_model, compiles
-from orc.runtime.parallel.moving import MovedParameters
+from orc.runtime.parallel.moving import follow, move
 from orc.runtime.parallel.precision import wrap_forward
-from orc.runtime.preemption.methods import Watching
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from orc.runtime.preemption.boundary import Boundary
+    from orc.runtime.core.handlers import TorchDynamoPlugin
+    from orc.runtime.core.options import Options
+    from orc.runtime.engine import Engine
+    from orc.runtime.preemption.watching import Watching
 
 
-class Preparing(AcceleratorAttributes, Watching):
-    """The part of the Accelerator that prepares. What it has prepared already comes back as it is."""
+class Preparation:
+    """Prepares single objects of torch's classes for one Accelerator. What is prepared already comes back as it is.
 
-    dynamo_plugin: TorchDynamoPlugin
-    _boundary: Boundary
+    Args:
+        engine: trains what is prepared.
+        options: of the Accelerator.
+        dynamo: how models are compiled, resolved.
+        watching: is told of every optimizer and loader.
+    """
 
-    @cached_property
-    def _moved(self) -> MovedParameters:
-        return MovedParameters()
+    def __init__(self, engine: Engine, options: Options, dynamo: TorchDynamoPlugin, watching: Watching) -> None:
+        self.ctx = engine.ctx
+        self.engine = engine
+        self.options = options
+        self.prepared = engine.prepared
+        self.dynamo = dynamo
+        self._watching = watching
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers of torch's classes; anything else comes back as it is.
 
         Args:
-            args: the objects in any order; an optimizer must come with or after its model.
+            args: the objects in any order; a scheduler must come with or after its optimizer.
             device_placement: for each object, whether to put it on the device.
 
         Returns:
@@ -54,19 +61,25 @@ class Preparing(AcceleratorAttributes, Watching):
             raise ValueError(f"device_placement has {len(device_placement)} elements for {len(args)} objects")
         else:
             placement = list(device_placement)
+        result = self.engine.prepare(args, placement, self)
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def one_by_one(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
+        """Prepare each of *objects* by itself; the result is in their order."""
         # Schedulers refer to optimizers, and these to models, which may stand behind them.
         result: dict[int, Any] = {}
-        for index in sorted(range(len(args)), key=lambda index: _turn(args[index])):
-            result[index] = self._prepare_one(args[index], placement[index])
-        return result[0] if len(result) == 1 else tuple(result[index] for index in range(len(args)))
+        for index in sorted(range(len(objects)), key=lambda index: _turn(objects[index])):
+            result[index] = self.one(objects[index], placement[index])
+        return [result[index] for index in range(len(objects))]
 
-    def _prepare_one(self, one: Any, place: bool | None) -> Any:
+    def one(self, one: Any, device_placement: bool | None = None) -> Any:
+        """Prepare *one*, of whatever class."""
         if isinstance(one, DataLoader):
-            return self.prepare_data_loader(one, device_placement=place)
+            return self.prepare_data_loader(one, device_placement=device_placement)
         if isinstance(one, nn.Module):
-            return self.prepare_model(one, device_placement=place)
+            return self.prepare_model(one, device_placement=device_placement)
         if isinstance(one, Optimizer):
-            return self.prepare_optimizer(one, device_placement=place)
+            return self.prepare_optimizer(one, device_placement=device_placement)
         if isinstance(one, LRScheduler):
             return self.prepare_scheduler(one)
         return one
@@ -76,70 +89,84 @@ class Preparing(AcceleratorAttributes, Watching):
     ) -> nn.Module:
         """Place *model*, give it its precision and, unless *evaluation_mode*, make it parallel; compile it if asked.
 
+        A model that the script has sharded by itself (``fully_shard``) stays where it is, and is not made parallel.
+
         Raises:
-            ValueError: it is spread over several devices by a device map, and there are several processes.
+            ValueError: it is spread over several devices by a device map, and there are several processes; or it has
+                no content (meta device) and nothing that shards it.
         """
-        for known in self._prepared.models:
+        for known in self.prepared.models:
             if known is model:
                 return model
             if extract_model_from_parallel(known, keep_torch_compile=False) is model:
                 return model if evaluation_mode else known
         spread = self.verify_device_map(model)
-        if spread and self.use_distributed and not evaluation_mode:
+        ctx = self.ctx
+        if spread and ctx.distributed and not evaluation_mode:
             raise ValueError(
                 "a model that a device map spreads over several devices cannot be trained by several processes: load "
                 "it without device_map, or start one process"
             )
-        if self._placing(device_placement) and not spread:
-            model = model.to(self.device) if self.ctx.xla is None else self._moved.move(model, self.device)
-        if self.mixed_precision != "no":
+        place = self._placing(device_placement) and not spread
+        precision = str(ctx.config.mixed_precision)
+        request = Request(
+            strategy=ctx.config.strategy,
+            evaluation=evaluation_mode,
+            options={"ddp": self.options.ddp},
+            placement=place,
+            mixed_precision=precision,
+        )
+        applied = chosen(model, ctx, request)
+        if place and not is_sharded(model) and not any(one.places_parameters for one in applied):
+            model = move(model, ctx.device)
+        if precision != "no":
             inner = extract_model_from_parallel(model, keep_torch_compile=False)
-            compiled = compiles(self.dynamo_plugin)
-            wrap_forward(inner, self.mixed_precision, self.device, self._options.autocast, compiled=compiled)
-        strategy = self.ctx.config.strategy
-        request = Request(strategy=strategy, evaluation=evaluation_mode, options={"ddp": self._options.ddp})
-        model = compile_model(parallelize(model, self.ctx, request), self.dynamo_plugin)
-        self._prepared.models.append(model)
+            wrap_forward(inner, precision, ctx.device, self.options.autocast, compiled=compiles(self.dynamo))
+        model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
+        self.prepared.sharded = self.prepared.sharded or is_sharded(model)
+        self.prepared.models.append(model)
+        for optimizer in self.prepared.optimizers:  # it may have been prepared before
+            follow(optimizer.optimizer)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Let *optimizer* step with the gradients' synchronisation."""
-        for known in self._prepared.optimizers:
+        for known in self.prepared.optimizers:
             if optimizer in (known, known.optimizer):
                 return known  # type: ignore[no-any-return]
-        self._moved.follow(getattr(optimizer, "optimizer", optimizer))
+        follow(getattr(optimizer, "optimizer", optimizer))
         prepared = optimizer
         if not isinstance(prepared, AcceleratedOptimizer):
             prepared = AcceleratedOptimizer(
                 optimizer,
                 self._placing(device_placement),
-                self._prepared.scaler,
-                gradient=self._gradient,
-                engine=self._engine,
-                device=self.device,
+                self.prepared.scaler,
+                gradient=self.ctx.gradient,
+                engine=self.engine,
+                device=self.ctx.device,
             )
-        self._prepared.optimizers.append(prepared)
-        self._watch_optimizer(prepared)
+        self.prepared.optimizers.append(prepared)
+        self._watching.begin()
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Let *scheduler* follow its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        for known in self._prepared.schedulers:
+        for known in self.prepared.schedulers:
             if known.scheduler is scheduler:
                 return known  # type: ignore[no-any-return]
-        optimizers = self._prepared.optimizers
+        optimizers = self.prepared.optimizers
         own = [o for o in optimizers if scheduler.optimizer in (o, o.optimizer)] or optimizers
         prepared = AcceleratedScheduler(
             scheduler,
             own,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.split_batches,
-            gradient=self._gradient,
-            num_processes=self.num_processes,
+            step_with_optimizer=self.options.step_scheduler_with_optimizer,
+            split_batches=self.options.dataloader.split_batches,
+            gradient=self.ctx.gradient,
+            num_processes=self.ctx.world_size,
         )
-        self._prepared.schedulers.append(prepared)
+        self.prepared.schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -151,26 +178,26 @@ class Preparing(AcceleratorAttributes, Watching):
         """The loader of this process's share of *data_loader*."""
         from orc.runtime.data.prepare import prepare_data_loader
 
-        if any(data_loader is known for known in self._prepared.dataloaders):
+        if any(data_loader is known for known in self.prepared.dataloaders):
             return data_loader
         prepared = prepare_data_loader(
             data_loader,
             context=self.ctx,
             put_on_device=self._placing(device_placement),
-            rng_types=self.rng_types,
+            rng_types=self.options.rng_types,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            **vars(self._options.dataloader),
+            **vars(self.options.dataloader),
         )
-        prepared.boundary, prepared.meter = self._boundary, self._meter
-        self._prepared.dataloaders.append(prepared)
+        self._watching.attach(prepared)
+        self.prepared.dataloaders.append(prepared)
         return prepared
-
-    def _placing(self, device_placement: bool | None) -> bool:
-        return self.device_placement if device_placement is None else device_placement
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether *model* or a part of it has a device map (``hf_device_map``) with more than one entry."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def _placing(self, device_placement: bool | None) -> bool:
+        return self.options.device_placement if device_placement is None else device_placement
 
 
 def _turn(one: Any) -> int:

@@ -12,7 +12,7 @@ from orc.runtime.collectives.collectives import broadcast
 from orc.runtime.compat.availability import is_torch_xla_available
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.enums import RNGType
-from orc.runtime.engine.xla import xla_model
+from orc.runtime.launch.xla import xla_model
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

@@ -293,10 +293,10 @@ def test_hooks_can_be_removed():
         accelerator.register_save_state_pre_hook(lambda models, weights, directory: None),
         accelerator.register_load_state_pre_hook(lambda models, directory: None),
     )
-    assert len(accelerator._save_hooks) == len(accelerator._load_hooks) == 1
+    assert len(accelerator._checkpointing.save_hooks) == len(accelerator._checkpointing.load_hooks) == 1
     for handle in handles:
         handle.remove()
-    assert len(accelerator._save_hooks) == len(accelerator._load_hooks) == 0
+    assert len(accelerator._checkpointing.save_hooks) == len(accelerator._checkpointing.load_hooks) == 0
 
 
 @pytest.mark.distributed

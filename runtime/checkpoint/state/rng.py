@@ -12,7 +12,7 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from orc.runtime.engine.xla import Xla
+    from orc.runtime.launch.xla import Xla
 
 
 def capture(xla: Xla | None = None) -> dict[str, Any]:

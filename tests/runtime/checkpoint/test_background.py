@@ -75,7 +75,7 @@ def test_the_next_save_waits_for_the_one_before_and_retention_runs(tmp_path, mak
     for _ in range(3):
         run.run().accelerator.save_state(block=False)
     run.accelerator.load_state()  # waits too, and takes the newest
-    assert run.accelerator._checkpoints.base_step + run.steps == 18
+    assert run.accelerator._checkpointing.checkpoints.base_step + run.steps == 18
     assert listed(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
 
 
@@ -85,7 +85,7 @@ def test_an_error_is_raised_by_the_next_call_once_and_nothing_is_left(tmp_path, 
     run.accelerator.save_state()
     run.run().accelerator.save_state(block=False)
     next_call = run.run if call == "step" else getattr(run.accelerator, call)
-    run.accelerator._checkpoints.background._thread.join()
+    run.accelerator._checkpointing.checkpoints.background._thread.join()
     with pytest.raises(CheckpointError, match=r"saving .*checkpoint_1 failed in the background: .*No space left"):
         next_call()
     assert listed(tmp_path / "checkpoints") == ["checkpoint_0"]

@@ -167,20 +167,20 @@ def test_ranks_that_are_new_draw_numbers_of_their_own(tmp_path, run_ranks):
 
 def test_a_save_waits_as_long_as_the_scripts_collectives(monkeypatch):
     with use_context(RunContext.fake(0, 2)):
-        assert Accelerator()._checkpoints.meeting.timeout_s == 600
+        assert Accelerator()._checkpointing.checkpoints.meeting.timeout_s == 600
         chosen = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
-        checkpoints = Accelerator(kwargs_handlers=[chosen])._checkpoints
+        checkpoints = Accelerator(kwargs_handlers=[chosen])._checkpointing.checkpoints
         assert checkpoints.meeting.timeout_s == checkpoints._background_meeting.timeout_s == 7
     monkeypatch.setenv("ORC_TIMEOUT_S", "8")
     with use_context(RunContext.fake(0, 2)):
-        assert Accelerator()._checkpoints.meeting.timeout_s == 8
+        assert Accelerator()._checkpointing.checkpoints.meeting.timeout_s == 8
 
 
 def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_ranks):
     def save_on_main(root):
         accelerator = build(root)[0]
         if accelerator.is_main_process:
-            accelerator._checkpoints.meeting.timeout_s = 1.0
+            accelerator._checkpointing.checkpoints.meeting.timeout_s = 1.0
             try:
                 accelerator.save_state()
             except Exception as error:
@@ -190,7 +190,7 @@ def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_
     def save_on_other(root):
         accelerator = build(root)[0]
         if not accelerator.is_main_process:
-            accelerator._checkpoints.meeting.timeout_s = 1.0
+            accelerator._checkpointing.checkpoints.meeting.timeout_s = 1.0
             try:
                 accelerator.save_state()
             except Exception as error:

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orc.runtime.core.context import current_context
-from orc.runtime.engine import NativeEngine, native
+from orc.runtime.core.context import Prepared, current_context
+from orc.runtime.engine import native
+from orc.runtime.engine.native import NativeEngine
+from orc.runtime.engine.xla import XlaEngine
+from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 
 class Scaler:
@@ -70,53 +73,52 @@ def test_the_first_parallelizer_that_knows_the_model_gives_the_context(monkeypat
 @pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (float("inf"), 4.0)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_norm_is_of_the_kind_that_was_asked_for(norm_type, norm, scaled):
-    engine = NativeEngine(current_context(), Scaler() if scaled else None)
+    engine = NativeEngine(current_context(), prepared=Prepared(scaler=Scaler() if scaled else None))
     (parameter,) = with_gradients([3.0, -4.0])
-    assert engine.clip_grad_norm_(parameter, 2 * norm, norm_type, []).item() == norm, (
-        "a tensor by itself is a list of one"
-    )
+    assert engine.clip_grad_norm_(parameter, 2 * norm, norm_type).item() == norm, "a tensor by itself is a list of one"
     if scaled:  # while gradients accumulate they stay scaled, and the norm is told without the scale
         engine._gradient.sync_gradients = False
-        assert engine.clip_grad_norm_([parameter, torch.zeros(1)], 0.1, norm_type, []).item() == norm / 2
-        assert engine.clip_grad_norm_([torch.zeros(1)], 0.1, norm_type, []).item() == 0.0
-        engine.clip_grad_value_(parameter, 0.1, [])
+        assert engine.clip_grad_norm_([parameter, torch.zeros(1)], 0.1, norm_type).item() == norm / 2
+        assert engine.clip_grad_norm_([torch.zeros(1)], 0.1, norm_type).item() == 0.0
+        engine.clip_grad_value_(parameter, 0.1)
         assert parameter.grad.tolist() == [3.0, -4.0]
 
 
 @pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (float("inf"), 4.0)])
 def test_the_norm_of_several_gradients_is_of_one_kind_throughout(norm_type, norm):
-    engine = NativeEngine(current_context(), Scaler())
+    engine = NativeEngine(current_context(), prepared=Prepared(scaler=Scaler()))
     engine._gradient.sync_gradients = False
-    assert engine.clip_grad_norm_(with_gradients([3.0], [-4.0]), 0.1, norm_type, []).item() == norm / 2
+    assert engine.clip_grad_norm_(with_gradients([3.0], [-4.0]), 0.1, norm_type).item() == norm / 2
 
 
 def test_gradients_without_a_loss_scale_are_clipped_while_they_accumulate():
     engine = NativeEngine(current_context())
     engine._gradient.sync_gradients = False
     (parameter,) = with_gradients([3.0, -4.0])
-    assert engine.clip_grad_norm_([parameter], 2.5, 2.0, []).item() == 5.0
+    assert engine.clip_grad_norm_([parameter], 2.5, 2.0).item() == 5.0
     assert parameter.grad.tolist() == pytest.approx([1.5, -2.0], rel=1e-5)
-    engine.clip_grad_value_([parameter], 1.0, [])
+    engine.clip_grad_value_([parameter], 1.0)
     assert parameter.grad.tolist() == [1.0, -1.0]
 
 
 def test_the_values_of_one_tensor_are_clipped():
     (parameter,) = with_gradients([3.0, -4.0])
-    NativeEngine(current_context()).clip_grad_value_(parameter, 3.5, [])
+    NativeEngine(current_context()).clip_grad_value_(parameter, 3.5)
     assert parameter.grad.tolist() == [3.0, -3.5]
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_gradients_are_unscaled_before_they_are_clipped(clip):
     scaler = Scaler()
-    engine = NativeEngine(current_context(), scaler)
+    engine = NativeEngine(current_context(), prepared=Prepared(scaler=scaler))
     optimizer = optimizer_of([3.0], [4.0])
+    engine.prepared.optimizers.append(SimpleNamespace(optimizer=optimizer))
     (parameter, other) = optimizer.param_groups[0]["params"]
     scaler.unscale_ = lambda one: [p.grad.div_(2) for group in one.param_groups for p in group["params"]]
     if clip == "norm":
-        assert engine.clip_grad_norm_([parameter, other], 5.0, 2.0, [optimizer]).item() == 2.5
+        assert engine.clip_grad_norm_([parameter, other], 5.0, 2.0).item() == 2.5
     else:
-        engine.clip_grad_value_([parameter, other], 1.75, [optimizer])
+        engine.clip_grad_value_([parameter, other], 1.75)
     assert (parameter.grad.item(), other.grad.item()) == (1.5, 2.0 if clip == "norm" else 1.75)
 
 
@@ -127,15 +129,16 @@ def test_over_xla_the_gradients_of_the_clipped_parameters_are_averaged_first(cli
         gradient=SimpleNamespace(sync_gradients=True, num_steps=1),
         xla=SimpleNamespace(reduce_gradients=averaged.append),
     )
-    engine = NativeEngine(ctx)
+    engine = XlaEngine(ctx)
     mine, others = optimizer_of([3.0], [4.0]), optimizer_of([1.0])
+    engine.prepared.optimizers += [SimpleNamespace(optimizer=one) for one in (mine, others)]
 
     def clip_all():
         parameters = (parameter for parameter in mine.param_groups[0]["params"])
         if clip == "norm":
-            engine.clip_grad_norm_(parameters, 1.0, 2.0, [mine, others])
+            engine.clip_grad_norm_(parameters, 1.0, 2.0)
         else:
-            engine.clip_grad_value_(parameters, 1.0, [mine, others])
+            engine.clip_grad_value_(parameters, 1.0)
 
     clip_all()
     assert averaged == [[mine]]
@@ -146,16 +149,16 @@ def test_over_xla_the_gradients_of_the_clipped_parameters_are_averaged_first(cli
 
 def test_the_loss_scale_changes_once_after_all_optimizers_have_stepped():
     scaler = Scaler()
-    engine = NativeEngine(current_context(), scaler)
+    engine = NativeEngine(current_context(), prepared=Prepared(scaler=scaler))
     first, second = optimizer_of([1.0]), optimizer_of([1.0])
 
     def closure():
         return 1.0
 
-    assert engine.scaled_step(first, None) == "stepped"
-    assert engine.scaled_step(second, closure) == "stepped"
+    assert engine.step(AcceleratedOptimizer(first, engine=engine)) == "stepped"
+    assert engine.step(AcceleratedOptimizer(second, engine=engine), closure) == "stepped"
     assert scaler.calls == [("step", first), ("step", second, closure)]
-    engine.scaled_step(first, None)
+    engine.step(AcceleratedOptimizer(first, engine=engine))
     assert scaler.calls[2:] == ["update", ("step", first)], "the same optimizer again: the next iteration has begun"
     assert engine.scaler is scaler
     assert scaler.calls[4:] == ["update"]
@@ -165,7 +168,7 @@ def test_the_loss_scale_changes_once_after_all_optimizers_have_stepped():
 
 def test_gradients_are_unscaled_once_a_step_and_only_where_there_are_some():
     scaler = Scaler()
-    engine = NativeEngine(current_context(), scaler)
+    engine = NativeEngine(current_context(), prepared=Prepared(scaler=scaler))
     used, idle = optimizer_of([1.0]), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     engine.unscale([used, idle])
     engine.unscale([used])
@@ -180,6 +183,6 @@ def test_weights_have_the_names_that_the_script_wrote_unless_asked_otherwise():
     model = torch.nn.Linear(2, 1)
     compiled = torch.compile(model)
     engine = NativeEngine(current_context())
-    assert list(engine.state_dict(compiled)) == ["weight", "bias"]
-    assert list(engine.state_dict(compiled, unwrap=False)) == ["_orig_mod.weight", "_orig_mod.bias"]
-    assert list(engine.state_dict(model)) == ["weight", "bias"]
+    assert list(engine.model_state(compiled)) == ["weight", "bias"]
+    assert list(engine.model_state(compiled, unwrap=False)) == ["_orig_mod.weight", "_orig_mod.bias"]
+    assert list(engine.model_state(model)) == ["weight", "bias"]

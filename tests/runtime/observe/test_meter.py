@@ -108,7 +108,7 @@ def test_operations_of_a_whole_accumulation_window_are_counted(job, monkeypatch)
             optimizer.step()
             optimizer.zero_grad()
     accelerator.end_training()
-    assert accelerator._meter.flops == 5 * 2 * (2 * 2 * 8 * 16)
+    assert accelerator._watching.meter.flops == 5 * 2 * (2 * 2 * 8 * 16)
     [line] = lines(job)
     assert line["steps"] == 3
     assert line["samples_per_s"] == pytest.approx(10 / line["step_s"], rel=1e-3)
@@ -172,7 +172,7 @@ def test_a_script_can_tell_its_tokens_itself(job):
 def test_the_last_batch_counts_the_samples_it_has(job):
     accelerator, _, _, loader = prepared(TensorDataset(torch.randn(10, 8)))
     loader.end_of_dataloader, loader.remainder = True, 2
-    meter = accelerator._meter
+    meter = accelerator._watching.meter
     passing = meter.timed(loader, iter([1]))
     next(passing)
     meter.step(loader)
@@ -187,7 +187,7 @@ def test_a_loop_that_is_left_early_leaves_no_counter_behind(job):
             if index == 1:
                 break
             optimizer.step()
-    assert accelerator._meter._passes == []
+    assert accelerator._watching.meter._passes == []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     assert _get_current_dispatch_mode_stack() == []
@@ -205,7 +205,7 @@ def test_results_are_bitwise_the_same_with_and_without_metrics(job, monkeypatch)
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        assert (accelerator._meter is None) == (metrics == "no")
+        assert (accelerator._watching.meter is None) == (metrics == "no")
         weights.append(model.weight.detach().clone())
         accelerator.end_training()
     assert torch.equal(*weights)
@@ -217,7 +217,7 @@ def test_compiled_models_are_not_counted(job):
         accelerator.backward(model(x).square().mean())
         optimizer.step()
     accelerator.end_training()
-    assert accelerator._meter.flops is None
+    assert accelerator._watching.meter.flops is None
     assert lines(job)[-1]["tflops"] is None
 
 

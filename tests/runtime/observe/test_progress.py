@@ -42,8 +42,8 @@ def test_rank_0_of_a_job_tells_step_epoch_and_samples(tmp_path, monkeypatch):
         for x in loader:
             accelerator.backward(model(x).mean())
             optimizer.step()
-    accelerator._boundary._progress.flush()
-    accelerator._boundary._preemption.close()
+    accelerator._watching.boundary._progress.flush()
+    accelerator._watching.boundary._preemption.close()
     reset_default()
     content = json.loads((tmp_path / "node-0" / "progress.json").read_text())
     assert (content["step"], content["epoch"], content["samples"]) == (8, 1, 8)

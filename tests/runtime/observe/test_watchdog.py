@@ -272,9 +272,9 @@ def test_nothing_runs_where_nothing_is_configured(monkeypatch):
     before = set(threading.enumerate())
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
-    _, optimizer, loader = accelerator.prepare(model, optim.SGD(model.parameters()), DataLoader(range(3)))
+    _, _, loader = accelerator.prepare(model, optim.SGD(model.parameters()), DataLoader(range(3)))
     started = set(threading.enumerate()) - before
     assert not [thread for thread in started if thread.name in ("orc-watch", "orc-notices")]
     assert loader.meter is None
-    assert "step" not in vars(optimizer)
-    assert "backward" not in vars(accelerator._engine)
+    events = accelerator._engine.events
+    assert (events.on_backward, events.on_clip, events.before_step, events.on_step) == ((), (), (), ())

@@ -204,7 +204,7 @@ def test_gradients_that_accumulate_are_finished_first(tmp_path, monkeypatch):
 
     with pytest.raises(Preempted) as end:
         train()
-    accelerator._boundary._preemption.close()
+    accelerator._watching.boundary._preemption.close()
     reset_default()
     assert batches == 12
     assert end.value.code == 75
@@ -232,7 +232,7 @@ def test_evaluation_is_not_interrupted(tmp_path, monkeypatch):
         assert len(list(evaluation)) == 6
         break
     assert accelerator.preempted
-    accelerator._boundary._preemption.close()
+    accelerator._watching.boundary._preemption.close()
     reset_default()
 
 
@@ -241,7 +241,7 @@ def test_earlier_handlers_are_called_too(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         accelerator, *_ = one_process(tmp_path, monkeypatch)
-        preemption = accelerator._boundary._preemption
+        preemption = accelerator._watching.boundary._preemption
         preemption.tick()
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
@@ -293,7 +293,7 @@ def test_worker_processes_outlive_a_signal_to_the_whole_group(tmp_path, monkeypa
 
     with pytest.raises(Preempted):
         train()
-    accelerator._boundary._preemption.close()
+    accelerator._watching.boundary._preemption.close()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     reset_default()

@@ -119,7 +119,7 @@ def test_iterable_loaders_keep_theirs_with_a_warning(run_ranks):
         ):
             lengths = len(mapped)
         del loader
-        return lengths, len(caught), caught[0].filename.endswith("test_uneven_inputs.py")
+        return lengths, len(caught), caught[0].filename.endswith("test_join.py")
 
     assert run_ranks(2, body) == [(2, 1, True), (1, 1, True)]
 

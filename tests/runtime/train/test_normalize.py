@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orc.runtime.engine import NativeEngine
+from orc.runtime.core.context import Prepared
+from orc.runtime.engine.native import NativeEngine
 from orc.runtime.train import normalize
 from orc.runtime.train.normalize import LossNormalizer
 
@@ -311,7 +312,7 @@ def test_a_mean_loss_is_divided_by_the_batches_of_the_window(steps, gradient):
 def test_a_sum_is_divided_by_its_count_alone_and_a_window_does_not_mix():
     ctx = a_context()
     weight, loss = a_loss()
-    engine = NativeEngine(ctx, None, lambda: [weight])
+    engine = NativeEngine(ctx, prepared=Prepared(optimizers=[SimpleNamespace(param_groups=[{"params": [weight]}])]))
     engine.backward(loss, normalize_by=5, retain_graph=True)
     assert weight.grad.item() == 3.0 / 16
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below

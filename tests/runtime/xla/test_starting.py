@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.engine import xla
+from orc.runtime.launch import xla
 
 
 def who():

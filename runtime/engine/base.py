@@ -1,0 +1,107 @@
+"""The contract of an engine: who trains. Every Accelerator has exactly one, which `engine_for` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.events import Events
+    from orc.runtime.train.normalize import Count, LossNormalizer
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.preparing import Preparation
+
+
+class Engine(Protocol):
+    """Owner of backward, steps, clipping, gradient synchronisation and the states of models and optimizers.
+
+    It is made as ``Class(ctx, options, prepared)`` by the attribute ``ENGINE`` of its module; see `engine_for`.
+    Whatever depends on the platform or on a library that trains is behind these methods and nowhere else.
+
+    Attributes:
+        name: as `engine_for` chooses it.
+        prepared: everything that was prepared, in order.
+        events: backward, clip and step are told by the engine, batch and save by loaders and checkpoints.
+        normalizer: of losses with ``normalize_by``.
+    """
+
+    name: str
+    ctx: RunContext
+    prepared: Prepared
+    events: Events
+    normalizer: LossNormalizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, with the scale that the next backward will use; `None` where nothing is scaled."""
+        ...
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+    ) -> Sequence[Any]:
+        """Prepare all *objects* of one call of `Accelerator.prepare`, in any order; returns them in the same order.
+
+        *placement* says of each object whether to put it on the device (`None`: as the Accelerator does). *preparation*
+        prepares single objects of torch's classes; an engine that needs several at once (DeepSpeed: model, optimizer,
+        scheduler and the loader's batch size) takes these by itself and adds them to ``prepared``.
+        """
+        ...
+
+    def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
+        """Compute gradients of *loss*: divided by the accumulation count or normalized, scaled where that is needed."""
+        ...
+
+    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of ``optimizer.optimizer``; called at the end of each accumulation window.
+
+        It counts the update in ``optimizer.steps`` unless it was skipped, and says so in ``optimizer.skipped``.
+        """
+        ...
+
+    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+        """Clear the gradients of ``optimizer.optimizer``; called at the end of each accumulation window."""
+        ...
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients down to *max_norm*; returns their norm before, over all shards, as a plain tensor."""
+        ...
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        ...
+
+    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
+        """Divide the gradients of the bare *optimizers* (else of all prepared) by the loss scale, once per step."""
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A block around forward and backward in which *model*'s gradients stay local."""
+        ...
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A block around the backward that ends several forwards under `no_sync`."""
+        ...
+
+    def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The complete state dict of *model*, whole tensors; all ranks call it.
+
+        With *unwrap* under the names of the model that the script wrote.
+        """
+        ...
+
+    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The complete state dict of *optimizer*, whole tensors; all ranks call it."""
+        ...
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load what `model_state` gave; *options* and result are those of ``load_state_dict``."""
+        ...
+
+    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` gave."""
+        ...

@@ -1,0 +1,51 @@
+"""Norms of gradients: of plain ones, of those that are cut over the processes, and of both together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, *, sharded: bool) -> Tensor:
+    """Scale the gradients of *parameters* down to *max_norm*; returns their total norm before, as a plain tensor.
+
+    *sharded* says that some may be DTensors; then all processes call it.
+    """
+    if not sharded:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+    norm = total_norm(parameters, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    with torch.no_grad():
+        for gradient in (_local(one.grad) for one in parameters if one.grad is not None):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients of *parameters* together, over all shards; 0 without gradients."""
+    # torch's own comes with 2.6, and takes gradients of one mesh only.
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in (one.grad for one in parameters if one.grad is not None):
+        groups.setdefault((getattr(gradient, "device_mesh", None), gradient.device), []).append(gradient)
+    norms = [_whole(_combined(torch._foreach_norm(group, norm_type), norm_type)) for group in groups.values()]
+    if not norms:
+        return torch.tensor(0.0)
+    return norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
+
+
+def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
+
+
+def _whole(norm: Tensor) -> Tensor:
+    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return full
+
+
+def _local(gradient: Tensor) -> Tensor:
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
