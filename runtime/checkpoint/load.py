@@ -223,7 +223,7 @@ def load(
                 raise CheckpointError(f"{directory / name} does not fit what is prepared: {failure}") from failure
             del state
     if random_states is None:
-        rng.reseed(manifest.id, context.rank)
+        rng.reseed(manifest.id, context.topology.data_rank)
     else:
         rng.restore(random_states, context.device, context.xla)
 

@@ -13,7 +13,7 @@ from orc.runtime.core.context import RunContext, current_context
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx: RunContext | None = None) -> Any:
-    """`gather`, cut to the samples of the current batch that are no repetitions.
+    """`gather` over the ranks with different data, cut to the samples of the current batch that are no repetitions.
 
     The loader that yielded last says how many of its last global batch are real.
 
@@ -24,10 +24,11 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx:
             cut to its rows that are no repetitions.
         ctx: the process context.
     """
-    ctx = ctx or current_context()
+    run = ctx or current_context()
+    ctx = run.topology.data_context  # what peers have in common counts once
     tensors = not use_gather_object and any(isinstance(value, Tensor) for _, value in elements(input_data))
     everything = gather(input_data, ctx=ctx) if tensors else gather_object(input_data, ctx=ctx)
-    valid = ctx.gradient.remainder
+    valid = run.gradient.remainder
     if valid < 0 or ctx.world_size == 1:
         return everything
     if not tensors:

@@ -7,6 +7,8 @@ share the work of one batch, so they get the same one, and it counts once. Impor
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,8 @@ class Topology:
     Attributes:
         sizes: ranks along every one of `DIMENSIONS`.
         names: the dimensions of the mesh: those that *sizes* named and those with more than one rank, in order.
+        data_rank: which share of the data this rank gets, from 0; the same for peers.
+        data_size: the number of shares: the product of the data dimensions.
 
     Raises:
         TopologyError: a dimension that there is not, a size below 1, or sizes whose product is not the number of ranks;
@@ -62,7 +66,7 @@ class Topology:
         self._ctx, self._mesh, self.by = ctx, mesh, by
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
         self._own_names: dict[str, Any] = {}  # dimension -> name or number of it in a mesh of the script's own
-        self.used = False  # somebody has asked for the data rank or size
+        self.used = False  # loaders have taken their share
         if mesh is None:
             named = {"dp_replicate": ctx.world_size} if sizes is None else dict(sizes)
             self.sizes = _checked(named, ctx.world_size, by)
@@ -72,27 +76,32 @@ class Topology:
             self.sizes, self._cells, self._own_names = _of_mesh(mesh, ctx, by)
             self.names = tuple(name for name in DIMENSIONS if name in self._own_names)
         self._places = dict(zip(DIMENSIONS, self._places_of(self._cells.index(ctx.rank)), strict=True))
-        self._data_size = math.prod(self.sizes[name] for name in DATA_DIMENSIONS)
-        self._data_rank = self._places["dp_replicate"] * self.sizes["dp_shard"] + self._places["dp_shard"]
+        self.data_size = math.prod(self.sizes[name] for name in DATA_DIMENSIONS)
+        self.data_rank = self._places["dp_replicate"] * self.sizes["dp_shard"] + self._places["dp_shard"]
 
     # ---- data
 
-    @property
-    def data_rank(self) -> int:
-        """Which share of the data this rank gets, from 0; the same for peers."""
+    def take_share(self) -> tuple[int, int]:
+        """Return `data_rank` and `data_size` to something that stays (a loader): from now on they cannot change."""
         self.used = True
-        return self._data_rank
-
-    @property
-    def data_size(self) -> int:
-        """Number of shares of the data: the product of the data dimensions."""
-        self.used = True
-        return self._data_size
-
-    @property
-    def data_place(self) -> tuple[int, int]:
-        """`data_rank` and `data_size`."""
         return self.data_rank, self.data_size
+
+    @functools.cached_property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The `data_rank` of every rank of the run."""
+        share_of = {rank: share for ranks in self._ranks_of_groups(DATA_DIMENSIONS) for share, rank in enumerate(ranks)}
+        return tuple(share_of[rank] for rank in range(self._ctx.world_size))
+
+    @functools.cached_property
+    def data_context(self) -> RunContext:
+        """The run as one of this rank and those that have the other shares of the data, for collectives among them.
+
+        The first use is a collective. The run itself, where there are no peers.
+        """
+        if self.data_size == self._ctx.world_size:
+            return self._ctx
+        shares, rank = self.data_size, self.data_rank
+        return dataclasses.replace(self._ctx, rank=rank, world_size=shares, group=self.data_group, store=None)
 
     @property
     def data_group(self) -> ProcessGroup | None:
@@ -107,7 +116,7 @@ class Topology:
     @property
     def peers(self) -> int:
         """Ranks with the same batch, this one included."""
-        return self._ctx.world_size // self._data_size
+        return self._ctx.world_size // self.data_size
 
     # ---- dimensions
 
@@ -176,7 +185,7 @@ class Topology:
 
     def shares_data_like(self, other: Topology) -> bool:
         """Return whether every rank of the run gets the same share of the data in *other*."""
-        return self._data_ranks() == other._data_ranks()
+        return self.data_size == other.data_size and self.data_ranks == other.data_ranks
 
     def __str__(self) -> str:
         """Sizes as messages show them: ``dp_shard 2 x tp 2``."""
@@ -224,10 +233,6 @@ class Topology:
             rest = tuple(at for at, name in zip(self._places_of(cell), DIMENSIONS, strict=True) if name not in dims)
             groups.setdefault(rest, []).append(rank)
         return list(groups.values())
-
-    def _data_ranks(self) -> list[tuple[int, int]]:
-        groups = self._ranks_of_groups(DATA_DIMENSIONS)
-        return sorted((rank, share) for ranks in groups for share, rank in enumerate(ranks))
 
     def _places_of(self, cell: int) -> tuple[int, ...]:
         places = []

@@ -72,7 +72,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.drops_last = drops_last or self.drop_last
-        self.ranks = self.context.world_size
+        self.ranks = self.context.topology.take_share()[1]  # shares of a round; peers get the same one
         self.per_round = 1 if split_batches else self.ranks  # batches of the given loader in one round
         self.read_batch_size = self.total_batch_size
         self.total_batch_size = self.read_batch_size * self.per_round
@@ -140,9 +140,9 @@ class DataLoaderDispatcher(DataLoaderShard):
                 yield message
 
     def _read(self, current: Pass) -> Iterator[Message]:
-        if not self._senders and self.ranks > 1:
+        if not self._senders and self.context.distributed:
             group = self.context.require_group("a dispatching loader")
-            self._senders = [Sender(rank, group, self.context.key) for rank in range(1, self.ranks)]
+            self._senders = [Sender(rank, group, self.context.key) for rank in range(1, self.context.world_size)]
         try:
             rounds = self._parts(self._first_batch(current))
             following = next(rounds, None)
@@ -182,8 +182,9 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _hand_out(self, kind: int, parts: list[Any], remainder: int) -> None:
         try:
-            for sender, part in zip(self._senders, parts[1:], strict=True):
-                sender.send(Message(kind, part, remainder))
+            shares = self.context.topology.data_ranks
+            for sender in self._senders:
+                sender.send(Message(kind, parts[shares[sender.rank]], remainder))
         except Exception as error:  # something that cannot be pickled
             self._fail(error)
             raise

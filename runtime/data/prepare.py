@@ -75,8 +75,8 @@ def prepare_data_loader(
     Args:
         dataloader: the loader to share; one that is prepared already is given back.
         device: where batches go with *put_on_device*; the context's by default.
-        num_processes: shares to make, the world size by default.
-        process_index: which of them is this one's, the rank by default.
+        num_processes: shares to make; by default that of the topology (`Topology.data_size`).
+        process_index: which of them is this one's, the topology's data rank by default.
         split_batches: a batch of *dataloader* is the global batch and is cut up; otherwise it is one rank's batch.
         put_on_device: move batches to *device*.
         rng_types: generators to align at the start of each pass.
@@ -99,7 +99,8 @@ def prepare_data_loader(
         from orc.runtime.core.context import current_context
 
         context = current_context()
-    world, rank = context.world_size, context.rank
+    rank, world = context.topology.take_share()
+    everybody = world
     if torch_device_mesh is not None:
         world, rank = _data_place(torch_device_mesh)
     if num_processes is not None:
@@ -109,10 +110,10 @@ def prepare_data_loader(
     if not 0 <= rank < world:
         raise ValueError(f"prepare_data_loader: process_index {rank} is not one of {world} processes, 0 to {world - 1}")
     # A share for another number of processes than there are: a rank by itself, with nobody to agree with.
-    simulated = torch_device_mesh is None and world != context.world_size
+    simulated = torch_device_mesh is None and world != everybody
     shared = _is_shared(dataloader, world)
     dispatch = is_stream(dataloader) if dispatch_batches is None else dispatch_batches
-    dispatch = dispatch and world > 1 and world == context.world_size and not shared
+    dispatch = dispatch and context.distributed and world == everybody and not shared
     # Where rank 0 alone reads, it alone draws: the others would not come to agree on anything.
     share = share_in(context, simulated=simulated or dispatch)
     if shared and split_batches:

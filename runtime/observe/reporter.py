@@ -140,7 +140,7 @@ class Reporter:
             "step": self._step,
             "epoch": self.meter.epoch,
             "world_size": self.context.world_size,
-            **combine(self._windows, self.context.rank, self.peak),
+            **combine(self._windows, self.context.rank, self.peak, self.context.topology.peers),
         }
         loss = self._loss()
         if loss is not None:
@@ -168,8 +168,11 @@ class Reporter:
         return value if value - value == 0 else None  # JSON has neither NaN nor infinity
 
 
-def combine(windows: Mapping[int, Window], own: int, peak: float | None) -> dict[str, Any]:
-    """Return the measurements of one line from the windows of the ranks: sums, means, and the spread between ranks."""
+def combine(windows: Mapping[int, Window], own: int, peak: float | None, peers: int = 1) -> dict[str, Any]:
+    """Return the measurements of one line from the windows of the ranks: sums, means, and the spread between ranks.
+
+    Every *peers* ranks have one batch, whose tokens count once.
+    """
     ranks = sorted(windows)
     times = {rank: windows[rank]["step_s"] for rank in ranks}
     tflops = [windows[rank]["tflops"] for rank in ranks if windows[rank]["tflops"]]
@@ -187,7 +190,7 @@ def combine(windows: Mapping[int, Window], own: int, peak: float | None) -> dict
         "slowest_step_s": max(windows[rank]["slowest_step_s"] for rank in ranks),
         "slowest_rank": slowest,
         "samples_per_s": windows[own]["samples_per_s"],
-        "tokens_per_s": sum(windows[rank]["tokens_per_s"] for rank in ranks) or None,
+        "tokens_per_s": sum(windows[rank]["tokens_per_s"] for rank in ranks) / peers or None,
         "data_wait": statistics.fmean(waits),
         "data_wait_max": max(waits),
         "other_s": windows[own]["other_s"],

@@ -47,7 +47,7 @@ class DDP:
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes, for a model that is trained and has something to train."""
         return (
-            ctx.distributed
+            ctx.topology.data_size > 1
             and ctx.xla is None
             and not request.evaluation
             and request.strategy in ("auto", self.name)
@@ -66,14 +66,15 @@ class DDP:
         kwargs: dict[str, Any] = {k: v for k, v in options.to_kwargs().items() if k not in hooks}
         if ctx.device.type == "cuda" and all(p.device == ctx.device for p in model.parameters()):
             kwargs["device_ids"] = [ctx.device.index]
+        group = ctx.topology.data_group
         with warnings.catch_warnings():
             # Documented here, deprecated by torch 2.13, which has nothing that does the same yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            wrapped = DistributedDataParallel(model, process_group=ctx.group, **kwargs)
-        if ctx.group is not None and any(options.to_kwargs().keys() & set(hooks)):
+            wrapped = DistributedDataParallel(model, process_group=group, **kwargs)
+        if group is not None and any(options.to_kwargs().keys() & set(hooks)):
             from orc.runtime.parallel.compression import compress_gradients
 
-            compress_gradients(wrapped, ctx.group, options)
+            compress_gradients(wrapped, group, options)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:

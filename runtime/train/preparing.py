@@ -164,7 +164,7 @@ class Preparation:
             step_with_optimizer=self.options.step_scheduler_with_optimizer,
             split_batches=self.options.dataloader.split_batches,
             gradient=self.ctx.gradient,
-            num_processes=self.ctx.world_size,
+            num_processes=self.ctx.topology.take_share()[1],
         )
         self.prepared.schedulers.append(prepared)
         return prepared

@@ -24,7 +24,8 @@ class AcceleratedScheduler:
         step_with_optimizer: `False` leaves the timing to the script: every call advances by one.
         split_batches: whether the loaders split one batch over the processes.
         gradient: says when gradients are synchronised; by default the current context's.
-        num_processes: steps per optimizer step without *split_batches*; by default the current context's.
+        num_processes: steps per optimizer step without *split_batches*; by default as many as share out
+            the data (`Topology.data_size`).
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class AcceleratedScheduler:
 
             ctx = current_context()
             gradient = gradient or ctx.gradient
-            num_processes = num_processes or ctx.world_size
+            num_processes = num_processes or ctx.topology.take_share()[1]
         self.scheduler = scheduler
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer

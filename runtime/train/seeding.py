@@ -20,11 +20,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: the seed.
-        device_specific: add this process's rank, so that the processes draw different numbers.
+        device_specific: add this process's data rank: its rank, unless peers get the same batch; those draw the same
+            numbers.
         deterministic: let torch use deterministic algorithms only (some are slower, some do not exist).
     """
     if device_specific:
-        seed += current_context().rank
+        seed += current_context().topology.data_rank
     random.seed(seed)
     try:
         import numpy

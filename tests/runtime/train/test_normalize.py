@@ -13,7 +13,7 @@ from orc.runtime.train.normalize import LossNormalizer
 
 def a_context(world_size=1, num_steps=3, sync_each_batch=False, xla=None):
     asked = []
-    return SimpleNamespace(
+    ctx = SimpleNamespace(
         gradient=SimpleNamespace(sync_gradients=False, num_steps=num_steps, sync_each_batch=sync_each_batch),
         world_size=world_size,
         xla=xla,
@@ -21,6 +21,8 @@ def a_context(world_size=1, num_steps=3, sync_each_batch=False, xla=None):
         require_group=lambda what: asked.append(what) or "the group",
         asked=asked,
     )
+    ctx.topology = SimpleNamespace(data_size=world_size, data_context=ctx)
+    return ctx
 
 
 def weights(*gradients):
