@@ -161,8 +161,7 @@ class Checkpointing(StateSaving):
         from orc.runtime.weights.loading import save_model
 
         each_node = self.options.project.save_on_each_node
-        xla = self.ctx.xla
-        state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
+        state = self.ctx.compute.to_cpu(self.engine.model_state(model))  # on all processes
         if self.ctx.is_local_main if each_node else self.ctx.is_main:
             save_model(model, save_directory, max_shard_size, safe_serialization, state)
 

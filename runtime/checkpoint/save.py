@@ -161,9 +161,8 @@ def _tasks(
     states = _states(prepared) if destination.leads else []
     if not destination.leads:
         weights = []
-    if context.xla is not None:  # its tensors have no memory that could be looked at
-        weights, states = context.xla.to_cpu((weights, states))
-    random_states = rng.capture(context.xla)
+    weights, states = context.compute.to_cpu((weights, states))
+    random_states = rng.capture(context.compute)
     if stage is not None:
         weights, states = stage.take((weights, states))
     write_model = _write_weights if request.safe else _pickle
