@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format typecheck contracts unit bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test setup lint format typecheck exports contracts unit bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -45,6 +45,9 @@ $(LINKS): .types/orc/%:
 
 typecheck: $(INSTALLED) $(LINKS)  ## mypy --strict on everything that is imported
 	MYPYPATH=.types $(BIN)/mypy -p orc.runtime -p orc.launchers -p orc.orchestrator
+
+exports: $(INSTALLED)  ## runtime/__init__.pyi from the table of public names in runtime/__init__.py
+	$(BIN)/python .ci/exports.py > runtime/__init__.pyi.new && mv runtime/__init__.pyi.new runtime/__init__.pyi
 
 contracts: $(INSTALLED)  ## import-linter: which room may import which
 	$(BIN)/lint-imports --no-logo
