@@ -134,7 +134,8 @@ class Accelerator(AcceleratorAttributes):
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
             check_precision(config.mixed_precision, ctx.device)
-            ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
+            if ctx.xla is not None:
+                ctx.xla.choose_precision(config.mixed_precision, config.downcast_bf16)
             refuse_environment(os.environ)
             self.dynamo_plugin = resolve_plugin(options.dynamo, config)
         except (ValueError, LaunchError):

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,9 @@ from orc.runtime.checkpoint.format.manifest import (
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.state import fit, rng
+from orc.runtime.checkpoint.state import fit, rng, strategy_named
+from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
+from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.remote import Place, Remote
@@ -174,10 +176,12 @@ def load(
     error: str | None = None
     with _not_awaited(meeting, "load_state (reading)"):
         try:
-            _check_counterparts(directory, manifest, _names(prepared))
-            for name in _names(prepared):
+            names = _names(prepared, manifest.files)
+            _check_counterparts(directory, manifest, names)
+            for name in names:
                 states[name] = _unpickle(directory / name, map_location)
-            _check_states(directory, prepared, states)
+            _check_states(directory, prepared, states, manifest.files)
+            _check_shards(directory, manifest, prepared)
             if roll_over:
                 for index in range(len(prepared.dataloaders)):
                     name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
@@ -193,13 +197,14 @@ def load(
         for hook in hooks:
             hook(models, str(directory))
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
+    by_shards = _sharded_models(manifest, models)
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
     meeting.hold("load_state (checking)", error, _agree, timeout_s=_READ_PATIENCE_S)
     with ExitStack() as undo:
         with _not_awaited(meeting, "load_state (trying)"):
             error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
             for index, model in enumerate(models):
-                if error is None and fit.decides_itself(model):
+                if error is None and index not in by_shards and fit.decides_itself(model):
                     load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
                     name = _model_path(directory, manifest, index).name
                     error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
@@ -208,13 +213,19 @@ def load(
     with Copies() as copies:
         # The largest first, in threads beside the models.
         ready = {}
-        for name, optimizer in _optimizers(prepared).items():
-            ready[name] = _unmapped(states.pop(name), copies, optimizer.state_dict())
+        sharded = _sharded_optimizers(prepared)
+        for name, optimizer in _optimizers(prepared, manifest.files).items():
+            if name not in sharded:
+                ready[name] = _unmapped(states.pop(name), copies, optimizer.state_dict())
         for index, model in enumerate(models):
-            if not fit.decides_itself(model):
+            if index in by_shards or not fit.decides_itself(model):
                 _load_model(directory, manifest, index, model, map_location, options)
+        _load_shards(directory, manifest, prepared)
         copies.wait()
-        for name, target in _names(prepared).items():
+        for name, target in _names(prepared, manifest.files).items():
+            if name in sharded:
+                _strategy(FULL).load_optimizer(states.pop(name), target, prepared.models)
+                continue
             state = ready.pop(name) if name in ready else _unmapped(states.pop(name), copies)
             copies.wait()
             try:
@@ -225,7 +236,7 @@ def load(
     if random_states is None:
         rng.reseed(manifest.id, context.topology.data_rank)
     else:
-        rng.restore(random_states, context.device, context.compute)
+        rng.restore(random_states, context.device, context.xla)
 
 
 def _try(
@@ -238,10 +249,10 @@ def _try(
 ) -> None:
     """Load what decides by itself whether a state fits, into its place; *undo* puts everything back."""
     if random_states is not None:
-        undo.callback(rng.restore, rng.capture(context.compute), context.device, context.compute)
-        rng.restore(random_states, context.device, context.compute)
+        undo.callback(rng.restore, rng.capture(context.xla), context.device, context.xla)
+        rng.restore(random_states, context.device, context.xla)
     loaders = _loaders(prepared)
-    for name, target in _names(prepared).items():
+    for name, target in _names(prepared, checked.manifest.files).items():
         if name not in loaders and fit.decides_itself(target):
             # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
             state = recursively_apply(lambda one: one, states[name])
@@ -275,11 +286,12 @@ def _error_of(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _optimizers(prepared: Prepared) -> dict[str, Any]:
-    """File names of the optimizers."""
+def _optimizers(prepared: Prepared, files: Collection[str] = ()) -> dict[str, Any]:
+    """File names of the optimizers, but of those whose state lies in shards among *files*."""
     return {
         layout.numbered(layout.OPTIMIZER_NAME, index, "bin"): optimizer
         for index, optimizer in enumerate(prepared.optimizers)
+        if layout.shard_metadata(layout.optimizer_shards(index)) not in files
     }
 
 
@@ -290,9 +302,9 @@ def _loaders(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _names(prepared: Prepared) -> dict[str, Any]:
-    """File names of everything but models and random states, with the object that each belongs to."""
-    named = _optimizers(prepared)
+def _names(prepared: Prepared, files: Collection[str] = ()) -> dict[str, Any]:
+    """File names of everything but models, random states and what lies in shards among *files*, with its object."""
+    named = _optimizers(prepared, files)
     for index, scheduler in enumerate(prepared.schedulers):
         named[layout.numbered(layout.SCHEDULER_NAME, index, "bin")] = scheduler
     named |= _loaders(prepared)
@@ -312,9 +324,9 @@ def _check_counterparts(directory: Path, manifest: Manifest, names: Iterable[str
         )
 
 
-def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
+def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any], files: Collection[str] = ()) -> None:
     loaders = _loaders(prepared)
-    for name, target in _names(prepared).items():
+    for name, target in _names(prepared, files).items():
         wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
         if wrong is not None:
             kind = "is no position of a loader" if name in loaders else "does not fit what is prepared"
@@ -324,13 +336,62 @@ def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any]
 def _check_models(
     directory: Path, manifest: Manifest, models: Sequence[torch.nn.Module], options: Mapping[str, Any]
 ) -> None:
+    by_shards = _sharded_models(manifest, models)
     paths = [_model_path(directory, manifest, index) for index in range(len(models))]
-    _check_counterparts(directory, manifest, [path.name for path in paths])
-    for path, model in zip(paths, models, strict=True):
-        state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path)
-        wrong = fit.problem(model, state, strict=options.get("strict", True))
+    _check_counterparts(directory, manifest, [path.name for index, path in enumerate(paths) if index not in by_shards])
+    for index, (path, model) in enumerate(zip(paths, models, strict=True)):
+        strict = options.get("strict", True)
+        if index in by_shards:
+            path = directory / layout.model_shards(index)
+            wrong = _strategy(SHARDED).model_problem(path, model, strict=strict)
+        else:
+            state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path)
+            wrong = fit.problem(model, state, strict=strict)
         if wrong is not None:
             raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
+
+
+def _strategy(name: str) -> Any:
+    return strategy_named(name)
+
+
+def _in_shards(manifest: Manifest, folder: str) -> bool:
+    return layout.shard_metadata(folder) in manifest.files
+
+
+def _sharded_models(manifest: Manifest, models: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the numbers of the *models* whose state lies in shards."""
+    return {index for index in range(len(models)) if _in_shards(manifest, layout.model_shards(index))}
+
+
+def _sharded_optimizers(prepared: Prepared) -> set[str]:
+    """Return the file names of the optimizers that step sharded parameters."""
+    return {
+        layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
+        for index, optimizer in enumerate(prepared.optimizers)
+        if strategy_of_optimizer(optimizer, prepared.models) != FULL
+    }
+
+
+def _shards_of_optimizers(directory: Path, manifest: Manifest, prepared: Prepared) -> list[tuple[Path, Any]]:
+    """Return the folders of shards of optimizers, with the optimizer that each belongs to."""
+    return [
+        (directory / layout.optimizer_shards(index), optimizer)
+        for index, optimizer in enumerate(prepared.optimizers)
+        if _in_shards(manifest, layout.optimizer_shards(index))
+    ]
+
+
+def _check_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
+    for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
+        wrong = _strategy(SHARDED).optimizer_problem(folder, optimizer, prepared.models)
+        if wrong is not None:
+            raise CheckpointError(f"{folder} does not fit what is prepared: {wrong}. Nothing was loaded")
+
+
+def _load_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
+    for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
+        _strategy(SHARDED).load_optimizer(folder, optimizer, prepared.models)
 
 
 def _model_path(directory: Path, manifest: Manifest, index: int) -> Path:
@@ -405,8 +466,15 @@ def _filled(value: Any, current: Any, copies: Copies) -> Any:
 def _load_model(
     directory: Path, manifest: Manifest, index: int, model: torch.nn.Module, map_location: Any, options: dict[str, Any]
 ) -> None:
+    if _in_shards(manifest, layout.model_shards(index)):
+        folder = directory / layout.model_shards(index)
+        _strategy(SHARDED).load_model(folder, model, strict=options.get("strict", True))
+        return
     path = _model_path(directory, manifest, index)
     state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path, map_location)
+    if is_sharded(model):
+        _strategy(FULL).load_model(state, model, strict=options.get("strict", True))
+        return
     try:
         extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
     except RuntimeError as error:

@@ -10,6 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
+from orc.runtime.checkpoint.state import strategy_named
+from orc.runtime.checkpoint.state.base import FULL
+from orc.runtime.checkpoint.state.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,6 +150,8 @@ class Checkpointing(StateSaving):
     ) -> None:
         """Write the weights of *model* for `load_checkpoint_in_model` or other programs, on the main process.
 
+        A sharded model is gathered there first: every process calls it.
+
         Args:
             model: prepared or not.
             save_directory: created if needed.
@@ -161,8 +166,12 @@ class Checkpointing(StateSaving):
         from orc.runtime.weights.loading import save_model
 
         each_node = self.options.project.save_on_each_node
-        state = self.ctx.compute.to_cpu(self.engine.model_state(model))  # on all processes
-        if self.ctx.is_local_main if each_node else self.ctx.is_main:
+        xla = self.ctx.xla
+        writes = self.ctx.is_local_main if each_node else self.ctx.is_main
+        state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
+        if is_sharded(model):
+            state = strategy_named(FULL).model_state(model, keep=writes)
+        if writes:
             save_model(model, save_directory, max_shard_size, safe_serialization, state)
 
 

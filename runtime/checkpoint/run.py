@@ -19,7 +19,17 @@ from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import Verified, load, verified
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.save import Progress, SaveRequest, attempt, capture, looks, open_destination, save, write
+from orc.runtime.checkpoint.save import (
+    Progress,
+    SaveRequest,
+    attempt,
+    capture,
+    looks,
+    open_destination,
+    save,
+    shard_plans,
+    write,
+)
 from orc.runtime.checkpoint.state.ownership import release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
@@ -53,6 +63,7 @@ class RunCheckpoints:
     Attributes:
         base_step: optimizer steps of earlier processes; the run's step is this plus the steps taken here.
         saved_step: the step of the last save or load.
+        state: name of the strategy that saves sharded models; `None` is the default one.
     """
 
     def __init__(
@@ -62,7 +73,9 @@ class RunCheckpoints:
         project: ProjectConfiguration,
         *,
         timeout: timedelta | None = None,
+        state: str | None = None,
     ) -> None:
+        self.state = state
         self.context = context
         self.prepared = prepared
         self.project = project
@@ -149,7 +162,7 @@ class RunCheckpoints:
             if root is not None and destination.leads:
                 root.retain(keep)
 
-        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks))
+        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks), self.state)
         if block:
             destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
         else:
@@ -164,7 +177,8 @@ class RunCheckpoints:
         opened = open_destination(self.context, self.meeting, self._survey, request)
         destination = opened.destination
         try:
-            content = capture(self.context, self.prepared, request, destination, self._stage)
+            shards = shard_plans(self.meeting, self.prepared, request)
+            content = capture(self.context, self.prepared, request, destination, self._stage, shards=shards)
         except BaseException:
             destination.abandon()
             raise
@@ -172,7 +186,7 @@ class RunCheckpoints:
 
         def finish() -> None:
             try:
-                write(self.context, meeting, request, opened, content, retain, writers=1)
+                write(self.context, meeting, request, opened, content, retain, writers=1, shards=shards)
             except BaseException:
                 destination.abandon()
                 raise

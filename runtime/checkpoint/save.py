@@ -23,15 +23,16 @@ from orc.runtime.checkpoint.format.safetensors_file import without_aliases, writ
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
-from orc.runtime.checkpoint.state import rng
+from orc.runtime.checkpoint.state import rng, strategy_named
+from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.fence import refuse_superseded
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot
-from orc.runtime.parallel import extract_model_from_parallel
 
 if TYPE_CHECKING:
+    from orc.runtime.checkpoint.state.planning import ShardPlans
     from orc.runtime.core.context import Prepared, RunContext
 
 _WRITERS = 4  # files at a time
@@ -55,6 +56,8 @@ class SaveRequest:
 
     directory:
         Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
+    state:
+        Name of the strategy that saves sharded models; with `None` each rank saves its shards.
     """
 
     directory: Place | None
@@ -63,6 +66,7 @@ class SaveRequest:
     progress: Progress
     safe: bool = True
     hooks: Sequence[Hook] = ()
+    state: str | None = None  # strategy of sharded models
 
 
 Task = Callable[[Hashing], None]
@@ -96,7 +100,9 @@ def save(
     opened = open_destination(context, meeting, survey, request)
     destination = opened.destination
     try:
-        write(context, meeting, request, opened, capture(context, prepared, request, destination), retain)
+        shards = shard_plans(meeting, prepared, request)
+        content = capture(context, prepared, request, destination, shards=shards)
+        write(context, meeting, request, opened, content, retain, shards=shards)
     except BaseException:
         destination.abandon()
         raise
@@ -138,37 +144,109 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     return Opened(destination, sites, token, created_at)
 
 
+def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
+    """Return what the ranks will agree on about shards; `None` where nothing is saved as shards."""
+    models = prepared.models
+    names = {strategy_of(model, request.state) for model in models}
+    names |= {strategy_of_optimizer(optimizer, models, request.state) for optimizer in prepared.optimizers}
+    if names <= {FULL}:
+        return None
+    from orc.runtime.checkpoint.state.planning import ShardPlans
+
+    return ShardPlans(meeting)
+
+
 def capture(
-    context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination, stage: Stage | None = None
+    context: RunContext,
+    prepared: Prepared,
+    request: SaveRequest,
+    destination: Destination,
+    stage: Stage | None = None,
+    *,
+    shards: ShardPlans | None = None,
 ) -> Content:
     """Collect this rank's states, the second part of a save; with *stage* copied, so that training may go on.
 
-    The hooks run on every rank, before; they may take weights off the list.
+    The hooks run on every rank, before; they may take weights off the list. The ranks agree on *shards*.
+
+    Raises:
+        CheckpointError: on every rank, they could not agree.
     """
     tasks: dict[str, Task] = {}
-    error = attempt(lambda: tasks.update(_tasks(context, prepared, request, destination, stage)))[1]
+    collected: list[Collected] = []
+    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1]
+    if shards is not None:
+        shards.agree(collected[0].sharded if collected else {}, error)
+    if error is None:
+        error = attempt(lambda: tasks.update(_tasks(context, request, destination, collected[0], stage, shards)))[1]
     return tasks if error is None else error
 
 
-def _tasks(
-    context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination, stage: Stage | None
-) -> dict[str, Task]:
+@dataclass(frozen=True)
+class Collected:
+    """States that a rank is going to write: whole ones by file, and its part of sharded ones by folder."""
+
+    weights: dict[str, dict[str, Any]]
+    states: list[tuple[str, Any, bool]]
+    sharded: dict[str, dict[str, Any]]
+
+
+def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
     destination.check_visible()
     models = list(prepared.models)
-    weights = [dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict()) for model in models]
+    strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
+    weights = [
+        strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
+    ]
+    in_shards = {id(one) for one, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
+    optimizers = [
+        strategy_named(strategy_of_optimizer(one, prepared.models, request.state)) for one in prepared.optimizers
+    ]
+    optimizer_states = [
+        strategy.optimizer_state(one, prepared.models, keep=destination.leads)
+        for strategy, one in zip(optimizers, prepared.optimizers, strict=True)
+    ]
     for hook in request.hooks:
         hook(models, weights, str(destination.hook_directory()))
-    states = _states(prepared) if destination.leads else []
-    if not destination.leads:
-        weights = []
-    weights, states = context.compute.to_cpu((weights, states))
-    random_states = rng.capture(context.compute)
-    if stage is not None:
-        weights, states = stage.take((weights, states))
-    write_model = _write_weights if request.safe else _pickle
-    tasks: dict[str, Task] = {}
+    whole: dict[str, dict[str, Any]] = {}
+    sharded: dict[str, dict[str, Any]] = {}
     for index, state in enumerate(weights):
-        tasks[layout.model_file(index, request.safe)] = partial(write_model, state)
+        if id(state) in in_shards:
+            sharded[layout.model_shards(index)] = {"model": state}
+        elif destination.leads:
+            whole[layout.model_file(index, request.safe)] = state
+    states: list[tuple[str, Any, bool]] = []
+    for index, (strategy, state) in enumerate(zip(optimizers, optimizer_states, strict=True)):
+        if strategy.name != FULL:
+            sharded[layout.optimizer_shards(index)] = {"optimizer": state}
+        elif destination.leads:
+            states.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), state, False))
+    states += _states(prepared) if destination.leads else []
+    return Collected(whole, states, sharded)
+
+
+def _tasks(
+    context: RunContext,
+    request: SaveRequest,
+    destination: Destination,
+    collected: Collected,
+    stage: Stage | None,
+    shards: ShardPlans | None,
+) -> dict[str, Task]:
+    weights, states = collected.weights, collected.states
+    if context.xla is not None:  # its tensors have no memory that could be looked at
+        weights, states = context.xla.to_cpu((weights, states))
+    random_states = rng.capture(context.xla)
+    mine = {} if shards is None else shards.values
+    if stage is not None:
+        weights, states, mine = stage.take((weights, states, mine))
+    write_model = _write_weights if request.safe else _pickle
+    tasks: dict[str, Task] = {name: partial(write_model, state) for name, state in weights.items()}
+    if shards is not None:
+        from orc.runtime.checkpoint.state.shard_files import write_shards
+
+        for folder, values in mine.items():
+            tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
     for name, state, check in states:
         if check:
             _check_loadable(name, state)
@@ -186,6 +264,7 @@ def write(
     retain: Callable[[Destination], None],
     *,
     writers: int = _WRITERS,
+    shards: ShardPlans | None = None,
 ) -> None:
     """Write and commit what `capture` collected, the last part of a save. *retain* removes what it takes the place of,
     before any rank goes on.
@@ -200,16 +279,32 @@ def write(
     else:
         tasks = content
         error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
+    lengths: list[dict[str, list[int]]] = []
+
+    def verdict(reports: list[Any]) -> dict[str, Any]:
+        files = _files_by_site(reports)
+        lengths.extend(report.get("lengths", {}) for report in reports)
+        return files
+
     crew = meeting.hold(
         "save_state (writing)",
-        {"error": error, "site": sites.mine, "files": {n: asdict(r) for n, r in records.items()}},
-        _files_by_site,
+        {
+            "error": error,
+            "site": sites.mine,
+            "files": {n: asdict(r) for n, r in records.items()},
+            **({} if shards is None else {"lengths": shards.lengths}),
+        },
+        verdict,
         timeout_s=max(meeting.timeout_s, _COMMIT_PATIENCE_S),
     )
     files = {name: FileRecord(record["size"], tuple(record["sums"])) for name, record in crew[str(sites.mine)].items()}
     error = None
+    if shards is not None and lengths:
+        contents = partial(shards.metadata, lengths)
+        error = attempt(lambda: files.update(_write_metadata(destination, contents())))[1]
     if sites.several:
-        error = attempt(lambda: files.update(complete(meeting, sites, destination)))[1]
+        failed = attempt(lambda: files.update(complete(meeting, sites, destination)))[1]
+        error = error or failed
     progress = request.progress
     manifest = Manifest(
         opened.id, progress.step, progress.epoch, progress.offset, context.world_size, opened.created_at, files
@@ -230,7 +325,23 @@ def write(
         meeting.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 
+def _write_metadata(destination: Destination, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write the metadata of each folder of shards; where the ranks have said what they wrote, on rank 0."""
+    tasks: dict[str, Task] = {}
+    for folder, content in contents.items():
+        tasks[layout.shard_metadata(folder)] = partial(_write_bytes, content)
+    return _write_files(destination, tasks, 1)
+
+
+def _write_bytes(content: bytes, file: Hashing) -> None:
+    file.write(content)
+
+
 def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:
+    return _write_files(destination, tasks, writers) | destination.hook_files()
+
+
+def _write_files(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:
     def put(name: str) -> FileRecord:
         file = destination.create(name)
         try:
@@ -246,7 +357,7 @@ def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) ->
             records = dict(zip(tasks, pool.map(put, tasks), strict=True))
     else:  # no pool may be started while the interpreter waits for its last threads
         records = {name: put(name) for name in tasks}
-    return records | destination.hook_files()
+    return records
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -283,10 +394,8 @@ def _files_by_site(reports: list[Any]) -> dict[str, Any]:
 
 
 def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
-    """Name and state of everything but models, and whether it can hold what only the user knows."""
+    """Name and state of all but models and optimizers, and whether it can hold what only the user knows."""
     named: list[tuple[str, Any, bool]] = []
-    for index, optimizer in enumerate(prepared.optimizers):
-        named.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), optimizer.state_dict(), False))
     for index, scheduler in enumerate(prepared.schedulers):
         named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
     for index, loader in enumerate(prepared.dataloaders):

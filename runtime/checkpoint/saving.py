@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from orc.runtime.checkpoint.state import strategy_named
+from orc.runtime.checkpoint.state.base import FULL
+from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.core.context import RunContext, current_context
 
 if TYPE_CHECKING:
@@ -39,7 +42,13 @@ class StateSaving:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state dict of *model*, with *unwrap* under the names of the model that the script wrote."""
+        """The full state dict of *model*, with *unwrap* under the names of the model that the script wrote.
+
+        Of a sharded model it is gathered on the CPU of the main process; every process calls it, the others get an
+        empty one.
+        """
+        if is_sharded(model):
+            return strategy_named(FULL).model_state(model, keep=self.ctx.is_main)
         return self.engine.model_state(model, unwrap=unwrap)
 
     def save(self, obj: Any, f: File, safe_serialization: bool = False) -> None:
@@ -104,7 +113,8 @@ def save(obj: Any, f: File, save_on_each_node: bool = False, safe_serialization:
 
 
 def _save(ctx: RunContext, obj: Any, f: File, each_node: bool, safe: bool) -> None:
-    obj = ctx.compute.to_cpu(obj)  # on all processes
+    if ctx.xla is not None:  # on all processes
+        obj = ctx.xla.to_cpu(obj)
     if ctx.is_local_main if each_node else ctx.is_main:
         write(obj, f, safe)
 

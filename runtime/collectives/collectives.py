@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orc.runtime.collectives import verify
-from orc.runtime.collectives.carried import carried
+from orc.runtime.collectives import on_xla, verify
 from orc.runtime.collectives.exchange import SMALL_BYTES
 from orc.runtime.collectives.packing import (
     Layout,
@@ -30,7 +29,6 @@ from orc.runtime.collectives.packing import (
 from orc.runtime.collectives.structure import CannotPadNestedTensorWarning
 from orc.runtime.collectives.tree import flatten, outline, unflatten
 from orc.runtime.core.context import RunContext, current_context
-from orc.runtime.core.host_memory import new_empty
 
 # What the backends cannot add travels wider. Sums of truth values stay counts.
 _CARRIERS = {
@@ -41,7 +39,6 @@ _CARRIERS = {
 }
 
 _TOGETHER_BYTES = 1 << 14
-_PIECE_BYTES, _PIECES_AT_ONCE = 16 << 20, 2
 
 
 def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
@@ -63,8 +60,8 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if (carrier := ctx.compute.collectives) is not None:
-        return unflatten(spec, carried(ctx, leaves, carrier.gather, _gather))
+    if ctx.xla is not None:
+        return unflatten(spec, on_xla.carried(ctx, leaves, lambda some: on_xla.gather(ctx, some), _gather))
     out: list[Any] = [None] * len(leaves)
     with torch.no_grad():
         for layout in layouts(key):
@@ -85,7 +82,7 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
 
 def _in_band(key: Any, ctx: RunContext) -> Layout | None:
     """The layout of tensors that are small enough to travel together with the comparison of the operands."""
-    return None if ctx.compute.collectives is not None or ctx.control_device.type != "cpu" else sole(layouts(key))
+    return None if ctx.xla is not None or ctx.control_device.type != "cpu" else sole(layouts(key))
 
 
 def _gather(leaves: list[Tensor], ctx: RunContext) -> Any:
@@ -101,7 +98,7 @@ def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup) -> N
 
 def _gather_large(leaf: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     leaf = leaf.detach().contiguous()
-    result = new_empty(leaf, (ranks * leaf.shape[0], *leaf.shape[1:]))
+    result = leaf.new_empty((ranks * leaf.shape[0], *leaf.shape[1:]))
     all_gather_flat(result.view(-1).view(torch.uint8), leaf.view(-1).view(torch.uint8), group)
     return result
 
@@ -134,13 +131,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
         alone = None  # a ring moves less
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if (carrier := ctx.compute.collectives) is not None:
+    if ctx.xla is not None:
         return unflatten(
             spec,
-            carried(
+            on_xla.carried(
                 ctx,
                 leaves,
-                lambda some: carrier.reduce(some, reduction, scale),
+                lambda some: on_xla.reduce(ctx, some, reduction, scale),
                 lambda some, plain: reduce(some, reduction, ctx=plain),
             ),
         )
@@ -154,10 +151,10 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
                     flat = flatten_part(part, leaves)
                     # A single tensor is not copied by flattening.
                     total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
-                unflatten_part(part, _divided(total, ctx.world_size) if reduction == "mean" else total, out)
+                unflatten_part(part, total / ctx.world_size if reduction == "mean" else total, out)
             for index in layout.large:
-                total = _sum_large(leaves[index].detach(), group)
-                out[index] = _divided(total, ctx.world_size) if reduction == "mean" else total
+                total = _sum(leaves[index].detach().clone(memory_format=torch.contiguous_format), group)
+                out[index] = total / ctx.world_size if reduction == "mean" else total
     return unflatten(spec, out)
 
 
@@ -168,29 +165,6 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         tensor = tensor.to(_CARRIERS[dtype])
     dist.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group)
     return tensor.to(dtype) if dtype in _CARRIERS and dtype != torch.bool else tensor
-
-
-def _sum_large(leaf: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of *leaf* over the processes; on the host, one piece is copied while the ones before it travel."""
-    if leaf.dtype in _CARRIERS or leaf.device.type != "cpu":
-        return _sum(leaf.clone(memory_format=torch.contiguous_format), group)
-    result = new_empty(leaf)
-    total, own = (torch.view_as_real(t) if t.is_complex() else t for t in (result, leaf.contiguous()))
-    length = _PIECE_BYTES // total.dtype.itemsize
-    under_way: list[dist.Work] = []
-    for piece, source in zip(total.view(-1).split(length), own.view(-1).split(length), strict=True):
-        piece.copy_(source)
-        if len(under_way) == _PIECES_AT_ONCE:
-            under_way.pop(0).wait()
-        under_way.append(dist.all_reduce(piece, group=group, async_op=True))
-    for work in under_way:
-        work.wait()
-    return result
-
-
-def _divided(total: Tensor, by: int) -> Tensor:
-    """*total*, which may be overwritten, divided; whole numbers become float32."""
-    return total.div_(by) if total.is_floating_point() or total.is_complex() else total / by
 
 
 def _sum_here(part: Part, rows: Tensor) -> Tensor:
@@ -219,11 +193,11 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if (carrier := ctx.compute.collectives) is not None:
-        carried(
+    if ctx.xla is not None:
+        on_xla.carried(
             ctx,
             leaves,
-            lambda some: carrier.broadcast(some, from_process),
+            lambda some: on_xla.broadcast(ctx, some, from_process),
             lambda some, plain: broadcast(some, from_process, ctx=plain),
         )
         return tensor

@@ -386,7 +386,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = self._open()
         gradient, place, events = self.gradient, self._place if self._moves else None, self.events
-        mark = self.context.compute.mark
+        xla = self.context.xla
         gradient.begin(self)
         exhausted = False
         try:
@@ -407,14 +407,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                         current.finished = True
                 gradient.current = self
                 yield batch if place is None else place(batch)
-                mark()
+                if xla is not None:
+                    xla.mark()
                 if events.on_batch:
                     for tell in events.on_batch:
                         tell(self)
             exhausted = True
         finally:
-            if not exhausted:
-                mark()
+            if xla is not None and not exhausted:
+                xla.mark()
             self._close(current, exhausted)
 
     def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:

@@ -28,7 +28,7 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
 def _name(ctx: RunContext, options: Options | None) -> str:
     if options is not None and options.deepspeed_plugins:
         return "deepspeed"
-    return ctx.compute.engine
+    return "native" if ctx.xla is None else "xla"
 
 
 __all__ = ["Engine", "engine_for"]

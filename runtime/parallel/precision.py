@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from orc.runtime.collectives.tree import convert_to_fp32
-from orc.runtime.core.compute import TORCH
 from orc.runtime.core.context import peek_context
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs
@@ -25,7 +24,9 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     On a TPU it does unless *ignore_tpu*.
     """
     context = peek_context()
-    return (TORCH if context is None else context.compute).supports_bf16(ignore_tpu)
+    if context is not None and context.xla is not None and context.xla.kind == "TPU":
+        return not ignore_tpu
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:

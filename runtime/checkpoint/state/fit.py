@@ -18,7 +18,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.parallel import extract_model_from_parallel
 
 # State of torch's optimizers that has the shape of its parameter, or of one that broadcasts to it.
-_LIKE_PARAMETER = frozenset(
+LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
     | {"sum", "prev", "step_size", "ax"}
 )
@@ -159,7 +159,7 @@ def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
     for group, parameters in zip(saved, here, strict=True):
         for number, parameter in zip(group, parameters, strict=True):
             for key, value in values.get(number, {}).items():
-                if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and not _like(value, parameter):
+                if key in LIKE_PARAMETER and isinstance(value, torch.Tensor) and not _like(value, parameter):
                     return (
                         f"size mismatch of {key} of parameter {number}: {list(value.shape)} in the checkpoint, the "
                         f"parameter here has {list(parameter.shape)}"

@@ -1,0 +1,53 @@
+"""The contract of a state strategy: how the state of models and optimizers lies in a checkpoint.
+
+`full` writes each as one file, by one rank of those that share a directory; `dcp` writes a folder to which every rank
+adds what it holds. Which one reads is said by the checkpoint, which one writes by `strategy_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from orc.runtime.checkpoint.state.sharding import has_sharded_parameters, is_sharded, models_of
+
+FULL, SHARDED = "full", "dcp"
+
+
+class StateStrategy(Protocol):
+    """Way of saving and loading the state of models and optimizers.
+
+    What stands in a checkpoint at *index* are the models and optimizers in the order in which they were prepared.
+    """
+
+    name: str
+
+    def holds_model(self, files: Collection[str], index: int) -> bool:
+        """Return whether *files*, those of a manifest, hold a model this way."""
+        ...
+
+    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
+        """Return whether *files* hold an optimizer this way."""
+        ...
+
+    def model_state(self, model: nn.Module, *, keep: bool) -> dict[str, Any]:
+        """Return what to save of *model*; on every rank, which may exchange tensors. Empty where not to *keep* it."""
+        ...
+
+    def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool) -> dict[str, Any]:
+        """Return the same of *optimizer*, which steps parameters of *models*."""
+        ...
+
+
+def strategy_of(model: nn.Module, wanted: str | None = None) -> str:
+    """Return the name of the strategy that saves *model*: what is *wanted* for sharded models, `dcp` if nothing is."""
+    return (wanted or SHARDED) if is_sharded(model) else FULL
+
+
+def strategy_of_optimizer(optimizer: Any, models: Sequence[nn.Module], wanted: str | None = None) -> str:
+    """Return the name of the strategy that saves *optimizer*: that of the *models* whose parameters it steps."""
+    sharded = [model for model in models if is_sharded(model)]
+    steps_shards = has_sharded_parameters(optimizer) or (sharded and models_of(optimizer, sharded))
+    return (wanted or SHARDED) if steps_shards else FULL

@@ -1,0 +1,237 @@
+"""Sharded state: every rank writes and reads the parts that it holds, through `torch.distributed.checkpoint`.
+
+A folder per model and optimizer, in torch's own layout. Parameters go by their names, so the state can be loaded at
+another world size, on another mesh, and into a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout
+from orc.runtime.checkpoint.format.manifest import plain
+from orc.runtime.checkpoint.state import fsdp1
+from orc.runtime.checkpoint.state.base import SHARDED
+from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
+from orc.runtime.checkpoint.state.shard_files import paths, plan_of, read_metadata, read_shards
+from orc.runtime.checkpoint.state.sharding import (
+    bare_optimizer,
+    is_dtensor,
+    is_fsdp1,
+    models_of,
+    named_state,
+    names_by_position,
+    positioned_state,
+)
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+
+
+class Sharded:
+    """The strategy ``dcp``."""
+
+    name = SHARDED
+
+    def holds_model(self, files: Collection[str], index: int) -> bool:
+        """Return whether there is a folder of shards."""
+        return layout.shard_metadata(layout.model_shards(index)) in files
+
+    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
+        """Return whether there is a folder of shards."""
+        return layout.shard_metadata(layout.optimizer_shards(index)) in files
+
+    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+        """Return this rank's part of the weights, as DTensors; it is always kept."""
+        return dict(get_model_state_dict(model))
+
+    def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
+        """Return this rank's part, by names of parameters."""
+        stepped = models_of(optimizer, models)
+        if any(map(is_fsdp1, stepped)):
+            return dict(fsdp1.optimizer_state(bare_optimizer(optimizer), stepped))
+        state = named_state(optimizer, stepped)
+        return {**state, "param_groups": plain(state["param_groups"])}
+
+    def model_problem(self, folder: Path, model: nn.Module, *, strict: bool = True) -> str | None:
+        """Return which names or sizes in *folder* differ from those of *model*."""
+        return model_problem(folder, model, strict=strict)
+
+    def load_model(self, folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+        """Read this rank's part of the weights in place."""
+        load_model(folder, model, strict=strict)
+
+    def optimizer_problem(self, folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+        """Return which parameters, groups or sizes in *folder* differ from those of *optimizer*."""
+        return optimizer_problem(folder, optimizer, models)
+
+    def load_optimizer(self, folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Read this rank's part, in place where the optimizer has such state already."""
+        load_optimizer(folder, optimizer, models)
+
+
+def model_problem(folder: Path, model: nn.Module, *, strict: bool = True) -> str | None:
+    """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
+    if is_fsdp1(model):
+        return None  # its state costs a collective; names and sizes are compared before anything is read
+    saved = _sizes(read_metadata(folder))
+    here = {f"{_MODEL}.{name}": getattr(value, "shape", None) for name, value in get_model_state_dict(model).items()}
+    return _difference(here, saved, strict)
+
+
+def load_model(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+    """Read the shards in *folder* into *model*.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    metadata = read_metadata(folder)
+    state = get_model_state_dict(model)
+    try:
+        planner, plan = plan_of({_MODEL: state}, metadata, partial=not strict)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{folder} does not fit the prepared model: {error}") from error
+    read_shards(folder, metadata, planner, plan)
+    # Tensors are in place already; what modules keep beside them is loaded by their own methods.
+    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+
+
+def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+    """Return why *optimizer* would not take the shards in *folder*."""
+    stepped = models_of(optimizer, models)
+    if any(map(is_fsdp1, stepped)):
+        return None
+    metadata = read_metadata(folder)
+    bare = bare_optimizer(optimizer)
+    try:
+        named = _read(folder, metadata, {}, tensors=False)
+        names = names_by_position(bare, stepped)
+        for name in named["state"]:
+            if name not in names.values():
+                return f"it has state of {name}, which the optimizer here does not step"
+        positioned_state(bare, stepped, named)
+    except CheckpointError as error:
+        return str(error)
+    parameters = _parameters(bare, names)
+    for entry, path in paths(metadata).items():
+        saved = metadata.state_dict_metadata[entry]
+        if path[:2] == (_OPTIMIZER, "state") and isinstance(saved, TensorStorageMetadata):
+            parameter = parameters[str(path[2])]
+            if path[3] in LIKE_PARAMETER and saved.size.numel() != 1 and saved.size != parameter.shape:
+                return f"size mismatch of {entry}: {list(saved.size)} in the checkpoint, {list(parameter.shape)} here"
+    return None
+
+
+def load_optimizer(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
+    """Read the shards in *folder* into *optimizer*.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    stepped = models_of(optimizer, models)
+    bare = bare_optimizer(optimizer)
+    metadata = read_metadata(folder)
+    if any(map(is_fsdp1, stepped)):
+        fsdp1.load_optimizer(folder, metadata, bare, stepped)
+        return
+    names = names_by_position(bare, stepped)
+    parameters = _parameters(bare, names)
+    current = {name: bare.state.get(parameter, {}) for name, parameter in parameters.items()}
+    targets = {}
+    for entry, path in paths(metadata).items():
+        saved = metadata.state_dict_metadata[entry]
+        if isinstance(saved, TensorStorageMetadata):
+            known = path[1] == "state" and len(path) == 4
+            there = current.get(str(path[2]), {}).get(path[3]) if known else None
+            targets[entry] = _target(saved, there, parameters.get(str(path[2])) if known else None)
+    try:
+        state = positioned_state(bare, stepped, _read(folder, metadata, targets))
+    except (CheckpointError, KeyError) as error:
+        raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
+    bare.load_state_dict(state)
+
+
+def _read(folder: Path, metadata: Metadata, targets: Mapping[str, Any], *, tensors: bool = True) -> dict[str, Any]:
+    """Return an optimizer's state by names, with tensors in *targets* (by entry); without *tensors* the rest of it."""
+    state: dict[str, Any] = {_OPTIMIZER: {"state": {}, "param_groups": []}}
+    for entry, path in paths(metadata).items():
+        is_tensor = isinstance(metadata.state_dict_metadata[entry], TensorStorageMetadata)
+        if path[0] != _OPTIMIZER or len(path) < 3:
+            raise CheckpointError(f"it is not the state of an optimizer: it holds {entry}")
+        if tensors or not is_tensor:
+            _put(state, path, targets.get(entry))
+        elif path[1] == "state":
+            state[_OPTIMIZER]["state"].setdefault(path[2], {})
+    planner, plan = plan_of(state, metadata, partial=True)
+    read_shards(folder, metadata, planner, plan)
+    read: dict[str, Any] = state[_OPTIMIZER]
+    return read
+
+
+def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
+    *way, last = path
+    for step, following in zip(way, path[1:], strict=True):
+        if isinstance(step, int):
+            while len(state) <= step:
+                state.append([] if isinstance(following, int) else {})
+            state = state[step]
+        else:
+            state = state.setdefault(step, [] if isinstance(following, int) else {})
+    if isinstance(last, int):
+        while len(state) <= last:
+            state.append(None)
+    state[last] = value
+
+
+def _target(saved: TensorStorageMetadata, there: Any, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor to read into: the one that is *there*, or a new one that is sharded as *parameter* is."""
+    dtype = saved.properties.dtype
+    if isinstance(there, torch.Tensor) and there.shape == saved.size and there.dtype == dtype:
+        return there.detach()
+    if parameter is None or (saved.size.numel() == 1 and parameter.numel() != 1):
+        return torch.empty(saved.size, dtype=dtype)
+    if parameter.shape == saved.size:
+        return torch.empty_like(parameter, dtype=dtype).detach()
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        whole = torch.empty(saved.size, dtype=dtype, device=mesh.device_type)
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return torch.empty(saved.size, dtype=dtype, device=parameter.device)
+
+
+def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    return {names[position]: parameter for position, parameter in enumerate(every)}
+
+
+def _sizes(metadata: Metadata) -> dict[str, torch.Size | None]:
+    return {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+
+
+def _difference(
+    here: Mapping[str, torch.Size | None], saved: Mapping[str, torch.Size | None], strict: bool
+) -> str | None:
+    lines = []
+    for what, names in (("missing", here.keys() - saved.keys()), ("unexpected", saved.keys() - here.keys())):
+        if names and strict:
+            lines.append(f"{what}: {', '.join(sorted(name.removeprefix(f'{_MODEL}.') for name in names))}")
+    for name in sorted(here.keys() & saved.keys()):
+        mine, given = here[name], saved[name]
+        if mine is not None and given is not None and mine != given:
+            lines.append(
+                f"size mismatch of {name.removeprefix(f'{_MODEL}.')}: {list(given)} in the checkpoint, "
+                f"{list(mine)} here"
+            )
+    return "; ".join(lines) or None
+
+
+STRATEGY = Sharded()

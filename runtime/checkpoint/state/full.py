@@ -1,0 +1,136 @@
+"""Full state: one file per model and optimizer, as a single process without shards would write it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout
+from orc.runtime.checkpoint.state.base import FULL, strategy_of_optimizer
+from orc.runtime.checkpoint.state.sharding import (
+    bare_optimizer,
+    is_dtensor,
+    is_fsdp1,
+    is_sharded,
+    models_of,
+)
+from orc.runtime.parallel import extract_model_from_parallel
+
+
+class Full:
+    """The strategy ``full``."""
+
+    name = FULL
+
+    def holds_model(self, files: Collection[str], index: int) -> bool:
+        """Return whether there is a file of it."""
+        return layout.model_file(index) in files or layout.model_file(index, False) in files
+
+    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
+        """Return whether there is a file of it."""
+        return layout.numbered(layout.OPTIMIZER_NAME, index, "bin") in files
+
+    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+        """Return all weights under the names of the model that the script wrote; of a sharded model on the CPU.
+
+        Empty on ranks that are not to *keep* those of a sharded model, which take part in gathering them.
+        """
+        if not is_sharded(model):
+            return dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict())
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        if is_fsdp1(model):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            return dict(get_model_state_dict(model, options=options))
+        return dict(gathered(get_model_state_dict(model), keep))
+
+    def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
+        """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
+        if strategy_of_optimizer(optimizer, models) == FULL:
+            return dict(optimizer.state_dict()) if keep else {}
+        bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
+        if not any(map(is_fsdp1, stepped)):
+            return dict(gathered(bare.state_dict(), keep))
+        from orc.runtime.checkpoint.state import fsdp1
+
+        named = fsdp1.optimizer_state(bare, stepped, full=True)
+        return fsdp1.numbered(named, stepped) if named else {}
+
+    def load_model(self, state: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> None:
+        """Load the whole *state*, which every rank has, into a sharded *model*.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        try:
+            set_model_state_dict(model, dict(state), options=options)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"it does not fit the prepared model: {error}") from error
+
+    def load_optimizer(self, state: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Load the whole *state* by positions, which every rank has, into an *optimizer* of sharded parameters."""
+        bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
+        try:
+            if any(map(is_fsdp1, stepped)):
+                from orc.runtime.checkpoint.state import fsdp1
+
+                fsdp1.load_numbered(bare, stepped, state)
+            else:
+                bare.load_state_dict(_sharded_like(state, bare))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
+
+
+def _sharded_like(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return *state* with this rank's parts in the place of tensors that have the shape of a sharded parameter."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    by_place = dict(zip(places, parameters, strict=True))
+    return {
+        "state": {
+            place: {key: _part(value, by_place[place]) for key, value in values.items()}
+            for place, values in state["state"].items()
+        },
+        "param_groups": state["param_groups"],
+    }
+
+
+def _part(value: Any, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or not is_dtensor(parameter):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    alike = value.shape == parameter.shape
+    placements = parameter.placements if alike else [Replicate()] * mesh.ndim  # type: ignore[attr-defined]
+    # Every rank has the whole, so that cutting it needs no other.
+    whole = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, placements).clone()
+
+
+def gathered(state: Any, keep: bool) -> Any:
+    """Return *state* (any nesting) with whole tensors on the CPU in the place of DTensors; on every rank.
+
+    Without *keep* this rank takes part, and gets an empty dictionary.
+    """
+    if is_dtensor(state):
+        whole = state.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(state, Mapping):
+        found = {key: gathered(value, keep) for key, value in state.items()}
+        return found if keep else {}
+    if type(state) in (list, tuple):
+        return type(state)(gathered(value, keep) for value in state)
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu() if keep else None
+    return state
+
+
+STRATEGY = Full()

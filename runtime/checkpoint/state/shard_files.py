@@ -1,0 +1,145 @@
+"""Folders of shards as `torch.distributed.checkpoint` lays them out: one file of tensors per rank, and ``.metadata``.
+
+What is read here may come from anybody: the metadata, which is pickled, may name nothing but its own classes, and
+everything else is read as tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.storage.durable import Hashing
+from orc.runtime.core.names import safe_name
+
+_VERSION = "1.0.0"  # of torch's format
+_CLASSES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+            *("_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+}
+
+
+def write_shards(values: Sequence[torch.Tensor | bytes], lengths: list[int], file: Hashing) -> None:
+    """Write *values* one after another as torch's reader expects them; *lengths* gets the bytes of each."""
+    for value in values:
+        begin = file.size
+        if isinstance(value, bytes):
+            file.write(value)
+        else:
+            tensor = value.detach().cpu()
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                tensor = tensor.clone()  # torch.save writes whole storages
+            torch.save(tensor, cast(IO[bytes], file))
+        lengths.append(file.size - begin)
+
+
+def metadata_bytes(
+    folder: str, metadata: Metadata, items: Sequence[Sequence[WriteItem]], lengths: Sequence[Sequence[int]]
+) -> bytes:
+    """Return the content of ``.metadata``: *items* and their *lengths* in bytes as each rank has written them."""
+    storage: dict[Any, _StorageInfo] = {}
+    for rank, (written, sizes) in enumerate(zip(items, lengths, strict=True)):
+        name, at = layout.shard_file(folder, rank).rpartition("/")[2], 0
+        for item, size in zip(written, sizes, strict=True):
+            storage[item.index] = _StorageInfo(name, at, size)
+            at += size
+    metadata.storage_data = storage
+    metadata.storage_meta = StorageMeta()
+    metadata.version = _VERSION
+    return pickle.dumps(metadata)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of the shards in *folder*.
+
+    Raises:
+        CheckpointError: there is none, or it holds something else.
+    """
+    path = folder / layout.SHARD_METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        for place in metadata.storage_data.values():
+            safe_name(place.relative_path)
+            if getattr(place, "transform_descriptors", None):
+                raise ValueError("its shards are compressed or encrypted")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {layout.SHARD_METADATA}: it holds no sharded state") from None
+    except Exception as error:  # noqa: BLE001 - what a pickle that is none can raise is anything
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    return metadata
+
+
+def paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """Return where each entry of *metadata* belongs in the nested state, by the entry's name."""
+    known = metadata.planner_data or {}
+    return {name: tuple(known.get(name) or (name,)) for name in metadata.state_dict_metadata}
+
+
+def plan_of(state: dict[str, Any], metadata: Metadata, *, partial: bool = False) -> tuple[DefaultLoadPlanner, LoadPlan]:
+    """Return what to read to fill *state*, the part of it that this process holds.
+
+    Raises:
+        RuntimeError, ValueError: a name is missing or a size is another.
+    """
+    planner = _Planner(allow_partial_load=partial)
+    planner.set_up_planner(state, metadata, False)
+    return planner, planner.finish_plan(planner.create_local_plan())
+
+
+def read_shards(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
+    """Read *plan* into the state of its *planner*: tensors in place, whatever ranks and mesh they were saved from.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, False)
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, which would run whatever code a pickled value names."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor in its place."""
+        place: Any = self.original_state_dict
+        *way, last = self.mappings[read_item.dest_index.fqn]
+        for step in way:
+            place = place[step]
+        place[last] = pickled.read(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the classes of metadata, or a type of elements."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
+        return super().find_class(module, name)

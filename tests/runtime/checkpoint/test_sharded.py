@@ -1,0 +1,176 @@
+"""Checkpoints of models that are sharded over the ranks: who resumes them, and what may go wrong."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from orc.runtime import Accelerator
+from orc.runtime.checkpoint.errors import CheckpointError
+
+pytestmark = pytest.mark.distributed
+GLOBAL_BATCH = 8
+
+
+class Run:
+    """Two models that are sharded (or not) and an optimizer for each, prepared; every world size sees the same data."""
+
+    def __init__(self, shard=True, width=10, state=None, seed=0):
+        self.accelerator = Accelerator(
+            step_scheduler_with_optimizer=False
+        )  # one step of the schedule at any world size
+        self.accelerator._checkpointing.checkpoints.state = state
+        torch.manual_seed(seed)
+        self.models = [
+            torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3)),
+            torch.nn.Linear(3, 5, bias=False),
+        ]
+        for model in self.models:
+            model.double()  # so that the order of sums does not show
+        if shard:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.models[0][0])
+            for model in self.models:
+                fully_shard(model)
+        self.optimizers = [
+            torch.optim.AdamW(self.models[0].parameters(), lr=0.01),
+            torch.optim.SGD(self.models[1].parameters(), lr=0.1, momentum=0.9),
+        ]
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.5)
+        self.models = list(self.accelerator.prepare(*self.models))
+        # In another order than the models.
+        self.optimizers[1], self.optimizers[0], self.schedule = self.accelerator.prepare(
+            self.optimizers[1], self.optimizers[0], self.schedule
+        )
+
+    def train(self, first, steps):
+        losses = []
+        share = GLOBAL_BATCH // self.accelerator.num_processes
+        self.models[0][1].eval() if isinstance(self.models[0], torch.nn.Sequential) else self.models[0].eval()
+        for number in range(first, first + steps):
+            data = torch.randn(GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(number)).double()
+            mine = data[self.accelerator.process_index * share :][:share]
+            loss = (self.models[1](self.models[0](mine)) ** 2).mean()
+            self.accelerator.backward(loss)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.schedule.step()
+            losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+
+def save(directory, state=None, block=True):
+    """Train, save, and train on; what was seen then, and the files."""
+    run = Run(state=state)
+    run.train(0, 3)
+    run.accelerator.save_state(directory, block=block)
+    after = run.train(3, 3)
+    run.accelerator.end_training()
+    return after, sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
+
+
+def load(directory, shard=True):
+    """Load into objects of other values, and train on; what is seen then."""
+    run = Run(shard, seed=1)
+    run.accelerator.load_state(directory)
+    return run.train(3, 3)
+
+
+def shards(folder, world):
+    return [f"{folder}/.metadata", *(f"{folder}/__{rank}_0.distcp" for rank in range(world))]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "block"),
+    [(4, [(4, True), (2, True), (1, True), (2, False)], False), (2, [(4, True), (1, False)], True)],
+)
+def test_shards_resume_exactly_at_their_world_size_and_closely_at_others(tmp_path, run_ranks, saved, loaded, block):
+    directory = str(tmp_path / "ckpt")
+    expected, files = run_ranks(saved, save, directory, None, block)[0]
+    folders = ("optimizer_0", "optimizer_1", "pytorch_model_0", "pytorch_model_1")
+    randoms = [f"random_states_{rank}.pkl" for rank in range(saved)]
+    assert files == sorted(
+        [*(name for one in folders for name in shards(one, saved)), *randoms, "manifest.json", "scheduler.bin"]
+    )
+    for world, shard in loaded:
+        results = run_ranks(world, load, directory, shard)
+        assert all(result == results[0] for result in results)
+        if world == saved and shard:
+            assert results[0] == expected
+        assert results[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_full_state_of_sharded_models_is_the_file_of_a_model_that_is_not(tmp_path, run_ranks):
+    directory = str(tmp_path / "ckpt")
+    expected, files = run_ranks(2, save, directory, "full")[0]
+    randoms = [f"random_states_{rank}.pkl" for rank in range(2)]
+    models = ["model.safetensors", "model_1.safetensors"]
+    assert files == sorted([*models, "optimizer.bin", "optimizer_1.bin", *randoms, "manifest.json", "scheduler.bin"])
+    assert run_ranks(2, load, directory, True)[0] == expected
+    for world, shard in ((1, False), (4, True)):
+        assert run_ranks(world, load, directory, shard)[0] == pytest.approx(expected, abs=1e-9)
+
+
+def misfits(directory):
+    """The errors of loading into another model and another optimizer; what was there stays."""
+    errors = []
+    run = Run(width=12)
+    before = [parameter.to_local().clone() for parameter in run.models[0].parameters()]
+    with pytest.raises(CheckpointError) as model:
+        run.accelerator.load_state(directory)
+    errors.append(str(model.value))
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, run.models[0].parameters(), strict=True))
+    run = Run()
+    run.optimizers[0].optimizer.add_param_group({"params": [run.optimizers[0].param_groups[0]["params"].pop()]})
+    with pytest.raises(CheckpointError) as groups:
+        run.accelerator.load_state(directory)
+    errors.append(str(groups.value))
+    run = Run()
+    run.accelerator._prepared.models.pop(0)
+    with pytest.raises(CheckpointError) as gone:
+        run.accelerator.save_state(directory)
+    errors.append(str(gone.value))
+    return errors
+
+
+def test_what_does_not_fit_is_one_error_on_every_rank(tmp_path, run_ranks):
+    directory = str(tmp_path / "ckpt")
+    run_ranks(2, save, directory)
+    (model, groups, gone), second = run_ranks(2, misfits, directory)
+    assert (model, groups, gone) == tuple(second)
+    assert "optimizer_1 does not fit what is prepared: size mismatch of optimizer.state.0.weight.exp_avg" in model
+    assert "it has 1 parameter groups, the optimizer here has 2" in groups
+    assert "parameters of no prepared model" in gone
+
+
+def killed(directory):
+    """Save twice; in the second save every rank dies in the middle of its shards."""
+    from orc.runtime.checkpoint.state import shard_files
+
+    run = Run()
+    run.train(0, 3)
+    run.accelerator.save_state(directory)
+    run.train(3, 1)
+    whole = torch.save
+
+    def half(value, file):
+        whole(value, file)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    shard_files.torch.save = half
+    run.accelerator.save_state(directory)
+
+
+def test_a_save_that_is_killed_in_the_middle_leaves_the_checkpoint_before(tmp_path, run_ranks):
+    directory = str(tmp_path / "ckpt")
+    with pytest.raises(AssertionError, match="rank 0"):
+        run_ranks(2, killed, directory)
+    assert (tmp_path / "ckpt.tmp").is_dir()
+    resumed = run_ranks(2, load, directory)[0]
+    expected, _ = run_ranks(2, save, directory)[0]  # over what the killed save has left
+    assert resumed == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
