@@ -28,6 +28,7 @@ from orc.runtime.core.handlers import (
 from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
+from orc.runtime.engine.deepspeed.choice import choose_deepspeed
 from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
@@ -66,8 +67,10 @@ class Accelerator(AcceleratorAttributes):
         kwargs_handlers: options of autocast, DDP, the gradient scaler and the process group.
         dynamo_backend: compile prepared models with this back end of ``torch.compile``; else ``ORC_DYNAMO_BACKEND``.
         dynamo_plugin: more about compiling.
-        deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins, parallelism_config:
-            documented arguments of features to come; refused by name.
+        deepspeed_plugin, deepspeed_plugins: train with DeepSpeed: a `DeepSpeedPlugin`, or several by name; else
+            ``ACCELERATE_USE_DEEPSPEED``.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: documented arguments of features to come;
+            refused by name.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.
             ``downcast_bf16`` is for TPUs: with bf16, float becomes bfloat16 and double float32, instead of both
             bfloat16; it has no effect elsewhere.
@@ -110,8 +113,6 @@ class Accelerator(AcceleratorAttributes):
             gradient_accumulation_steps=gradient_accumulation_steps,
             dataloader_config=dataloader_config,
             later={
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
                 "fsdp_plugin": fsdp_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
@@ -131,6 +132,7 @@ class Accelerator(AcceleratorAttributes):
         self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
         first = not ctx.configured
+        mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
             check_precision(config.mixed_precision, ctx.device)
@@ -150,6 +152,8 @@ class Accelerator(AcceleratorAttributes):
             ctx.gradient.sync_gradients = True
         if options.accumulation is not None:
             apply_plugin(ctx.gradient, options.accumulation)
+        if ctx.deepspeed is not None:
+            ctx.deepspeed.apply_accumulation(ctx.gradient)
         scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler)
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
         super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
     from orc.runtime.engine import Engine
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+    from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper
     from orc.runtime.observe.profiling import ProfileKwargs
     from orc.runtime.train.accumulation import Accumulation
     from orc.runtime.train.optimizer import AcceleratedOptimizer
@@ -52,6 +54,17 @@ class AcceleratorAttributes(ProcessControl):
     def state(self) -> AcceleratorState:
         """The process and the training settings, read-only."""
         return AcceleratorState.of(self.ctx)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plug-in in force; `None` where DeepSpeed does not train."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
+        """DeepSpeed's engine, once a model is prepared with its optimizer; `None` where DeepSpeed does not train."""
+        wrapped: DeepSpeedEngineWrapper | None = getattr(self._engine, "wrapped", None)
+        return wrapped
 
     @property
     def gradient_state(self) -> GradientState:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.topology import Topology
+    from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
     from orc.runtime.launch.environment import LaunchEnvironment
     from orc.runtime.launch.xla import Xla
 
@@ -150,6 +151,7 @@ class _Settings:
     fixed: bool = False  # an Accelerator has chosen
     topology: Topology | None = None  # None: nobody has asked
     chosen: bool = False  # the topology was set, it is not just the default
+    deepspeed: DeepSpeedPlugins | None = None  # DeepSpeed trains
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +189,15 @@ class RunContext:
         return self._settings.fixed
 
     @property
+    def deepspeed(self) -> DeepSpeedPlugins | None:
+        """The plug-ins of DeepSpeed, which then trains; `None` where it does not."""
+        return self._settings.deepspeed
+
+    def use_deepspeed(self, plugins: DeepSpeedPlugins) -> None:
+        """Let DeepSpeed train, as *plugins* say."""
+        self._settings.deepspeed = plugins
+
+    @property
     def distributed(self) -> bool:
         """More than one process."""
         return self.world_size > 1
@@ -211,6 +222,8 @@ class RunContext:
         """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
         if self.xla is not None:
             return DistributedType.XLA
+        if self.deepspeed is not None:
+            return DistributedType.DEEPSPEED
         if self.world_size == 1:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
@@ -318,6 +331,7 @@ class RunContext:
         self._settings.config = resolve({}, os.environ)
         self._settings.fixed = False
         self._settings.topology, self._settings.chosen = None, False
+        self._settings.deepspeed = None
         self.gradient.reset()
 
 

@@ -191,7 +191,7 @@ def deepspeed_to_env(values: Mapping[str, Any]) -> dict[str, str]:
         if value is None:
             continue
         parsed, variable = check_value(name, value), KEYS[name].variable
-        if variable is not None and parsed is not None:
+        if variable is not None and parsed not in (None, AUTO):  # auto is what is not said
             env[variable] = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
             given.append(name)
     env[FIELDS] = ",".join(given)

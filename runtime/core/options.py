@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orc.runtime.core.config import ConfigError, parse_bool
@@ -26,8 +26,6 @@ from orc.runtime.observe.profiling import ProfileKwargs
 
 # Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
 _LATER = {
-    "deepspeed_plugin": "the DeepSpeed engine",
-    "deepspeed_plugins": "the DeepSpeed engine",
     "fsdp_plugin": "sharded data parallelism",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "the Megatron-LM engine",
@@ -35,7 +33,6 @@ _LATER = {
 }
 # The same in the environment, as other launchers set it.
 _LATER_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
@@ -84,7 +81,6 @@ class Options:
     dynamo: TorchDynamoPlugin
     profile: ProfileKwargs
     fsdp_plugin: Any = None
-    deepspeed_plugins: Mapping[str, Any] = field(default_factory=dict)  # by name, the active one first
 
 
 def gather_options(

@@ -6,13 +6,17 @@ All instances of a class show the same state, which is made on first use. ``_res
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from orc.runtime.core.context import PreparedLoader, RunContext, current_context, peek_context, reset_default
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.handlers import GradientAccumulationPlugin
 from orc.runtime.core.process_control import ProcessControl
 from orc.runtime.train.accumulation import apply_plugin
+
+if TYPE_CHECKING:
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+    from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
 
 
 class _View:
@@ -111,17 +115,29 @@ class AcceleratorState(PartialState):
         return str(self.ctx.config.mixed_precision)
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """The active DeepSpeed plug-in: none."""
-        return
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plug-in in force; `None` where DeepSpeed does not train."""
+        return None if self.ctx.deepspeed is None else self.ctx.deepspeed.active
 
-    def get_deepspeed_plugin(self, name: str) -> None:
-        """Refused: there is none."""
-        raise ContextError(f"there is no DeepSpeed plug-in {name!r}: the DeepSpeed engine is not supported")
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All DeepSpeed plug-ins, by name."""
+        return None if self.ctx.deepspeed is None else dict(self.ctx.deepspeed.named)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the DeepSpeed plug-in *name*. Raises `ValueError`; `ContextError` without DeepSpeed."""
+        return self._deepspeed(name).get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Refused: there is none."""
-        self.get_deepspeed_plugin(name)
+        """Put the DeepSpeed plug-in *name* in force; raises as `get_deepspeed_plugin` does."""
+        self._deepspeed(name).select(name)
+
+    def _deepspeed(self, name: str) -> DeepSpeedPlugins:
+        if self.ctx.deepspeed is None:
+            raise ContextError(
+                f"there is no DeepSpeed plug-in {name!r}: this run has none, pass Accelerator(deepspeed_plugins=...)"
+            )
+        return self.ctx.deepspeed
 
     @property
     def fsdp_plugin(self) -> None:
@@ -142,7 +158,9 @@ class AcceleratorState(PartialState):
             context.unconfigure()
 
     def __repr__(self) -> str:
-        return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n"
+        plugin = self.deepspeed_plugin
+        more = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
+        return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n{more}"
 
 
 class GradientState(_View):

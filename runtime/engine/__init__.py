@@ -26,7 +26,7 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
 
 
 def _name(ctx: RunContext, options: Options | None) -> str:
-    if options is not None and options.deepspeed_plugins:
+    if ctx.deepspeed is not None:
         return "deepspeed"
     return "native" if ctx.xla is None else "xla"
 

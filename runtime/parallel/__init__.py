@@ -20,7 +20,7 @@ from orc.runtime.parallel.moving import named_parameters, replaced
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_MODULES = ("ddp", "xla")
+_MODULES = ("ddp", "deepspeed", "xla")
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orc.runtime.collectives.tree import convert_to_fp32
+from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
 from orc.runtime.core.context import peek_context
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs
@@ -118,6 +118,19 @@ def unwrap_forward(model: nn.Module) -> None:
         del model.__dict__["forward"]
         if model.forward != original:  # the script had put its own in the place of the class's
             model.forward = original
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating-point tensors that *model* is called with to *dtype*, which its parameters have."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return recursively_apply(_as(dtype), args), recursively_apply(_as(dtype), kwargs)
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def convert_outputs_to_fp32(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -36,6 +37,8 @@ def deepspeed() -> Any:
     if not compare_versions("deepspeed", ">=", _OLDEST):
         raise ImportError(f"deepspeed {module.__version__} is too old: {_OLDEST} or later is needed")
     _without_compiling(module)
+    # Newer releases of torch rename collectives, of which every single call by DeepSpeed would tell the user.
+    warnings.filterwarnings("ignore", r"(?s).*torch\.distributed\.\w+` is deprecated", FutureWarning)
     return module
 
 

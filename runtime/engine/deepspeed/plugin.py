@@ -291,7 +291,7 @@ class DeepSpeedPlugin:
 
     def _show(self) -> None:
         """Let the attributes say what the configuration says."""
-        self.gradient_accumulation_steps = self.get_value("gradient_accumulation_steps", 1)
+        self.gradient_accumulation_steps = self.get_value("gradient_accumulation_steps", AUTO)
         self.gradient_clipping = self.get_value("gradient_clipping")
         self.zero_stage = self.zero_stage_of()
         for kind in ("optimizer", "param"):

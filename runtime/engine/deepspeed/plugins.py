@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.deepspeed_keys import USE, truth
-from orc.runtime.core.errors import ContextError
+from orc.runtime.engine.deepspeed.config import AUTO
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 
 if TYPE_CHECKING:
+    from orc.runtime.core.context import GradientRecord
     from orc.runtime.core.state import AcceleratorState
 
 
@@ -38,6 +39,12 @@ class DeepSpeedPlugins:
             plugin.deselect()
         self.active = chosen
         chosen.select(_from_accelerator_state=True)
+
+    def apply_accumulation(self, gradient: GradientRecord) -> None:
+        """Bring the plug-in's number of batches per optimizer step into force, unless it is ``auto``."""
+        steps = self.active.get_value("gradient_accumulation_steps", AUTO)
+        if steps != AUTO:
+            gradient.num_steps = int(steps)
 
 
 _UNNAMED = "default"
@@ -80,6 +87,3 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     if plugin is None:
         raise ValueError("this run has no DeepSpeed plug-in: pass Accelerator(deepspeed_plugin=...)")
     return plugin
-
-
-__all__ = ["ContextError", "DeepSpeedPlugins", "get_active_deepspeed_plugin", "plugins_of"]

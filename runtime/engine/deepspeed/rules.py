@@ -70,7 +70,7 @@ def filled(plugin: DeepSpeedPlugin, facts: Facts) -> None:
             "value: set it in the configuration" + _hint(left)
         )
     plugin.deepspeed_config_process(must_match=False, **values)
-    for path in (_MICRO, _BATCH):
+    for path in (_MICRO, _STEPS, _BATCH):
         if plugin.get_value(path) is None:
             plugin.hf_ds_config.set_value(path, values[path])
 
@@ -89,7 +89,7 @@ def batch_values(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, int]:
     Raises:
         ValueError: the micro batch size is unknown, or the three contradict each other.
     """
-    steps = plugin.get_value(_STEPS, 1)
+    steps = plugin.get_value(_STEPS, AUTO)
     steps = facts.accumulation if steps == AUTO else _positive(_STEPS, steps)
     batch = plugin.get_value(_BATCH, AUTO)
     batch = None if batch == AUTO else _positive(_BATCH, batch)

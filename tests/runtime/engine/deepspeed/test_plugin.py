@@ -206,3 +206,56 @@ def test_sharded_construction_gets_a_configuration_without_auto():
     assert config["train_micro_batch_size_per_gpu"] == config["gradient_accumulation_steps"] == 1
     assert "auto" not in json.dumps(config)
     assert "train_batch_size" not in config
+
+
+def test_several_plug_ins_have_names_and_the_first_is_in_force_until_another_is_selected():
+    from orc.runtime import Accelerator, AcceleratorState
+    from orc.runtime.core.errors import ContextError
+    from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin
+
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    first = Accelerator(deepspeed_plugins=plugins, mixed_precision="bf16")
+    assert get_active_deepspeed_plugin(first.state) is plugins["student"] is first.deepspeed_plugin
+    second = Accelerator()
+    assert second.state.deepspeed_plugins == plugins
+    assert second.distributed_type == "DEEPSPEED"
+    AcceleratorState().select_deepspeed_plugin("teacher")
+    assert first.state.deepspeed_plugin is second.deepspeed_plugin is plugins["teacher"]
+    assert (plugins["teacher"].selected, plugins["student"].selected) == (True, False)
+    assert first.state.get_deepspeed_plugin("student") is plugins["student"]
+    assert plugins["teacher"].get_value("bf16.enabled") is True
+    assert f"ds_config: {plugins['teacher'].deepspeed_config}" in repr(first.state)
+    with pytest.raises(ValueError, match="'student', 'teacher'"):
+        first.state.select_deepspeed_plugin("coach")
+    with pytest.raises(ContextError, match="share"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+    with pytest.raises(NotImplementedError, match="select_deepspeed_plugin"):
+        plugins["student"].select()
+
+
+def test_accumulation_of_the_plug_in_comes_before_that_of_the_accelerator(launched, file):
+    from orc.runtime import Accelerator, AcceleratorState
+
+    for config, expected in ((EXPLICIT, 10), (AUTO, 3)):
+        plugin = DeepSpeedPlugin(config, **({"zero_stage": 2} if config is AUTO else {}))
+        accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=3)
+        assert accelerator.gradient_accumulation_steps == expected
+        AcceleratorState._reset_state()
+    launched(deepspeed_config_file=file(EXPLICIT))
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 10)
+    AcceleratorState._reset_state()
+    launched(zero_stage=1)
+
+
+def test_deepspeed_comes_with_the_first_accelerator_and_with_one_argument():
+    from orc.runtime import Accelerator
+    from orc.runtime.core.errors import ContextError
+
+    with pytest.raises(TypeError, match="dictionary"):
+        Accelerator(deepspeed_plugins=[DeepSpeedPlugin()])
+    with pytest.raises(ValueError, match="one of them"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins=DeepSpeedPlugin())
+    Accelerator()
+    with pytest.raises(ContextError, match="without DeepSpeed"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin())

@@ -1,0 +1,268 @@
+"""Training with DeepSpeed: the model, its optimizer, schedule and batch size become one engine of that library."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.events import Events
+from orc.runtime.engine.deepspeed import library
+from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
+from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
+from orc.runtime.engine.deepspeed.states import consolidated, is_deepspeed
+from orc.runtime.engine.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.parallel.compile import compiles
+from orc.runtime.parallel.precision import cast_inputs
+from orc.runtime.train.normalize import Count, LossNormalizer
+
+if TYPE_CHECKING:
+    from orc.runtime.core.options import Options
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.preparing import Preparation
+
+_LATER = (
+    "with DeepSpeed, prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
+)
+
+
+class DeepSpeed:
+    """Backward, updates, clipping and states of one run that DeepSpeed trains."""
+
+    name = "deepspeed"
+
+    def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
+        library.deepspeed()  # what is missing is said before anything is prepared
+        self.ctx = ctx
+        self.prepared = Prepared() if prepared is None else prepared
+        self.prepared.scaler = None  # DeepSpeed scales by itself
+        self.events = Events()
+        self.normalizer = LossNormalizer(ctx, tuple)
+        self.wrapped: DeepSpeedEngineWrapper | None = None
+        self._gradient = ctx.gradient
+        self._warned = False
+
+    @property
+    def scaler(self) -> None:
+        """The gradient scaler: none, DeepSpeed scales by itself."""
+        return
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The plug-in in force."""
+        plugins = self.ctx.deepspeed
+        assert plugins is not None
+        return plugins.active
+
+    # ---- preparing
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+    ) -> Sequence[Any]:
+        """Prepare all *objects*: loaders as always, and one engine of the model, its optimizer and its schedule.
+
+        Raises:
+            ValueError: several models, an optimizer without its model, or objects that do not fit the configuration.
+        """
+        if any(place is not None for place in placement):
+            raise ValueError(
+                "prepare(device_placement=...) is not possible with DeepSpeed, which places what it trains"
+            )
+        result = list(objects)
+        models = [i for i, one in enumerate(objects) if isinstance(one, nn.Module) and not self._known(one)]
+        optimizers = [i for i, one in enumerate(objects) if _is_optimizer(one)]
+        schedulers = [i for i, one in enumerate(objects) if isinstance(one, LRScheduler | DummyScheduler)]
+        for index, one in enumerate(objects):
+            if isinstance(one, DataLoader):
+                result[index] = preparation.prepare_data_loader(one)
+        if len(models) > 1:
+            raise ValueError(
+                f"{len(models)} models in one prepare(): DeepSpeed trains one per call; for a second one select its "
+                "plug-in and prepare it by itself"
+            )
+        if not models:
+            if optimizers:
+                raise ValueError(_LATER)
+            for index in schedulers:
+                result[index] = preparation.prepare_scheduler(objects[index])
+            return result
+        optimizer = objects[optimizers[0]] if optimizers else None
+        scheduler = objects[schedulers[0]] if schedulers else None
+        plugin = self.plugin
+        check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
+        loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
+        model = objects[models[0]]
+        filled(plugin, self._facts(model, optimizer, scheduler, loaders))
+        engine, made = self._initialize(plugin, model, optimizer, scheduler)
+        if compiles(preparation.dynamo):
+            options = preparation.dynamo.to_kwargs()
+            engine.compile(backend=options.pop("backend", "inductor"), compile_kwargs=options)
+        self.prepared.models.append(engine)
+        result[models[0]] = engine
+        if optimizer is None:
+            return result
+        self.wrapped = DeepSpeedEngineWrapper(engine)
+        ours = DeepSpeedOptimizerWrapper(
+            engine.optimizer, engine=engine, gradient=self._gradient, trainer=self, original=optimizer
+        )
+        result[optimizers[0]] = preparation.prepare_optimizer(ours)
+        if isinstance(scheduler, DummyScheduler):
+            result[schedulers[0]] = DeepSpeedSchedulerWrapper(made, ours, gradient=self._gradient)
+            self.prepared.schedulers.append(result[schedulers[0]])
+        elif scheduler is not None:
+            result[schedulers[0]] = preparation.prepare_scheduler(scheduler)
+        return result
+
+    def _known(self, model: nn.Module) -> bool:
+        return any(model is known for known in self.prepared.models)
+
+    def _facts(self, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Iterable[Any]) -> Facts:
+        size = self.ctx.topology.data_size
+        batches = [loader.total_batch_size // size for loader in loaders if (loader.total_batch_size or 0) >= size]
+        steps = self._gradient.num_steps
+        return Facts(size, batches, steps, getattr(model, "config", None), optimizer, scheduler)
+
+    def _initialize(self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+        """Return DeepSpeed's engine and the schedule it made."""
+        deepspeed = library.deepspeed()
+        stage = plugin.get_value("zero_optimization.stage", 0)
+        if optimizer is None and stage != 3:
+            raise ValueError(
+                f"a model without an optimizer is for inference, which DeepSpeed does with ZeRO stage 3; the stage is "
+                f"{stage}. To train, {_LATER[len('with DeepSpeed, ') :]}"
+            )
+        config = dict(plugin.deepspeed_config)
+        arguments: dict[str, Any] = {"model": model, "config": config}
+        if isinstance(optimizer, DummyOptim):
+            arguments["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            arguments["optimizer"] = optimizer
+            config.setdefault("zero_allow_untested_optimizer", True)
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+        else:
+            for section in ("optimizer", "scheduler"):
+                config.pop(section, None)
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+        plugin.set_moe_leaf_modules(model)
+        try:
+            engine, _, _, made = deepspeed.initialize(**arguments)
+        except (AssertionError, ValueError, TypeError) as error:  # what its own checks object to, on all ranks
+            raise ValueError(f"DeepSpeed refuses what is prepared: {error}") from error
+        self._gradient.num_steps = engine.gradient_accumulation_steps()
+        if self.ctx.config.mixed_precision == "bf16":
+            cast_inputs(engine.module, torch.bfloat16)
+        return engine, made
+
+    # ---- training
+
+    def _training(self) -> DeepSpeedEngineWrapper:
+        if self.wrapped is None:
+            raise ValueError(f"nothing is prepared for training: {_LATER}")
+        return self.wrapped
+
+    def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
+        """Compute gradients of *loss*; at the end of an accumulation window also update.
+
+        Raises:
+            ValueError: *normalize_by* is given, or nothing is prepared for training.
+        """
+        if normalize_by is not None:
+            raise ValueError("backward(normalize_by=...) is not possible with DeepSpeed, which divides by itself")
+        self._training().backward(loss, sync_gradients=self._gradient.sync_gradients, **kwargs)
+        for tell in self.events.on_backward:
+            tell(loss, False)
+
+    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Count the update that `backward` made."""
+        engine = self._training().engine
+        optimizer.skipped = not engine.was_step_applied()
+        optimizer.steps += not optimizer.skipped
+        return None
+
+    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+        """Do nothing: the update has cleared the gradients."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Return the gradients' norm before DeepSpeed clipped them by ``gradient_clipping`` of its configuration."""
+        wrapped = self._training()
+        clips = wrapped.engine.gradient_clipping()
+        if clips != max_norm and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) has no effect with DeepSpeed, whose configuration says "
+                f"gradient_clipping {clips}: set DeepSpeedPlugin(gradient_clipping={max_norm})",
+                stacklevel=3,
+            )
+        norm = wrapped.get_global_grad_norm()
+        for tell in self.events.on_clip:
+            tell(norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Refused. Raises `ValueError`: DeepSpeed clips by norm alone."""
+        raise ValueError("clip_grad_value_ is not possible with DeepSpeed; it clips by norm (gradient_clipping)")
+
+    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
+        """Do nothing: DeepSpeed scales by itself."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty block: the update waits for the end of the window, and ZeRO reduces what it shards."""
+        return nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty block."""
+        return nullcontext()
+
+    # ---- states
+
+    def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The complete state dict of *model*; with ZeRO-3 gathered in the precision of training, on rank 0 alone.
+
+        Raises:
+            ValueError: gathering is not switched on.
+        """
+        found = next((one for one in self.prepared.models if one is model), None)
+        if found is None:
+            return extract_model_from_parallel(model).state_dict() if unwrap else model.state_dict()
+        return consolidated(found)
+
+    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """This process's part of the state, as DeepSpeed keeps it."""
+        return optimizer.state_dict()
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load whole tensors into *model*.
+
+        Raises:
+            ValueError: its parameters are sharded; `Accelerator.load_state` loads checkpoints.
+        """
+        engine: Any = model
+        if is_deepspeed(model) and engine.zero_optimization_stage() == 3:
+            raise ValueError("parameters of ZeRO-3 are sharded: load checkpoints with accelerator.load_state")
+        return extract_model_from_parallel(model).load_state_dict(state, **options)
+
+    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` gave on this process."""
+        optimizer.load_state_dict(state)
+
+
+def _is_optimizer(one: Any) -> bool:
+    return isinstance(one, Optimizer | DummyOptim) and not isinstance(one, DeepSpeedOptimizerWrapper)
+
+
+ENGINE = DeepSpeed

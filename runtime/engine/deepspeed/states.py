@@ -1,0 +1,171 @@
+"""States of what DeepSpeed trains: the whole weights, and the parts of a checkpoint that each rank writes.
+
+DeepSpeed lays its checkpoints out by itself: one file of weights and one of optimizer state per rank, below a folder.
+`captured` asks it for these without letting it write, so that they go where every other file of the checkpoint goes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout
+
+_GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def is_deepspeed(model: Any) -> bool:
+    """Return whether *model* is an engine of DeepSpeed."""
+    return hasattr(model, "zero_optimization_stage") and hasattr(model, "save_checkpoint")
+
+
+def consolidated(engine: Any) -> dict[str, Any]:
+    """Return the whole weights of *engine*'s module on the CPU; with ZeRO-3 on rank 0, elsewhere nothing. Collective.
+
+    Raises:
+        ValueError: the parameters are sharded and gathering them is not switched on.
+    """
+    if engine.zero_optimization_stage() != 3:
+        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+        # DeepSpeed keeps weights as pieces of large buffers, which a file must not hold whole for each piece.
+        return dict(clone_tensors_for_torch_save(engine.module.state_dict()))
+    if not engine.zero_gather_16bit_weights_on_model_save():
+        raise ValueError(
+            f"the weights are sharded by ZeRO-3, and gathering them is switched off: set {_GATHER} to true in the "
+            "DeepSpeed configuration, or DeepSpeedPlugin(zero3_save_16bit_model=True); or save with save_state and "
+            "convert with zero_to_fp32.py, which is in that directory"
+        )
+    return dict(engine._zero3_consolidated_16bit_state_dict() or {})
+
+
+class Parts:
+    """What one rank adds to a checkpoint: states by file name, and files that are copied as they are."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+        self.files: dict[str, bytes] = {}
+
+
+def folder(index: int) -> str:
+    """Return the folder of model *index* in a checkpoint."""
+    return layout.MODEL_NAME if index == 0 else f"{layout.MODEL_NAME}_{index}"
+
+
+def captured(engine: Any, index: int = 0, **options: Any) -> Parts:
+    """Return this rank's parts of the state of *engine*. Collective.
+
+    Args:
+        engine: DeepSpeed's.
+        index: number of the model in the checkpoint.
+        options: of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``, ``client_state``).
+    """
+    parts = Parts()
+    with tempfile.TemporaryDirectory(prefix="orc-deepspeed-") as place:
+        root = Path(place)
+
+        def keep(state: Any, path: str) -> None:
+            parts.states[str(Path(path).relative_to(root))] = state
+
+        with _exchanged(engine, save=keep):
+            engine.save_checkpoint(place, tag=folder(index), save_latest=index == 0, **options)
+        for path in root.rglob("*"):
+            if path.is_file():
+                parts.files[str(path.relative_to(root))] = path.read_bytes()
+    return parts
+
+
+def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> None:
+    """Load the state of *engine* from a checkpoint at *directory*. Collective.
+
+    Args:
+        engine: DeepSpeed's.
+        directory: the checkpoint.
+        index: number of the model in it.
+        options: of DeepSpeed's ``load_checkpoint``.
+
+    Raises:
+        CheckpointError: DeepSpeed cannot load it here.
+    """
+    tag = None if engine.load_universal_checkpoint() else folder(index)
+    try:
+        with _exchanged(engine, load=_load):
+            path, _ = engine.load_checkpoint(str(directory), tag=tag, **options)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be loaded by DeepSpeed: {type(error).__name__}: {error}") from error
+    if path is None:
+        raise CheckpointError(f"{directory} holds no state of DeepSpeed in {folder(index)}")
+
+
+def problem(engine: Any, files: Mapping[str, Any], index: int, world_size: int, ranks: int) -> str | None:
+    """Return why a checkpoint with *files*, written by *world_size* ranks, cannot be loaded on *ranks* by *engine*."""
+    if not any(name.startswith(f"{folder(index)}/") for name in files):
+        return f"it holds no {folder(index)}/, so it was not saved by a run with DeepSpeed"
+    if world_size != ranks and not engine.load_universal_checkpoint():
+        return (
+            f"DeepSpeed's shards of {world_size} processes fit {world_size} processes, and there are {ranks}: convert "
+            "it with `python -m deepspeed.checkpoint.ds_to_universal`, and set checkpoint.load_universal to true in "
+            "the DeepSpeed configuration"
+        )
+    stage = engine.zero_optimization_stage()
+    optimizers = [name for name in files if name.startswith(f"{folder(index)}/") and name.endswith("optim_states.pt")]
+    if bool(optimizers) != bool(stage) and not engine.load_universal_checkpoint():
+        return f"it was saved {'with' if optimizers else 'without'} ZeRO, and the stage here is {stage}"
+    sharded = any(name.endswith("model_states.pt") and "zero_pp_rank" in name for name in files)
+    if sharded != (stage == 3) and not engine.load_universal_checkpoint():
+        return f"it was saved with ZeRO stage {3 if sharded else '1 or 2'}, and the stage here is {stage}"
+    return None
+
+
+@contextmanager
+def _exchanged(
+    engine: Any, save: Callable[[Any, str], None] | None = None, load: Callable[[str, Any], Any] | None = None
+) -> Iterator[None]:
+    """Let *engine* save and load with these functions instead of writing and reading files by itself."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class Exchanged(TorchCheckpointEngine):  # type: ignore[misc]
+        def create(self, info: Any) -> None:
+            """Announce nothing."""
+
+        def save(self, state_dict: Any, path: str) -> None:
+            assert save is not None
+            save(state_dict, path)
+
+        def load(self, path: str, map_location: Any = None) -> Any:
+            assert load is not None
+            return load(path, map_location)
+
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = Exchanged()
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = own
+
+
+def _load(path: str, map_location: Any = None) -> Any:
+    """Read a file of DeepSpeed without running what it says: tensors, plain values and DeepSpeed's own few classes."""
+    _trust_own_classes()
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _trust_own_classes() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])

@@ -1,0 +1,54 @@
+"""DeepSpeed's engines are models too: how to find what the script wrote, and when not to make replicas."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.parallel.base import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.core.context import RunContext
+
+
+class DeepSpeedModels:
+    """Models that DeepSpeed trains. Its engine makes them from all objects of one ``prepare``, not from one model."""
+
+    name = "deepspeed"
+    order = 300
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("ddp",)
+    places_parameters = False
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """For a model that is prepared by itself to be trained."""
+        return ctx.deepspeed is not None and not request.evaluation
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """Refused: its optimizer is missing."""
+        return "DeepSpeed needs the model with its optimizer: accelerator.prepare(model, optimizer, ...)"
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Return *model* as it is."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """The module inside an engine of DeepSpeed."""
+        library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
+        kind = getattr(library, "DeepSpeedEngine", None)
+        return model.module if kind is not None and isinstance(model, kind) else None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Not its business."""
+        return None
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Not its business."""
+        return None
+
+
+PARALLELIZER = DeepSpeedModels()

@@ -1,0 +1,111 @@
+"""Training with DeepSpeed itself on two processes without accelerators: the same losses as replicas have."""
+
+import pytest
+
+STEPS, BATCH, WIDTH = 12, 4, 16
+# DeepSpeed is slow to import, so that one start of ranks serves several settings.
+SETTINGS = {
+    "zero 0": {"zero_stage": 0},
+    "zero 1": {"zero_stage": 1},
+    "zero 2, optimizer on the CPU": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+    "zero 3, all on the CPU": {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "cpu",
+        "zero3_save_16bit_model": True,
+    },
+}
+
+
+def forget():
+    """Let the next Accelerator choose anew; the process group stays."""
+    import gc
+
+    from orc.runtime import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=False)
+    gc.collect()
+
+
+def objects(steps=STEPS, batch=BATCH):
+    """Model, optimizer, schedule and loader, the same on every rank and for every call."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(2 * steps * batch, WIDTH, generator=generator)
+    targets = samples.sum(1, keepdim=True).sin()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples, targets), batch_size=batch)
+    return model, optimizer, schedule, loader
+
+
+def loop(accelerator, model, optimizer, schedule, loader, most=None):
+    """Train as a script does; the losses over all ranks, and the norms."""
+    import torch
+
+    losses, norms = [], []
+    for number, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if most is not None and number + 1 == most:
+            break
+    return losses, norms
+
+
+def train_each_way(settings):
+    """Losses and norms by name of the setting, replicas first, and what else can be asked of each."""
+    import torch
+
+    from orc.runtime import Accelerator
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+
+    results = {}
+    for name, chosen in {"replicas": None, **settings}.items():
+        plugin = None if chosen is None else DeepSpeedPlugin(gradient_clipping=0.5, **chosen)
+        accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+        prepared = accelerator.prepare(*objects())
+        losses, norms = loop(accelerator, *prepared)
+        model, optimizer, schedule, _ = prepared
+        weights = accelerator.get_state_dict(model)
+        results[name] = {
+            "losses": losses,
+            "norms": norms,
+            "lr": schedule.get_last_lr(),
+            "steps": optimizer.steps,
+            "weights": {key: value.double().sum().item() for key, value in weights.items()},
+            "type": str(accelerator.distributed_type),
+            "unwrapped": type(accelerator.unwrap_model(model)) is torch.nn.Sequential,
+            "batch": plugin
+            and (plugin.get_value("train_micro_batch_size_per_gpu"), plugin.get_value("train_batch_size")),
+        }
+        forget()
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks):
+    return run_ranks(2, train_each_way, SETTINGS, timeout=240)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_zero_trains_as_replicas_do(trained, name):
+    for rank, results in enumerate(trained):
+        expected, got = results["replicas"], results[name]
+        assert got["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+        assert (got["lr"], got["steps"]) == (expected["lr"], expected["steps"])
+        assert (got["type"], got["unwrapped"]) == ("DEEPSPEED", True)
+        assert got["batch"] == (BATCH, BATCH * 2 * 2)
+        if rank == 0:
+            assert got["weights"] == pytest.approx(expected["weights"], abs=1e-4)
