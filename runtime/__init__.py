@@ -168,6 +168,7 @@ HOMES: dict[str, str] = {
     "override_numa_affinity": "launch.numa",
     "pad_across_processes": "collectives.collectives",
     "pad_input_tensors": "collectives.structure",
+    "ParallelismConfig": "core.parallelism",
     "parse_choice_from_env": "compat.patching",
     "parse_flag_from_env": "compat.patching",
     "PartialState": "core.state",

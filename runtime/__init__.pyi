@@ -138,6 +138,7 @@ from orc.runtime.core.handlers import InitProcessGroupKwargs as InitProcessGroup
 from orc.runtime.core.handlers import KwargsHandler as KwargsHandler
 from orc.runtime.core.handlers import ProjectConfiguration as ProjectConfiguration
 from orc.runtime.core.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+from orc.runtime.core.parallelism import ParallelismConfig as ParallelismConfig
 from orc.runtime.core.process_control import wait_for_everyone as wait_for_everyone
 from orc.runtime.core.state import AcceleratorState as AcceleratorState
 from orc.runtime.core.state import GradientState as GradientState
@@ -371,6 +372,7 @@ __all__ = [
     "override_numa_affinity",
     "pad_across_processes",
     "pad_input_tensors",
+    "ParallelismConfig",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "PartialState",

@@ -26,6 +26,7 @@ from orc.runtime.core.handlers import (
     TorchDynamoPlugin,
 )
 from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
+from orc.runtime.core.parallelism import ParallelismConfig, parallelism_of
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
 from orc.runtime.engine.deepspeed.choice import choose_deepspeed
@@ -69,8 +70,9 @@ class Accelerator(AcceleratorAttributes):
         dynamo_plugin: more about compiling.
         deepspeed_plugin, deepspeed_plugins: train with DeepSpeed: a `DeepSpeedPlugin`, or several by name; else
             ``ACCELERATE_USE_DEEPSPEED``.
-        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: documented arguments of features to come;
-            refused by name.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin: documented arguments of features to come; refused by name.
+        parallelism_config: over how many processes each kind of parallelism spreads the run; else
+            ``ACCELERATE_USE_PARALLELISM_CONFIG`` and ``PARALLELISM_CONFIG_*``.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.
             ``downcast_bf16`` is for TPUs: with bf16, float becomes bfloat16 and double float32, instead of both
             bfloat16; it has no effect elsewhere.
@@ -103,7 +105,7 @@ class Accelerator(AcceleratorAttributes):
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
         **older: Any,
     ) -> None:
         downcast_bf16 = older.pop("downcast_bf16", None)
@@ -116,7 +118,6 @@ class Accelerator(AcceleratorAttributes):
                 "fsdp_plugin": fsdp_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
-                "parallelism_config": parallelism_config,
             },
             rng_types=rng_types,
             project_dir=project_dir,
@@ -135,6 +136,9 @@ class Accelerator(AcceleratorAttributes):
         mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
+            self.parallelism_config = parallelism_of(parallelism_config, os.environ)
+            if self.parallelism_config is not None:
+                self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
             check_precision(config.mixed_precision, ctx.device)
             if ctx.xla is not None:
                 ctx.xla.choose_precision(config.mixed_precision, config.downcast_bf16)

@@ -20,6 +20,7 @@ from orc.runtime.core.state import AcceleratorState, GradientState
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
@@ -65,6 +66,14 @@ class AcceleratorAttributes(ProcessControl):
         """DeepSpeed's engine, once a model is prepared with its optimizer; `None` where DeepSpeed does not train."""
         wrapped: DeepSpeedEngineWrapper | None = getattr(self._engine, "wrapped", None)
         return wrapped
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a run whose layout was chosen; `None` where all processes are copies and nobody asked for one.
+
+        The first use makes it, on all processes together.
+        """
+        return self.ctx.topology.mesh if self.ctx.topology_chosen else None
 
     @property
     def gradient_state(self) -> GradientState:

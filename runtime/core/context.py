@@ -238,6 +238,11 @@ class RunContext:
             settings.topology = Topology(self)
         return settings.topology
 
+    @property
+    def topology_chosen(self) -> bool:
+        """`True` once somebody has set the layout."""
+        return self._settings.chosen
+
     def set_topology(self, layout: Mapping[str, int] | DeviceMesh, *, by: str) -> Topology:
         """Choose the layout of the ranks, once.
 

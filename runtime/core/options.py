@@ -29,13 +29,11 @@ _LATER = {
     "fsdp_plugin": "sharded data parallelism",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "the Megatron-LM engine",
-    "parallelism_config": "tensor and context parallelism",
 }
 # The same in the environment, as other launchers set it.
 _LATER_VARIABLES = {
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 # Spellings of older releases, and where their value goes now.
 _OLDER = {

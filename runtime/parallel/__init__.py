@@ -38,6 +38,8 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     """
     if is_sharded(model):
         return []
+    if not request.evaluation:
+        _refuse_unserved(ctx)
     wanted = [one for one in parallelizers() if one.wanted(model, ctx, request)]
     asked = [one for one in wanted if not one.default]
     wanted = [one for one in wanted if not (one.default and any(_conflict(one, other) for other in asked))]
@@ -50,6 +52,17 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
         if clash := next((other for other in wanted if other is not one and _conflict(one, other)), None):
             raise ContextError(f"the strategies {one.name} and {clash.name} cannot be used together; choose one")
     return wanted
+
+
+def _refuse_unserved(ctx: RunContext) -> None:
+    """Raise `ContextError` for dimensions over which nothing here spreads a model: its copies would differ silently."""
+    topology = ctx.topology
+    if unserved := [name for name in ("pp", "cp", "sp", "tp") if topology.size(name) > 1]:
+        sizes = " and ".join(f"{name} {topology.size(name)}" for name in unserved)
+        raise ContextError(
+            f"{topology.by} asks for {sizes}, and this version of orc cannot spread a model over it: shard the model "
+            "over accelerator.torch_device_mesh before prepare, or leave it out"
+        )
 
 
 def _conflict(one: Parallelizer, other: Parallelizer) -> bool:

@@ -234,7 +234,7 @@ def test_free_memory_starts_over():
         ({"deepspeed_plugins": {"student": object()}}, TypeError, "DeepSpeedPlugin"),
         ({"megatron_lm_plugin": object()}, ValueError, "the Megatron-LM engine"),
         ({"torch_tp_plugin": object()}, ValueError, "tensor parallelism"),
-        ({"parallelism_config": object()}, ValueError, "tensor and context parallelism"),
+        ({"parallelism_config": object()}, TypeError, "not a ParallelismConfig"),
         ({"downcast_bf16": "perhaps"}, ValueError, "downcast_bf16 = 'perhaps': not a truth value"),
         ({"log_with": "tensorbord"}, ValueError, "unsupported tracker 'tensorbord', did you mean 'tensorboard'"),
         ({"log_with": "tensorboard"}, ValueError, "tensorboard requires a `logging_dir`; give Accelerator project_dir"),

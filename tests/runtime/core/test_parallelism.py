@@ -1,0 +1,93 @@
+"""`ParallelismConfig`: where sizes come from, what they make of the run, and what is refused."""
+
+import pytest
+import torch
+
+from orc.runtime import Accelerator, ConfigError, ContextError, ParallelismConfig
+from orc.runtime.core.context import current_context
+from orc.runtime.testing import run_threads
+
+
+def test_sizes_come_from_arguments_then_variables(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    config = ParallelismConfig(dp_replicate_size=3, dp_shard_size=1)
+    assert (config.dp_replicate_size, config.dp_shard_size, config.tp_size, config.cp_size) == (3, 1, 4, 1)
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (12, 3, 4)
+    assert config.sizes == {"dp_replicate": 3, "tp": 4}
+    assert (config.dp_replicate_enabled, config.dp_shard_enabled) == (True, False)
+    assert (config.tp_enabled, config.cp_enabled, config.sp_enabled) == (True, False, False)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "two"])
+def test_a_size_is_a_number_of_processes(value, monkeypatch):
+    with pytest.raises(ConfigError, match="tp_size="):
+        ParallelismConfig(tp_size=value)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", str(value))
+    with pytest.raises(ConfigError, match=r"PARALLELISM_CONFIG_CP_SIZE=.*at least 1"):
+        ParallelismConfig()
+
+
+def test_a_sequence_is_cut_in_one_way():
+    with pytest.raises(ConfigError, match="choose one"):
+        ParallelismConfig(cp_size=2, sp_size=2)
+
+
+def test_an_accelerator_takes_the_layout_and_its_loaders_follow():
+    def look(config):
+        accelerator = Accelerator(parallelism_config=config)
+        assert accelerator.parallelism_config is config
+        return str(accelerator.ctx.topology), accelerator.ctx.topology.data_rank
+
+    tensor = ParallelismConfig(dp_replicate_size=2, tp_size=2)
+    assert run_threads(4, look, tensor) == [("dp_replicate 2 x tp 2", rank // 2) for rank in range(4)]
+    assert run_threads(4, look, ParallelismConfig()) == [("dp_replicate 4", rank) for rank in range(4)]
+
+
+def test_the_environment_turns_it_on(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert run_threads(2, lambda: Accelerator().ctx.topology.data_size) == [2, 2]
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert run_threads(2, lambda: Accelerator().ctx.topology.data_size) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        (ParallelismConfig(tp_size=3), ContextError, "tp 3 makes 3 ranks, but the run has 4"),
+        (ParallelismConfig(dp_shard_size=4), ConfigError, "dp_shard_size=4 shards the model"),
+        ("tp", TypeError, "parallelism_config is a str"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank_and_leaves_nothing_behind(config, kind, message):
+    def ask():
+        with pytest.raises(kind, match=message):
+            Accelerator(parallelism_config=config)
+        return Accelerator().ctx.topology.data_size
+
+    assert run_threads(4, ask) == [4] * 4
+
+
+def test_training_over_a_dimension_that_nothing_serves_is_refused_by_name():
+    def train():
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(ContextError, match="parallelism_config asks for tp 2"):
+            accelerator.prepare(model)
+        assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+    run_threads(2, train)
+
+
+def test_a_mesh_has_the_dimensions_that_are_used(run_ranks):
+    def build():
+        config = ParallelismConfig(dp_replicate_size=2)
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        own = config.build_device_mesh("cpu")
+        assert accelerator.torch_device_mesh is current_context().topology.mesh
+        with pytest.raises(ContextError, match="tp_size 4 makes 4 processes"):
+            ParallelismConfig(tp_size=4).build_device_mesh("cpu")
+        return own.mesh_dim_names, own.mesh.tolist(), accelerator.torch_device_mesh.mesh_dim_names
+
+    assert run_ranks(2, build) == [(("dp_replicate",), [0, 1], ("dp_replicate",))] * 2
+    assert Accelerator().torch_device_mesh is None
