@@ -29,6 +29,7 @@ from orc.runtime.collectives.packing import (
 from orc.runtime.collectives.structure import CannotPadNestedTensorWarning
 from orc.runtime.collectives.tree import flatten, outline, unflatten
 from orc.runtime.core.context import RunContext, current_context
+from orc.runtime.core.host_memory import new_empty
 
 # What the backends cannot add travels wider. Sums of truth values stay counts.
 _CARRIERS = {
@@ -39,6 +40,7 @@ _CARRIERS = {
 }
 
 _TOGETHER_BYTES = 1 << 14
+_PIECE_BYTES, _PIECES_AT_ONCE = 16 << 20, 2
 
 
 def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
@@ -98,7 +100,7 @@ def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup) -> N
 
 def _gather_large(leaf: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     leaf = leaf.detach().contiguous()
-    result = leaf.new_empty((ranks * leaf.shape[0], *leaf.shape[1:]))
+    result = new_empty(leaf, (ranks * leaf.shape[0], *leaf.shape[1:]))
     all_gather_flat(result.view(-1).view(torch.uint8), leaf.view(-1).view(torch.uint8), group)
     return result
 
@@ -151,10 +153,10 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
                     flat = flatten_part(part, leaves)
                     # A single tensor is not copied by flattening.
                     total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
-                unflatten_part(part, total / ctx.world_size if reduction == "mean" else total, out)
+                unflatten_part(part, _divided(total, ctx.world_size) if reduction == "mean" else total, out)
             for index in layout.large:
-                total = _sum(leaves[index].detach().clone(memory_format=torch.contiguous_format), group)
-                out[index] = total / ctx.world_size if reduction == "mean" else total
+                total = _sum_large(leaves[index].detach(), group)
+                out[index] = _divided(total, ctx.world_size) if reduction == "mean" else total
     return unflatten(spec, out)
 
 
@@ -165,6 +167,29 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         tensor = tensor.to(_CARRIERS[dtype])
     dist.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group)
     return tensor.to(dtype) if dtype in _CARRIERS and dtype != torch.bool else tensor
+
+
+def _sum_large(leaf: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of *leaf* over the processes; on the host, one piece is copied while the ones before it travel."""
+    if leaf.dtype in _CARRIERS or leaf.device.type != "cpu":
+        return _sum(leaf.clone(memory_format=torch.contiguous_format), group)
+    result = new_empty(leaf)
+    total, own = (torch.view_as_real(t) if t.is_complex() else t for t in (result, leaf.contiguous()))
+    length = _PIECE_BYTES // total.dtype.itemsize
+    under_way: list[dist.Work] = []
+    for piece, source in zip(total.view(-1).split(length), own.view(-1).split(length), strict=True):
+        piece.copy_(source)
+        if len(under_way) == _PIECES_AT_ONCE:
+            under_way.pop(0).wait()
+        under_way.append(dist.all_reduce(piece, group=group, async_op=True))
+    for work in under_way:
+        work.wait()
+    return result
+
+
+def _divided(total: Tensor, by: int) -> Tensor:
+    """*total*, which may be overwritten, divided; whole numbers become float32."""
+    return total.div_(by) if total.is_floating_point() or total.is_complex() else total / by
 
 
 def _sum_here(part: Part, rows: Tensor) -> Tensor:

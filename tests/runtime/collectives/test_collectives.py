@@ -191,6 +191,29 @@ def test_broadcast_fills_in_place(run_ranks):
         assert data["complex"].tolist() == [2 + 1j] * 2
 
 
+def test_tensors_of_many_pieces_are_reduced_into_memory_of_their_own(run_ranks):
+    def check():
+        from orc.runtime import gather, reduce
+
+        rank = PartialState().process_index
+        counted = (torch.arange(9 << 20) % 1000).view(3, -1).t()  # not contiguous
+        turned = counted.float() + rank  # 36 MiB
+        imaginary = torch.full((1 << 22,), complex(rank, 1.0))
+        whole = torch.full((9 << 20,), 1 + 2 * rank, dtype=torch.int32)
+        mean, counts = reduce({"turned": turned, "whole": whole}, "mean"), reduce([whole, imaginary], "sum")
+        joined = gather(whole)
+        return (
+            torch.equal(mean["turned"], counted + 0.5),
+            (mean["whole"].dtype, *mean["whole"].unique().tolist(), *counts[0].unique().tolist()),
+            [numbers.unique().tolist() for numbers in torch.view_as_real(counts[1]).unbind(-1)],
+            joined.view(2, -1).sum(1, dtype=torch.int64).tolist() == [9 << 20, 27 << 20],
+            turned[0, 0].item() == rank and mean["turned"].is_contiguous(),
+        )
+
+    results = run_ranks(2, check)
+    assert results == [(True, (torch.float32, 2.0, 4), [[1.0], [2.0]], True, True)] * 2
+
+
 def test_broadcast_of_parameters_and_large_tensors(run_ranks):
     def body():
         rank = PartialState().process_index
