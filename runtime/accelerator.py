@@ -140,8 +140,7 @@ class Accelerator(AcceleratorAttributes):
             if self.parallelism_config is not None:
                 self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
             check_precision(config.mixed_precision, ctx.device)
-            if ctx.xla is not None:
-                ctx.xla.choose_precision(config.mixed_precision, config.downcast_bf16)
+            ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
             refuse_environment(os.environ)
             self.dynamo_plugin = resolve_plugin(options.dynamo, config)
         except (ValueError, LaunchError):

@@ -236,7 +236,7 @@ def load(
     if random_states is None:
         rng.reseed(manifest.id, context.topology.data_rank)
     else:
-        rng.restore(random_states, context.device, context.xla)
+        rng.restore(random_states, context.device, context.compute)
 
 
 def _try(
@@ -249,8 +249,8 @@ def _try(
 ) -> None:
     """Load what decides by itself whether a state fits, into its place; *undo* puts everything back."""
     if random_states is not None:
-        undo.callback(rng.restore, rng.capture(context.xla), context.device, context.xla)
-        rng.restore(random_states, context.device, context.xla)
+        undo.callback(rng.restore, rng.capture(context.compute), context.device, context.compute)
+        rng.restore(random_states, context.device, context.compute)
     loaders = _loaders(prepared)
     for name, target in _names(prepared, checked.manifest.files).items():
         if name not in loaders and fit.decides_itself(target):

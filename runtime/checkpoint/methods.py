@@ -166,11 +166,11 @@ class Checkpointing(StateSaving):
         from orc.runtime.weights.loading import save_model
 
         each_node = self.options.project.save_on_each_node
-        xla = self.ctx.xla
         writes = self.ctx.is_local_main if each_node else self.ctx.is_main
-        state = None if xla is None else xla.to_cpu(self.get_state_dict(model))  # on all processes
         if is_sharded(model):
             state = strategy_named(FULL).model_state(model, keep=writes)
+        else:
+            state = self.ctx.compute.to_cpu(self.engine.model_state(model))  # on all processes
         if writes:
             save_model(model, save_directory, max_shard_size, safe_serialization, state)
 

@@ -234,9 +234,8 @@ def _tasks(
     shards: ShardPlans | None,
 ) -> dict[str, Task]:
     weights, states = collected.weights, collected.states
-    if context.xla is not None:  # its tensors have no memory that could be looked at
-        weights, states = context.xla.to_cpu((weights, states))
-    random_states = rng.capture(context.xla)
+    weights, states = context.compute.to_cpu((weights, states))
+    random_states = rng.capture(context.compute)
     mine = {} if shards is None else shards.values
     if stage is not None:
         weights, states, mine = stage.take((weights, states, mine))

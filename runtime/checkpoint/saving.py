@@ -113,8 +113,7 @@ def save(obj: Any, f: File, save_on_each_node: bool = False, safe_serialization:
 
 
 def _save(ctx: RunContext, obj: Any, f: File, each_node: bool, safe: bool) -> None:
-    if ctx.xla is not None:  # on all processes
-        obj = ctx.xla.to_cpu(obj)
+    obj = ctx.compute.to_cpu(obj)  # on all processes
     if ctx.is_local_main if each_node else ctx.is_main:
         write(obj, f, safe)
 

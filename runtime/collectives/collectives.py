@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orc.runtime.collectives import on_xla, verify
+from orc.runtime.collectives import verify
+from orc.runtime.collectives.carried import carried
 from orc.runtime.collectives.exchange import SMALL_BYTES
 from orc.runtime.collectives.packing import (
     Layout,
@@ -62,8 +63,8 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if ctx.xla is not None:
-        return unflatten(spec, on_xla.carried(ctx, leaves, lambda some: on_xla.gather(ctx, some), _gather))
+    if (carrier := ctx.compute.collectives) is not None:
+        return unflatten(spec, carried(ctx, leaves, carrier.gather, _gather))
     out: list[Any] = [None] * len(leaves)
     with torch.no_grad():
         for layout in layouts(key):
@@ -84,7 +85,7 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
 
 def _in_band(key: Any, ctx: RunContext) -> Layout | None:
     """The layout of tensors that are small enough to travel together with the comparison of the operands."""
-    return None if ctx.xla is not None or ctx.control_device.type != "cpu" else sole(layouts(key))
+    return None if ctx.compute.collectives is not None or ctx.control_device.type != "cpu" else sole(layouts(key))
 
 
 def _gather(leaves: list[Tensor], ctx: RunContext) -> Any:
@@ -133,13 +134,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
         alone = None  # a ring moves less
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if ctx.xla is not None:
+    if (carrier := ctx.compute.collectives) is not None:
         return unflatten(
             spec,
-            on_xla.carried(
+            carried(
                 ctx,
                 leaves,
-                lambda some: on_xla.reduce(ctx, some, reduction, scale),
+                lambda some: carrier.reduce(some, reduction, scale),
                 lambda some, plain: reduce(some, reduction, ctx=plain),
             ),
         )
@@ -218,11 +219,11 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.agree("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
-    if ctx.xla is not None:
-        on_xla.carried(
+    if (carrier := ctx.compute.collectives) is not None:
+        carried(
             ctx,
             leaves,
-            lambda some: on_xla.broadcast(ctx, some, from_process),
+            lambda some: carrier.broadcast(some, from_process),
             lambda some, plain: broadcast(some, from_process, ctx=plain),
         )
         return tensor

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.config import RuntimeConfig, check, resolve
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import ContextError, SettingConflict
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from orc.runtime.core.topology import Topology
     from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
     from orc.runtime.launch.environment import LaunchEnvironment
-    from orc.runtime.launch.xla import Xla
 
 
 class PreparedLoader(Protocol):
@@ -174,7 +174,7 @@ class RunContext:
     store: Board | None = None  # where the ranks leave each other messages
     key: bytes = field(default=b"", repr=False)  # of the run; empty where ranks are threads of one process
     mirrored: bool = False  # a fake context without peers: they would have what this process has
-    xla: Xla | None = None  # computes through torch_xla, which also reduces and gathers; ``group`` is for control
+    compute: Compute = TORCH  # what computes in this process
     gradient: GradientRecord = field(default_factory=GradientRecord)
     _settings: _Settings = field(default_factory=lambda: _Settings(resolve({}, os.environ)))
 
@@ -220,13 +220,9 @@ class RunContext:
     @property
     def distributed_type(self) -> DistributedType:
         """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
-        if self.xla is not None:
-            return DistributedType.XLA
         if self.deepspeed is not None:
             return DistributedType.DEEPSPEED
-        if self.world_size == 1:
-            return DistributedType.NO
-        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+        return self.compute.distributed_type(self.world_size, self.device)
 
     @property
     def topology(self) -> Topology:

@@ -115,14 +115,13 @@ class DataLoaderDispatcher(DataLoaderShard):
                 current.finished = self.end_of_dataloader
                 self.gradient.current = self
                 yield self._place(message.content) if self._moves else message.content
-                if self.context.xla is not None:
-                    self.context.xla.mark()
+                self.context.compute.mark()
                 for tell in self.events.on_batch:
                     tell(self)
             exhausted = True
         finally:
-            if self.context.xla is not None and not exhausted:
-                self.context.xla.mark()
+            if not exhausted:
+                self.context.compute.mark()
             for sender in self._senders:
                 sender.wait()
             self._close(current, exhausted)

@@ -386,7 +386,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = self._open()
         gradient, place, events = self.gradient, self._place if self._moves else None, self.events
-        xla = self.context.xla
+        mark = self.context.compute.mark
         gradient.begin(self)
         exhausted = False
         try:
@@ -407,15 +407,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                         current.finished = True
                 gradient.current = self
                 yield batch if place is None else place(batch)
-                if xla is not None:
-                    xla.mark()
+                mark()
                 if events.on_batch:
                     for tell in events.on_batch:
                         tell(self)
             exhausted = True
         finally:
-            if xla is not None and not exhausted:
-                xla.mark()
+            if not exhausted:
+                mark()
             self._close(current, exhausted)
 
     def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:

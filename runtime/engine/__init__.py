@@ -28,7 +28,7 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
 def _name(ctx: RunContext, options: Options | None) -> str:
     if ctx.deepspeed is not None:
         return "deepspeed"
-    return "native" if ctx.xla is None else "xla"
+    return ctx.compute.engine
 
 
 __all__ = ["Engine", "engine_for"]

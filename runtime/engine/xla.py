@@ -10,6 +10,7 @@ from torch import Tensor
 from orc.runtime.core.context import Prepared, RunContext
 from orc.runtime.core.errors import ContextError
 from orc.runtime.engine.native import NativeEngine
+from orc.runtime.launch.xla import Xla
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +26,9 @@ class XlaEngine(NativeEngine):
 
     def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         super().__init__(ctx, options, prepared)
-        if ctx.xla is None:
-            raise ContextError("the xla engine needs torch_xla, which this process does not compute with")
-        self._xla = ctx.xla
+        if not isinstance(ctx.compute, Xla):
+            raise ContextError(f"the xla engine needs torch_xla, but this process computes with {ctx.compute.library}")
+        self._xla = ctx.compute
 
     def complete(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients first: what is done to all of them has to come after."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from orc.runtime.collectives.board import Board, BoardError, open_board
+from orc.runtime.core.compute import TORCH
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
@@ -171,7 +172,7 @@ def _context(
         group=dist.group.WORLD if world_size > 1 else None,
         store=board,
         key=key,
-        xla=adapter,
+        compute=adapter or TORCH,
     )
 
 

@@ -18,6 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from orc.runtime.collectives.on_xla import XlaCarrier
+from orc.runtime.core.compute import Compute
+from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch.environment import LaunchEnvironment
 
@@ -168,20 +171,33 @@ def _place(launch: LaunchEnvironment, runtime: Any, size: int) -> LaunchEnvironm
     )
 
 
-class Xla:
+class Xla(Compute):
     """torch_xla, as one process uses it. All methods but `broadcast_parameters` work with any number of processes."""
+
+    library = "torch_xla"
+    engine = "xla"
+    device_in_group = False
 
     def __init__(self, modules: Modules) -> None:
         self._root, self._model, self._runtime = modules.root, modules.model, modules.runtime
         self.device: torch.device = self._root.device()
         self.world_size = int(self._runtime.world_size())
         self._reduced: set[int] = set()  # optimizers whose gradients are averaged, and that have not stepped since
+        self.collectives = XlaCarrier(self)
         self._mark: Callable[[], None] = getattr(self._root, "sync", None) or self._model.mark_step
 
     @property
     def kind(self) -> str:
         """Type of the device that computes, such as ``TPU`` or ``CPU``."""
         return str(self._runtime.device_type())
+
+    def distributed_type(self, world_size: int, device: torch.device) -> DistributedType:
+        """``XLA``, for a single process too."""
+        return DistributedType.XLA
+
+    def supports_bf16(self, ignore_tpu: bool = False) -> bool:
+        """On a TPU always, unless it is to be ignored."""
+        return not ignore_tpu if self.kind == "TPU" else super().supports_bf16(ignore_tpu)
 
     def mark(self) -> None:
         """Run what was traced so far."""

@@ -48,7 +48,7 @@ class DDP:
         """With several processes, for a model that is trained and has something to train."""
         return (
             ctx.topology.data_size > 1
-            and ctx.xla is None
+            and ctx.compute.device_in_group
             and not request.evaluation
             and request.strategy in ("auto", self.name)
             and not isinstance(model, DistributedDataParallel)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
+from orc.runtime.core.compute import TORCH
 from orc.runtime.core.context import peek_context
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs
@@ -24,9 +25,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     On a TPU it does unless *ignore_tpu*.
     """
     context = peek_context()
-    if context is not None and context.xla is not None and context.xla.kind == "TPU":
-        return not ignore_tpu
-    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    return (TORCH if context is None else context.compute).supports_bf16(ignore_tpu)
 
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:

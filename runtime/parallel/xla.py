@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orc.runtime.launch.xla import Xla
 from orc.runtime.parallel.base import Request
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class XlaReplicas:
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes over torch_xla, for a model that is trained."""
         return (
-            ctx.xla is not None
+            isinstance(ctx.compute, Xla)
             and ctx.distributed
             and not request.evaluation
             and request.strategy in ("auto", "ddp")
@@ -38,8 +39,8 @@ class XlaReplicas:
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Give all processes the parameters of rank 0."""
-        if ctx.xla is not None:
-            ctx.xla.broadcast_parameters(model)
+        if isinstance(ctx.compute, Xla):
+            ctx.compute.broadcast_parameters(model)
         return model
 
     def unwrap(self, model: nn.Module) -> None:

@@ -80,7 +80,7 @@ class LossNormalizer:
             group = self._ctx.topology.data_context.require_group("normalize_by")
             number = torch.as_tensor(count, dtype=None if isinstance(count, Tensor) else torch.float64)
             came_on = number.device
-            if came_on.type == "cpu" or self._ctx.xla is not None:  # over torch_xla the group is for the CPU
+            if came_on.type == "cpu" or not self._ctx.compute.device_in_group:
                 number = number.to(self._ctx.control_device)
             number = number.detach().reshape(1).to(torch.float64, copy=True)
             dist.all_reduce(number, group=group)

@@ -12,11 +12,11 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from orc.runtime.launch.xla import Xla
+    from orc.runtime.core.compute import Compute
 
 
-def capture(xla: Xla | None = None) -> dict[str, Any]:
-    """Python's, NumPy's (if installed), torch's and the accelerators' generators; *xla*'s where there is one."""
+def capture(compute: Compute | None = None) -> dict[str, Any]:
+    """Python's, NumPy's (if installed), torch's and the accelerators' generators; *compute*'s where it has one."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": (version, tuple(internal), gauss), "torch": torch.get_rng_state()}
     try:
@@ -37,12 +37,12 @@ def capture(xla: Xla | None = None) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
-    if xla is not None:
-        state["xla"] = xla.rng_state()
+    if compute is not None and (own := compute.rng_state()) is not None:
+        state[_key(compute)] = own
     return state
 
 
-def restore(state: Mapping[str, Any], device: torch.device, xla: Xla | None = None) -> None:
+def restore(state: Mapping[str, Any], device: torch.device, compute: Compute | None = None) -> None:
     """Put every generator of *state* where it was.
 
     Raises:
@@ -66,14 +66,18 @@ def restore(state: Mapping[str, Any], device: torch.device, xla: Xla | None = No
                 torch.cuda.set_rng_state(state["cuda"][min(device.index or 0, len(state["cuda"]) - 1)], device)
         if "mps" in state and torch.backends.mps.is_available():
             torch.mps.set_rng_state(state["mps"])
-        if xla is not None:
-            if "xla" not in state:
-                raise CheckpointError("it was saved without torch_xla")
-            xla.set_rng_state(state["xla"])
+        if compute is not None and compute.rng_state() is not None:
+            if _key(compute) not in state:
+                raise CheckpointError(f"it was saved without {compute.library}")
+            compute.set_rng_state(state[_key(compute)])
     except CheckpointError:
         raise
     except Exception as error:  # a state may hold anything
         raise CheckpointError(f"random number generators cannot be restored: {error}") from error
+
+
+def _key(compute: Compute) -> str:
+    return compute.library.removeprefix("torch_")
 
 
 def reseed(checkpoint_id: str, rank: int) -> None:

@@ -23,6 +23,7 @@ from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
+from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.data.plan import PositionError
 
 PATIENCE = 3600.0
@@ -30,7 +31,7 @@ PATIENCE = 3600.0
 
 def context(**changes):
     facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "node_rank": 0}
-    return SimpleNamespace(**facts | {"xla": None, "device": torch.device("cpu")} | changes)
+    return SimpleNamespace(**facts | {"compute": TORCH, "device": torch.device("cpu")} | changes)
 
 
 class Table:
@@ -611,12 +612,12 @@ def test_generators_are_restored_on_the_device_of_the_rank(tmp_path, monkeypatch
         real(state, device)
 
     monkeypatch.setattr(rng, "restore", restore)
-    xla = SimpleNamespace(rng_state=lambda: 3)
+    xla = SimpleNamespace(rng_state=lambda: 3, library="torch_xla")
     checked = whole(tmp_path / "c", nothing())
-    load.load(context(xla=xla, device="here"), Table(), nothing(), checked)
+    load.load(context(compute=xla, device="here"), Table(), nothing(), checked)
     assert asked == [("here", xla)] * 2
     with pytest.raises(CheckpointError):
-        load.load(context(xla=xla, device="here"), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
+        load.load(context(compute=xla, device="here"), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
     assert asked == [("here", xla)] * 4
 
 
@@ -850,7 +851,9 @@ def test_an_epoch_that_is_cut_otherwise_is_told_once_by_the_main_rank(tmp_path, 
 
 
 def test_the_generator_of_torch_xla_is_put_back_too(tmp_path):
-    class Xla:
+    class Xla(Compute):
+        library = "torch_xla"
+
         state = 7
 
         def rng_state(self):
@@ -863,7 +866,7 @@ def test_the_generator_of_torch_xla_is_put_back_too(tmp_path):
     checked = whole(tmp_path / "c", nothing(), **{"random_states_0.pkl": rng.capture(xla)})
     xla.state = 8
     refused = Table(**{"load_state (trying)": ["no"]})
-    assert said(lambda: load.load(context(xla=xla), refused, nothing(), checked)) == "rank 1: no"
+    assert said(lambda: load.load(context(compute=xla), refused, nothing(), checked)) == "rank 1: no"
     assert xla.state == 8
-    load.load(context(xla=xla), Table(), nothing(), checked)
+    load.load(context(compute=xla), Table(), nothing(), checked)
     assert xla.state == 7

@@ -27,6 +27,7 @@ from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteD
 from orc.runtime.checkpoint.storage.durable import FileRecord
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
+from orc.runtime.core.compute import TORCH, Compute
 
 ALONE = Sites(0, (0,))
 
@@ -50,7 +51,7 @@ def bucket():
 
 
 def context(**changes):
-    facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "xla": None}
+    facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "compute": TORCH}
     return SimpleNamespace(**facts | changes)
 
 
@@ -320,7 +321,9 @@ def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_p
             taken.append(state)
             return state
 
-    class Xla:
+    class Xla(Compute):
+        library = "torch_xla"
+
         def to_cpu(self, state):
             fetched.append(state)
             return state
@@ -328,7 +331,7 @@ def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_p
         def rng_state(self):
             return 7
 
-    content = capture(context(xla=Xla()), parts(), request(), destination, Stage())
+    content = capture(context(compute=Xla()), parts(), request(), destination, Stage())
     assert [len(weights) for weights, *_ in (*taken, *fetched)] == [2, 2]
     assert [[name for name, _, _ in states] for _, states, *_ in (*taken, *fetched)] == [SHARED, SHARED]
     memory = io.BytesIO()

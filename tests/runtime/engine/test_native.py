@@ -10,6 +10,7 @@ from orc.runtime.core.context import Prepared, current_context
 from orc.runtime.engine import native
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.engine.xla import XlaEngine
+from orc.runtime.launch.xla import Xla
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 
@@ -125,9 +126,14 @@ def test_gradients_are_unscaled_before_they_are_clipped(clip):
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_over_xla_the_gradients_of_the_clipped_parameters_are_averaged_first(clip):
     averaged = []
+
+    class Recorder(Xla):
+        def __init__(self):
+            self.reduce_gradients = averaged.append
+
     ctx = SimpleNamespace(
         gradient=SimpleNamespace(sync_gradients=True, num_steps=1),
-        xla=SimpleNamespace(reduce_gradients=averaged.append),
+        compute=Recorder(),
     )
     engine = XlaEngine(ctx)
     mine, others = optimizer_of([3.0], [4.0]), optimizer_of([1.0])

@@ -11,12 +11,12 @@ from orc.runtime.train import normalize
 from orc.runtime.train.normalize import LossNormalizer
 
 
-def a_context(world_size=1, num_steps=3, sync_each_batch=False, xla=None):
+def a_context(world_size=1, num_steps=3, sync_each_batch=False, device_in_group=True):
     asked = []
     ctx = SimpleNamespace(
         gradient=SimpleNamespace(sync_gradients=False, num_steps=num_steps, sync_each_batch=sync_each_batch),
         world_size=world_size,
-        xla=xla,
+        compute=SimpleNamespace(device_in_group=device_in_group),
         control_device=torch.device("cpu"),
         require_group=lambda what: asked.append(what) or "the group",
         asked=asked,
@@ -202,19 +202,19 @@ class Reduced(Exception):
 
 
 @pytest.mark.parametrize(
-    ("came_on", "xla", "control", "summed_on"),
+    ("came_on", "device_in_group", "control", "summed_on"),
     [
-        ("cpu", None, "meta", "meta"),  # the group is for an accelerator, and so is the sum
-        ("meta", None, "cpu", "meta"),  # what is on the accelerator stays there
-        ("cpu", "xla", "meta", "meta"),
+        ("cpu", True, "meta", "meta"),  # the group is for an accelerator, and so is the sum
+        ("meta", True, "cpu", "meta"),  # what is on the accelerator stays there
+        ("cpu", False, "meta", "meta"),
     ],
 )
-def test_a_count_is_summed_where_the_group_is(monkeypatch, came_on, xla, control, summed_on):
+def test_a_count_is_summed_where_the_group_is(monkeypatch, came_on, device_in_group, control, summed_on):
     def all_reduce(number, group):
         raise Reduced(number.device.type)
 
     monkeypatch.setattr(normalize.dist, "all_reduce", all_reduce)
-    ctx = a_context(world_size=2, xla=xla)
+    ctx = a_context(world_size=2, device_in_group=device_in_group)
     ctx.control_device = torch.device(control)
     with pytest.raises(Reduced, match=f"^{summed_on}$"):
         LossNormalizer(ctx, list)._total(torch.ones(1, device=came_on))
@@ -236,7 +236,7 @@ def test_over_torch_xla_a_count_goes_to_the_group_of_the_cpu_and_back(monkeypatc
     monkeypatch.setattr(torch, "where", lambda condition, one, other: other)
     monkeypatch.setattr(normalize.dist, "all_reduce", lambda number, group: seen.append(number.device.type))
     count = torch.ones(1, device="meta")  # stands for a device whose tensors the group does not take
-    total = LossNormalizer(a_context(world_size=2, xla="xla"), list)._total(count)
+    total = LossNormalizer(a_context(world_size=2, device_in_group=False), list)._total(count)
     assert (seen, total.device.type) == (["cpu"], "meta")
     assert moved == [("meta", "cpu"), ("cpu", "meta")]
 

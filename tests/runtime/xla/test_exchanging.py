@@ -62,9 +62,9 @@ def test_generators_are_seeded_and_aligned(xla_ranks):
 
         accelerator = Accelerator()
         set_seed(5, device_specific=True)
-        before = accelerator.ctx.xla.rng_state()
+        before = accelerator.ctx.compute.rng_state()
         synchronize_rng_state("xla")
-        return before, accelerator.ctx.xla.rng_state()
+        return before, accelerator.ctx.compute.rng_state()
 
     assert xla_ranks(2, seeds) == [(5, 5), (6, 5)]
 
@@ -84,7 +84,7 @@ def saved(directory):
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
-    accelerator.ctx.xla.set_rng_state(11 + accelerator.process_index)
+    accelerator.ctx.compute.set_rng_state(11 + accelerator.process_index)
     torch_xla.CALLS.clear()
     path = os.path.join(directory, f"rank-{accelerator.process_index}")
     accelerator.save(model.state_dict(), f"{path}.bin")
@@ -95,9 +95,9 @@ def saved(directory):
     want = model.weight.tolist()
     with torch.no_grad():
         model.weight.zero_()
-    accelerator.ctx.xla.set_rng_state(0)
+    accelerator.ctx.compute.set_rng_state(0)
     accelerator.load_state(os.path.join(directory, "state"))
-    return once, want, model.weight.tolist(), accelerator.ctx.xla.rng_state()
+    return once, want, model.weight.tolist(), accelerator.ctx.compute.rng_state()
 
 
 def test_what_is_saved_is_brought_up_to_date_on_all_processes_and_written_by_one(xla_ranks, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.state.rng import capture, reseed, restore
+from orc.runtime.core.compute import Compute
 from orc.runtime.train import seeding
 
 CPU = torch.device("cpu")
@@ -26,9 +27,10 @@ def draw():
     return random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()
 
 
-class Xla:
+class Xla(Compute):
     """The generator of torch_xla."""
 
+    library = "torch_xla"
     state = 7
 
     def rng_state(self):

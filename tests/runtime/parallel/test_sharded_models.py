@@ -1,0 +1,162 @@
+"""Models whose parameters change when they are prepared: sharded by the script, or by a parallelizer."""
+
+import pytest
+import torch
+from torch import nn
+
+from orc.runtime.core.errors import ContextError
+
+
+def sharded_by_the_script(folder):
+    """Train a model that the script has sharded; what a single process learns of the same data, and what was saved."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from orc.runtime import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    rank = accelerator.process_index
+
+    def parts():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        return model, lambda: torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, make = parts()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer = make()
+    optimizer, prepared = accelerator.prepare(optimizer, model)
+    kept = prepared is model and all(isinstance(one, DTensor) for one in prepared.parameters())
+    plain, make = parts()
+    reference = make()
+    data = torch.randn(4, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+    norms = []
+    for step in range(4):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(data[step, rank]).square().mean())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.01))
+            optimizer.step()
+            optimizer.zero_grad()
+        (sum(plain(data[step, other]).square().mean() for other in range(2)) / 4).backward()
+        if step % 2:
+            norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+            reference.step()
+            reference.zero_grad()
+    state = accelerator.get_state_dict(prepared)
+    accelerator.save_model(prepared, folder)
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    return kept, [type(norm) is torch.Tensor for norm in norms], torch.stack(norms).tolist(), optimizer.steps
+
+
+def test_a_model_that_the_script_has_sharded_is_left_alone_and_learns_the_same(run_ranks, tmp_path):
+    for kept, plain, norms, steps in run_ranks(2, sharded_by_the_script, str(tmp_path)):
+        assert kept
+        assert all(plain)
+        assert norms[0::2] == pytest.approx(norms[1::2], rel=1e-4)
+        assert steps == 2
+    from safetensors.torch import load_file
+
+    assert {name: list(one.shape) for name, one in load_file(tmp_path / "model.safetensors").items()} == {
+        "0.weight": [8, 4],
+        "0.bias": [8],
+        "2.weight": [2, 8],
+        "2.bias": [2],
+    }
+
+
+class Replacing:
+    """Puts new parameters in the place of those of a model, wherever that is, as one that shards would."""
+
+    name = "replacing"
+    order = 300
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts = ("ddp",)
+    places_parameters = True
+
+    def wanted(self, model, ctx, request):
+        return True
+
+    def requires(self, ctx):
+        return None
+
+    def apply(self, model, ctx, request):
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                module._parameters[name] = nn.Parameter(torch.ones(parameter.shape, device=ctx.device))
+        return model
+
+    def unwrap(self, model):
+        return None
+
+    no_sync = sync_in_backward = unwrap
+
+
+@pytest.fixture
+def among(monkeypatch):
+    """Put parallelizers in the place of those of this installation."""
+    from orc.runtime import parallel
+
+    def put(*those):
+        monkeypatch.setattr(parallel, "parallelizers", lambda: those)
+
+    return put
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("order", ["together", "optimizer first", "model first"])
+def test_optimizers_train_the_parameters_that_a_model_has_in_the_end(among, order, device):
+    from orc.runtime import Accelerator
+
+    among(Replacing())
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(1, 1, device=device), nn.Linear(1, 1, device=device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if order == "together":
+        optimizer, model = accelerator.prepare(optimizer, model)
+    elif order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    assert [one.item() for one in model.parameters()] == [0.0, 0.0, -1.0, 0.0]
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_a_model_without_content_is_refused_where_nothing_fills_it():
+    from orc.runtime import Accelerator
+
+    with pytest.raises(ValueError, match=r"^2 parameters \(weight, \.\.\.\) are on the meta device, without content: "):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1, device="meta"))
+
+
+def test_parallelizers_that_need_or_exclude_each_other_are_refused_by_name(among):
+    from orc.runtime import Accelerator
+
+    class Other(Replacing):
+        name = "other"
+        conflicts = ("replacing",)
+
+    class Needy(Replacing):
+        name = "needy"
+        needs = ("tensor", "replacing")
+
+    class Default(Other):
+        default = True
+
+    accelerator = Accelerator(cpu=True)
+    for those, message in (
+        ((Replacing(), Other()), "the strategies replacing and other cannot be used together; choose one"),
+        ((Replacing(), Needy()), "strategy needy works only together with tensor"),
+    ):
+        among(*those)
+        with pytest.raises(ContextError, match=f"^{message}$"):
+            accelerator.prepare(nn.Linear(1, 1))
+    among(Replacing(), Default())
+    assert accelerator.prepare(nn.Linear(1, 1)).weight.item() == 1.0, "a default gives way"
