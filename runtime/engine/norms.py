@@ -15,7 +15,13 @@ def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, *
     *sharded* says that some may be DTensors; then all processes call it.
     """
     if not sharded:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if not _alike(gradients):
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        with torch.no_grad():  # the same operations, without torch's looking for groups: half of a small model's time
+            norm = _combined(torch._foreach_norm(gradients, norm_type), norm_type)
+            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
     norm = total_norm(parameters, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
@@ -34,6 +40,17 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
+
+
+def _alike(gradients: Sequence[Tensor]) -> bool:
+    """Return whether there are *gradients*, all dense, on one device and of one dtype."""
+    if not gradients:
+        return False
+    device, dtype = gradients[0].device, gradients[0].dtype
+    for gradient in gradients:
+        if gradient.device != device or gradient.dtype != dtype or gradient.layout != torch.strided:
+            return False
+    return True
 
 
 def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:

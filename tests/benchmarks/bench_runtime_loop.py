@@ -18,7 +18,7 @@ from harness import Row, report
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-import orc.runtime.core.state
+import orc.runtime.state
 
 STEPS, TURNS = 40, 400
 
