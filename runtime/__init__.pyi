@@ -158,6 +158,9 @@ from orc.runtime.logging import get_logger as get_logger
 from orc.runtime.observe.profiling import ProfileKwargs as ProfileKwargs
 from orc.runtime.observe.progress_bar import tqdm as tqdm
 from orc.runtime.parallel import extract_model_from_parallel as extract_model_from_parallel
+from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
 from orc.runtime.tracking import AimTracker as AimTracker
@@ -252,12 +255,14 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DDPCommunicationHookType",
+    "disable_fsdp_ram_efficient_loading",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
     "dtype_byte_size",
     "DVCLiveTracker",
     "DynamoBackend",
+    "enable_fsdp_ram_efficient_loading",
     "estimate_memory",
     "extract_model_from_parallel",
     "filter_trackers",
@@ -265,6 +270,7 @@ __all__ = [
     "find_device",
     "find_executable_batch_size",
     "find_tied_parameters",
+    "FullyShardedDataParallelPlugin",
     "gather",
     "gather_object",
     "GeneralTracker",

@@ -70,7 +70,8 @@ class Accelerator(AcceleratorAttributes):
         dynamo_plugin: more about compiling.
         deepspeed_plugin, deepspeed_plugins: train with DeepSpeed: a `DeepSpeedPlugin`, or several by name; else
             ``ACCELERATE_USE_DEEPSPEED``.
-        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin: documented arguments of features to come; refused by name.
+        fsdp_plugin: shard models over the processes; else ``ACCELERATE_USE_FSDP`` and ``FSDP_*``.
+        torch_tp_plugin, megatron_lm_plugin: documented arguments of features to come; refused by name.
         parallelism_config: over how many processes each kind of parallelism spreads the run; else
             ``ACCELERATE_USE_PARALLELISM_CONFIG`` and ``PARALLELISM_CONFIG_*``.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.
@@ -114,8 +115,8 @@ class Accelerator(AcceleratorAttributes):
             split_batches=split_batches,
             gradient_accumulation_steps=gradient_accumulation_steps,
             dataloader_config=dataloader_config,
+            fsdp_plugin=fsdp_plugin,
             later={
-                "fsdp_plugin": fsdp_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
             },
@@ -142,6 +143,8 @@ class Accelerator(AcceleratorAttributes):
             check_precision(config.mixed_precision, ctx.device)
             ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
             refuse_environment(os.environ)
+            if options.fsdp_plugin is not None:
+                ctx.shard(options.fsdp_plugin)
             self.dynamo_plugin = resolve_plugin(options.dynamo, config)
         except (ValueError, LaunchError):
             if first:

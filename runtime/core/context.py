@@ -152,6 +152,7 @@ class _Settings:
     topology: Topology | None = None  # None: nobody has asked
     chosen: bool = False  # the topology was set, it is not just the default
     deepspeed: DeepSpeedPlugins | None = None  # DeepSpeed trains
+    fsdp_plugin: Any = None  # models are sharded as it says
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +223,8 @@ class RunContext:
         """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
         if self.deepspeed is not None:
             return DistributedType.DEEPSPEED
+        if self.fsdp_plugin is not None:
+            return DistributedType.FSDP
         return self.compute.distributed_type(self.world_size, self.device)
 
     @property
@@ -320,6 +323,27 @@ class RunContext:
                 )
         return self.config
 
+    @property
+    def fsdp_plugin(self) -> Any:
+        """Options of sharded data parallelism; `None` where models are not sharded."""
+        return self._settings.fsdp_plugin
+
+    def shard(self, plugin: Any) -> None:
+        """Shard models as *plugin* says, over all ranks unless a layout was chosen already.
+
+        Raises:
+            ContextError: the ranks cannot be laid out so.
+        """
+        from orc.runtime.parallel.sharding import layout
+
+        if self.deepspeed is not None:
+            raise ContextError("fsdp_plugin and DeepSpeed are two ways to train one model; choose one")
+        if not self._settings.chosen:
+            self.set_topology(layout(self, plugin), by="fsdp_plugin")
+        if self.config.mixed_precision != "no":
+            plugin.set_mixed_precision(self.config.mixed_precision)
+        self._settings.fsdp_plugin = plugin
+
     @classmethod
     def fake(cls, rank: int = 0, world_size: int = 1, **options: Any) -> RunContext:
         """The context of one rank of a run that does not exist, for tests; see `testing.fake_context`."""
@@ -332,7 +356,7 @@ class RunContext:
         self._settings.config = resolve({}, os.environ)
         self._settings.fixed = False
         self._settings.topology, self._settings.chosen = None, False
-        self._settings.deepspeed = None
+        self._settings.deepspeed = self._settings.fsdp_plugin = None
         self.gradient.reset()
 
 

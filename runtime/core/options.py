@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from orc.runtime.core.config import ConfigError, parse_bool
 from orc.runtime.core.enums import RNGType
+from orc.runtime.core.fsdp_settings import USE_FSDP
 from orc.runtime.core.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -26,13 +27,11 @@ from orc.runtime.observe.profiling import ProfileKwargs
 
 # Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
 _LATER = {
-    "fsdp_plugin": "sharded data parallelism",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "the Megatron-LM engine",
 }
 # The same in the environment, as other launchers set it.
 _LATER_VARIABLES = {
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
 }
 # Spellings of older releases, and where their value goes now.
@@ -87,6 +86,7 @@ def gather_options(
     split_batches: bool | None,
     gradient_accumulation_steps: int,
     dataloader_config: DataLoaderConfiguration | None,
+    fsdp_plugin: Any,
     later: Mapping[str, Any],
     rng_types: Iterable[str] | None,
     project_dir: str | os.PathLike[str] | None,
@@ -134,6 +134,7 @@ def gather_options(
         process_group=_take(handlers, InitProcessGroupKwargs),
         dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
         profile=_take(handlers, ProfileKwargs),
+        fsdp_plugin=_fsdp(fsdp_plugin, os.environ),
     )
 
 
@@ -171,6 +172,23 @@ def _nearest(name: str) -> str:
     known = inspect.signature(Accelerator).parameters
     near = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
+    """Return the plug-in that was given, or that of the environment where it turns FSDP on; else `None`."""
+    if plugin is None and not parse_bool(env.get(USE_FSDP, "")):
+        return None
+    for other in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if parse_bool(env.get(other, "")):
+            asked = f"{USE_FSDP}={env[USE_FSDP]}" if plugin is None else "Accelerator(fsdp_plugin=...)"
+            raise ConfigError(f"{asked} and {other}={env[other]} ask for two ways to train one model; choose one")
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    if plugin is None:
+        return FullyShardedDataParallelPlugin()
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}, not a FullyShardedDataParallelPlugin")
+    return plugin
 
 
 def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:

@@ -140,9 +140,9 @@ class AcceleratorState(PartialState):
         return self.ctx.deepspeed
 
     @property
-    def fsdp_plugin(self) -> None:
-        """Options of sharded data parallelism: none."""
-        return
+    def fsdp_plugin(self) -> Any:
+        """Options of sharded data parallelism; `None` where models are not sharded."""
+        return self.ctx.fsdp_plugin
 
     @property
     def megatron_lm_plugin(self) -> None:

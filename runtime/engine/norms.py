@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from orc.runtime.parallel.shards import shard_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, *, sharded: bool) -> Tensor:
@@ -34,9 +40,15 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients of *parameters* together, over all shards; 0 without gradients."""
     # torch's own comes with 2.6, and takes gradients of one mesh only.
     groups: dict[Any, list[Tensor]] = {}
-    for gradient in (one.grad for one in parameters if one.grad is not None):
-        groups.setdefault((getattr(gradient, "device_mesh", None), gradient.device), []).append(gradient)
+    noted: dict[ProcessGroup, list[Tensor]] = {}  # also without gradients: others of the group may have some
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (group := shard_group(parameter)) is not None:
+            noted.setdefault(group, []).extend(() if gradient is None else (gradient,))
+        elif gradient is not None:
+            groups.setdefault((getattr(gradient, "device_mesh", None), gradient.device), []).append(gradient)
     norms = [_whole(_combined(torch._foreach_norm(group, norm_type), norm_type)) for group in groups.values()]
+    norms += [_over_group(group, gradients, norm_type) for group, gradients in noted.items()]
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
@@ -51,6 +63,26 @@ def _alike(gradients: Sequence[Tensor]) -> bool:
         if gradient.device != device or gradient.dtype != dtype or gradient.layout != torch.strided:
             return False
     return True
+
+
+def _over_group(group: ProcessGroup, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients that the ranks of *group* have parts of; collective."""
+    import torch.distributed as dist
+
+    held = [one for one in gradients if one.numel()]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    if held:
+        local = _combined([one.to(held[0].device) for one in torch._foreach_norm(held, norm_type)], norm_type).float()
+    else:
+        local = torch.zeros(())
+    if device is not None:
+        local = local.to(device)
+    if math.isinf(norm_type):
+        dist.all_reduce(local, dist.ReduceOp.MAX, group)
+        return local
+    local.pow_(norm_type)
+    dist.all_reduce(local, group=group)
+    return local.pow_(1 / norm_type)
 
 
 def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:

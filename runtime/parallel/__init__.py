@@ -20,7 +20,7 @@ from orc.runtime.parallel.moving import named_parameters, replaced
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_MODULES = ("ddp", "deepspeed", "xla")
+_MODULES = ("ddp", "deepspeed", "fsdp1", "fsdp2", "xla")
 
 
 @cache
@@ -82,8 +82,12 @@ def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether parameters of *model* are cut over processes: DTensors, as ``fully_shard`` makes them."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # where it is not loaded there are none
+    """Return whether parameters of *model* are cut over processes: DTensors, or those of FSDP version 1."""
+    # Where their modules are not loaded there are none.
+    wrappers = sys.modules.get("torch.distributed.fsdp")
+    if wrappers is not None and any(isinstance(one, wrappers.FullyShardedDataParallel) for one in model.modules()):
+        return True
+    tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -76,15 +76,47 @@ def _retie(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
 
 
 def follow(optimizer: Optimizer) -> None:
-    """Let *optimizer* train the new parameters where it has old ones, with the state that these have."""
+    """Let *optimizer* train the new parameters where it has old ones, with the state that these have.
+
+    Raises:
+        ValueError: parameters of several groups have become one, or there is state that cannot be cut into shards.
+    """
     if not len(_new):
         return
+    home: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for one in group["params"]:
+            if home.setdefault(id(_latest(one)), index) != index:
+                raise ValueError(
+                    "parameters of different groups of the optimizer were joined when the model was sharded: set "
+                    "use_orig_params=True, or make the optimizer after prepare"
+                )
     for group in optimizer.param_groups:
         latest = [_latest(one) for one in group["params"]]
         group["params"] = list({id(one): one for one in latest}.values())  # several may have become one
     for old in [one for one in optimizer.state if one in _new]:
         state = optimizer.state.pop(old)
-        optimizer.state.setdefault(_latest(old), state)
+        optimizer.state.setdefault(_latest(old), _state_of(old, _latest(old), state))
+
+
+def _state_of(old: torch.Tensor, new: Any, state: Any) -> Any:
+    """*state* of *old* for *new*: what has a value for each element is cut into shards as *new* is."""
+    placements = getattr(new, "placements", None)
+    if placements is None and new.shape == old.shape:
+        return state
+    if placements is None or not isinstance(state, dict):
+        raise ValueError(
+            "the optimizer has state already, which cannot follow its parameters into shards: prepare it before its "
+            "first step, or load the state afterwards"
+        )
+    from torch.distributed.tensor import distribute_tensor
+
+    def cut(value: Any) -> Any:
+        if getattr(value, "shape", None) != new.shape:
+            return value
+        return distribute_tensor(value.to(new.device), new.device_mesh, placements)
+
+    return {name: cut(value) for name, value in state.items()}
 
 
 def _latest(parameter: torch.Tensor) -> torch.Tensor:

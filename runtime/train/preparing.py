@@ -112,7 +112,7 @@ class Preparation:
         request = Request(
             strategy=ctx.config.strategy,
             evaluation=evaluation_mode,
-            options={"ddp": self.options.ddp},
+            options={"ddp": self.options.ddp, "fsdp": ctx.fsdp_plugin},
             placement=place,
             mixed_precision=precision,
         )

@@ -229,7 +229,7 @@ def test_free_memory_starts_over():
     [
         ({"mixed_precison": "no"}, TypeError, "no argument 'mixed_precison', did you mean 'mixed_precision'"),
         ({"kwarg_handlers": []}, TypeError, "did you mean 'kwargs_handlers'"),
-        ({"fsdp_plugin": object()}, ValueError, "sharded data parallelism is not supported by this version"),
+        ({"fsdp_plugin": object()}, TypeError, "fsdp_plugin is a object, not a FullyShardedDataParallelPlugin"),
         ({"deepspeed_plugin": object()}, TypeError, "DeepSpeedPlugin"),
         ({"deepspeed_plugins": {"student": object()}}, TypeError, "DeepSpeedPlugin"),
         ({"megatron_lm_plugin": object()}, ValueError, "the Megatron-LM engine"),
@@ -530,7 +530,7 @@ def test_context_parallel_does_nothing_without_its_conditions():
         assert len(buffer) == 8
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"])
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_MEGATRON_LM"])
 def test_an_environment_that_asks_for_a_later_feature_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "false")
     Accelerator()

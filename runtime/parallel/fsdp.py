@@ -1,0 +1,51 @@
+"""What the two versions of sharded data parallelism have in common as parallelizers. Does not import torch's FSDP."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.base import Request
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
+
+
+def is_instance(model: nn.Module, name: str) -> bool:
+    """Return whether *model* is an instance of torch's class *name* of FSDP; it is not where that is not loaded."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, getattr(module, name))
+
+
+class FullySharded:
+    """Parallelizer of sharded data parallelism of one version."""
+
+    version: int
+    order = 300
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("ddp", "xla")
+    places_parameters = True
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With a plug-in of this version, for a model that has parameters and is not for evaluation only."""
+        plugin = self.plugin(request)
+        return (
+            plugin is not None
+            and plugin.fsdp_version == self.version
+            and not request.evaluation
+            and next(model.parameters(), None) is not None
+        )
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group of the device."""
+        if not ctx.compute.device_in_group:
+            return "the process group does not reach the tensors of this device"
+        return "the process group is not open" if ctx.distributed and ctx.group is None else None
+
+    def plugin(self, request: Request) -> FullyShardedDataParallelPlugin | None:
+        """Return the plug-in of the Accelerator that prepares; `None` where it does not shard."""
+        plugin: FullyShardedDataParallelPlugin | None = request.options.get("fsdp")
+        return plugin

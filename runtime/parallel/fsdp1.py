@@ -1,0 +1,126 @@
+"""Sharded data parallelism, version 1: ``torch.distributed.fsdp.FullyShardedDataParallel``, flattened parameters."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from orc.runtime.parallel.fsdp import FullySharded, is_instance
+from orc.runtime.parallel.moving import named_parameters, replaced
+from orc.runtime.parallel.shards import note_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.base import Request
+
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules
+
+
+class FSDP1(FullySharded):
+    """`FullyShardedDataParallel` around every unit of the model and around the model itself."""
+
+    name = "fsdp1"
+    version = 1
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Wrap *model*."""
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp.wrap import CustomPolicy
+
+        from orc.runtime.parallel import sharding
+
+        plugin = self.plugin(request)
+        assert plugin is not None
+        ignored = sharding.ignored_modules(model, plugin)
+        sharding.prepare_values(model, ctx, plugin, request.mixed_precision)
+        chosen = sharding.choose_units(model, plugin, ignored)
+        synchronise = bool(plugin.sync_module_states)
+        if synchronise and ctx.device.type == "cpu":  # which FSDP refuses to do in host memory
+            sharding.place([*model.parameters(), *model.buffers()], ctx.device, ctx, synchronise=True)
+            synchronise = False
+        inner, names = set(chosen[:-1]), named_parameters(model)
+        modules = {module: name for name, module in model.named_modules()}
+        mesh = sharding.data_mesh(ctx)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*NO_SHARD.*deprecated", FutureWarning)  # documented here
+            wrapped = FullyShardedDataParallel(
+                model,
+                device_mesh=mesh,
+                sharding_strategy=cast("ShardingStrategy", plugin.sharding_strategy),
+                cpu_offload=None if ctx.device.type == "cpu" else plugin.cpu_offload,  # it is there already
+                auto_wrap_policy=CustomPolicy(lambda module: module in inner) if inner else None,
+                backward_prefetch=cast("BackwardPrefetch | None", plugin.backward_prefetch),
+                mixed_precision=plugin.mixed_precision_policy,
+                ignored_modules=ignored or None,
+                device_id=ctx.device,
+                sync_module_states=synchronise,
+                forward_prefetch=bool(plugin.forward_prefetch),
+                limit_all_gathers=plugin.limit_all_gathers,
+                use_orig_params=bool(plugin.use_orig_params),
+            )
+        if not plugin.use_orig_params:
+            _note_flattened(wrapped, names, modules)
+        if plugin.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            note_shards(_managed(wrapped, ignored), ctx.topology.group("dp_shard"))
+        return wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """The module inside the outermost wrapper."""
+        return cast("nn.Module", model.module) if is_instance(model, "FullyShardedDataParallel") else None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Accumulate whole gradients on each rank; nothing travels."""
+        if not is_instance(model, "FullyShardedDataParallel"):
+            return None
+        return cast("FullyShardedDataParallel", model).no_sync()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Let the next backward reduce what has been accumulated."""
+        return _sync_in_backward(model) if is_instance(model, "FullyShardedDataParallel") else None
+
+
+def _units(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel.fsdp_modules(model)
+
+
+@contextmanager
+def _sync_in_backward(model: nn.Module) -> Iterator[None]:
+    units = _units(model)
+    previous = [unit._sync_gradients for unit in units]
+    for unit in units:
+        unit._sync_gradients = True
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, previous, strict=True):
+            unit._sync_gradients = value
+
+
+def _managed(wrapped: nn.Module, ignored: list[nn.Module]) -> list[nn.Parameter]:
+    whole = {parameter for module in ignored for parameter in module.parameters()}
+    return [parameter for parameter in wrapped.parameters() if parameter not in whole]
+
+
+def _note_flattened(wrapped: nn.Module, names: dict[str, nn.Parameter], modules: dict[nn.Module, str]) -> None:
+    """Note which flat parameter each parameter of the model has become a part of."""
+    for unit in _units(wrapped):
+        handle = unit._handle
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for part in flat._param_infos:
+            prefix = modules[part.module]
+            name = f"{prefix}.{part.param_name}" if prefix else part.param_name
+            name = name.replace(_CHECKPOINTED, "")
+            replaced({name: names[name]}, {name: flat})
+
+
+PARALLELIZER = FSDP1()

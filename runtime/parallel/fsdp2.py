@@ -1,0 +1,90 @@
+"""Sharded data parallelism, version 2: ``torch.distributed.fsdp.fully_shard``, parameters as DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.parallel.fsdp import FullySharded, is_instance
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.base import Request
+
+
+class _Synchronised:
+    """Block in which backward of *model* reduces gradients, or does not; afterwards it does."""
+
+    __slots__ = ("_inside", "_model")
+
+    def __init__(self, model: Any, inside: bool) -> None:
+        self._model, self._inside = model, inside
+
+    def __enter__(self) -> None:
+        self._model.set_requires_gradient_sync(self._inside)
+
+    def __exit__(self, *exc: object) -> None:
+        self._model.set_requires_gradient_sync(True)
+
+
+class FSDP2(FullySharded):
+    """``fully_shard`` on every unit of the model, inner ones first, and on the model itself."""
+
+    name = "fsdp2"
+    version = 2
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Shard *model* in place, one unit at a time: no more than one is whole on the device."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import DTensor
+
+        from orc.runtime.parallel import sharding
+
+        plugin = self.plugin(request)
+        assert plugin is not None
+        ignored = sharding.ignored_modules(model, plugin)
+        sharding.prepare_values(model, ctx, plugin, request.mixed_precision)
+        chosen = sharding.choose_units(model, plugin, ignored)
+        whole = {parameter for module in ignored for parameter in module.parameters()}
+        synchronise = bool(plugin.sync_module_states)
+        buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
+        sharding.place([*whole, *buffers], ctx.device, ctx, synchronise=synchronise)
+        options: dict[str, Any] = {
+            "mesh": sharding.data_mesh(ctx),
+            "reshard_after_forward": plugin.reshard_after_forward,
+            "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            "offload_policy": plugin.cpu_offload,
+        }
+        if whole:
+            options["ignored_params"] = whole
+        for unit in chosen:
+            own = [one for one in unit.parameters() if not isinstance(one, DTensor) and one not in whole]
+            sharding.place(own, ctx.device, ctx, synchronise=synchronise)
+            fully_shard(unit, **options)
+        if plugin.forward_prefetch:
+            _prefetch(model, chosen)
+        return model
+
+    def unwrap(self, model: nn.Module) -> None:
+        """It wraps nothing: the model is sharded in place."""
+        return
+
+    def no_sync(self, model: nn.Module) -> _Synchronised | None:
+        """Accumulate whole gradients on each rank; nothing travels."""
+        return _Synchronised(model, inside=False) if is_instance(model, "FSDPModule") else None
+
+    def sync_in_backward(self, model: nn.Module) -> _Synchronised | None:
+        """Let the next backward reduce what has been accumulated."""
+        return _Synchronised(model, inside=True) if is_instance(model, "FSDPModule") else None
+
+
+def _prefetch(model: nn.Module, chosen: list[Any]) -> None:
+    """Let every unit gather the next one's parameters; units run in the order in which the model holds them."""
+    order = {module: index for index, module in enumerate(model.modules())}
+    inner = sorted(chosen[:-1], key=lambda unit: order[unit])
+    for unit, following in zip([chosen[-1], *inner], inner, strict=False):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+PARALLELIZER = FSDP2()

@@ -1,0 +1,143 @@
+"""What both versions of sharded data parallelism do before they shard: choose units and mesh, agree, give values."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.materialize import agree, allocate, initialize
+from orc.runtime.parallel.wrap_policy import units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
+
+
+def layout(ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> dict[str, int]:
+    """Return the sizes of the dimensions that *plugin* wants where nothing else has laid out the ranks.
+
+    All ranks hold shards; with a hybrid strategy those of one machine do, and the machines are replicas.
+
+    Raises:
+        ContextError: hybrid, and the machines have different numbers of ranks.
+    """
+    if not plugin.hybrid:
+        return {"dp_shard": ctx.world_size}
+    replicas, rest = divmod(ctx.world_size, ctx.local_world_size)
+    if rest:
+        raise ContextError(
+            f"a hybrid sharding strategy needs equally many ranks on every machine: {ctx.world_size} ranks are no "
+            f"multiple of the {ctx.local_world_size} on this one"
+        )
+    return {"dp_replicate": replicas, "dp_shard": ctx.local_world_size}
+
+
+def data_mesh(ctx: RunContext) -> DeviceMesh:
+    """Return the mesh to shard over: ``dp_shard``, and ``dp_replicate`` before it where there are replicas."""
+    topology = ctx.topology
+    if "dp_shard" not in topology.names:
+        raise ContextError(f"the ranks are laid out as {topology} by {topology.by}, without dp_shard to shard over")
+    replicated = topology.size("dp_replicate") > 1
+    return topology.submesh(*(("dp_replicate", "dp_shard") if replicated else ("dp_shard",)))
+
+
+def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """Return the modules of *model* that stay whole: those given, or those whose names match the expression.
+
+    Raises:
+        ValueError: no name matches.
+    """
+    given = plugin.ignored_modules
+    if given is None:
+        return []
+    if not isinstance(given, str):
+        return list(given)
+    found = [module for name, module in model.named_modules() if re.fullmatch(given, name)]
+    if not found:
+        raise ValueError(f"ignored_modules={given!r} matches the name of no module")
+    return found
+
+
+def prepare_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataParallelPlugin, precision: str) -> None:
+    """Let all ranks agree on *model* and give memory to what has no values; those come from rank 0 later.
+
+    With mixed *precision* trained parameters of 16 bits become float32: the optimizer steps in full precision.
+
+    Raises:
+        ContextError: the ranks have different models, or no rank has values; the same on all.
+    """
+    missing = any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+
+    def values_of_rank_0() -> None:
+        if missing and not plugin.sync_module_states:
+            raise ValueError("the model has no values (on `meta`): sync_module_states must be on to share rank 0's")
+        initialize(model, plugin.param_init_fn)
+
+    agree(model, ctx, values_of_rank_0)
+    allocate(model)
+    if precision != "no":
+        low = [one for one in model.parameters() if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16)]
+        if low:
+            warnings.warn(
+                f"{len(low)} parameters of 16 bits are trained in mixed precision: they become float32, and "
+                "checkpoints have them so",
+                stacklevel=2,
+            )
+        for parameter in low:
+            parameter.data = parameter.data.float()
+
+
+def choose_units(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: Collection[nn.Module]
+) -> list[nn.Module]:
+    """Return the units of *model*, itself the last; with activation checkpointing they recompute in backward.
+
+    Raises:
+        ValueError: the policy names classes that *model* does not have, or units that share parameters.
+    """
+    plugin.set_auto_wrap_policy(model)
+    chosen = units(model, plugin.auto_wrap_policy, ignored)
+    return _checkpointed(model, chosen) if plugin.activation_checkpointing else chosen
+
+
+def _checkpointed(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        CheckpointWrapper,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    inner = set(chosen[:-1])
+    if not inner:
+        warnings.warn("activation_checkpointing has no effect without units: choose an auto_wrap_policy", stacklevel=2)
+        return chosen
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in inner)
+    wrappers = {one._checkpoint_wrapped_module: one for one in model.modules() if isinstance(one, CheckpointWrapper)}
+    return [wrappers.get(unit, unit) for unit in chosen]
+
+
+def place(tensors: Iterable[Tensor], device: torch.device, ctx: RunContext, *, synchronise: bool) -> None:
+    """Put *tensors* on *device*, in place; with *synchronise* with the values of the first rank of the data group."""
+    kept = list(tensors)
+    for tensor in kept:
+        if tensor.device != device or not tensor.is_contiguous():
+            tensor.data = tensor.data.to(device).contiguous()
+    group = ctx.topology.data_group if synchronise and ctx.world_size > 1 else None
+    if group is None:
+        return
+    source = dist.get_global_rank(group, 0)
+    works: list[Any] = [dist.broadcast(one.data, source, group, async_op=True) for one in kept]
+    for work in works:
+        work.wait()
