@@ -134,7 +134,13 @@ class RunCheckpoints:
         return Progress(self.step, state["epoch"], state["offset"])
 
     def save(
-        self, directory: Place | None, *, safe: bool = True, hooks: Sequence[SaveHook] = (), block: bool = True
+        self,
+        directory: Place | None,
+        *,
+        safe: bool = True,
+        hooks: Sequence[SaveHook] = (),
+        block: bool = True,
+        engine_options: Mapping[str, Any] | None = None,
     ) -> Place:
         """Save to *directory*, or where the next automatically named checkpoint belongs.
 
@@ -162,7 +168,16 @@ class RunCheckpoints:
             if root is not None and destination.leads:
                 root.retain(keep)
 
-        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks), self.state)
+        request = SaveRequest(
+            directory,
+            root,
+            self.project.iteration,
+            self.progress(),
+            safe,
+            tuple(hooks),
+            self.state,
+            engine_options or {},
+        )
         if block:
             destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
         else:
