@@ -1,12 +1,15 @@
 """Messages of one batch of any structure: tensors as raw bytes, the rest pickled and signed, in one buffer.
 
 Both ends of a connection keep the same capacity. A message that does not fit is announced in one that does, and both
-ends grow; so the steady state is exactly one transfer per batch and rank.
+ends grow; so the steady state is exactly one transfer per batch and rank. Between ranks on one host the tensors lie in
+memory that both see (`SharedSlots`), and only the rest is transferred.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from orc.runtime.collectives.signed import sign, verified
+from orc.runtime.data.shared_slots import FEWEST, SharedSlots
 
-CONTENT, LAST, END, ERROR, GROW = range(5)
-_HEAD = 4  # int64 words: kind, pickled bytes, remainder, capacity wanted
+CONTENT, LAST, END, ERROR, GROW, OFFER = range(6)
+_HEAD = 5  # int64 words: kind, pickled bytes, remainder, capacity wanted, slot with the tensors (-1: they follow)
 _ALIGN = 64
-_FIRST_CAPACITY = 1 << 16
+_FIRST_CAPACITY = 1 << 13
+_SHARED_FROM = 1 << 15  # bytes of tensors; less is sent as fast
 
 
 def _aligned(size: int) -> int:
@@ -84,21 +89,27 @@ class Packed:
         return cls(message, sign(file.getvalue(), key), pickler.tensors)
 
     @property
+    def tensor_bytes(self) -> int:
+        """Bytes that the tensors take."""
+        return sum(_aligned(tensor.nbytes) for tensor in self.tensors)
+
+    @property
     def size(self) -> int:
         """Bytes of the whole message."""
-        tensors = sum(_aligned(tensor.nbytes) for tensor in self.tensors)
-        return _aligned(_HEAD * 8) + _aligned(len(self.skeleton)) + tensors
+        return _aligned(_HEAD * 8) + _aligned(len(self.skeleton)) + self.tensor_bytes
 
-    def write(self, buffer: torch.Tensor) -> None:
-        """Write into *buffer* (uint8, at least `size` long)."""
-        head = torch.tensor([self.message.kind, len(self.skeleton), self.message.remainder, 0])
+    def write(self, buffer: torch.Tensor, slot: torch.Tensor | None = None, number: int = -1) -> None:
+        """Write into *buffer* (uint8, at least `size` long), the tensors into *slot* if there is one."""
+        head = torch.tensor([self.message.kind, len(self.skeleton), self.message.remainder, 0, number])
         buffer[: _HEAD * 8] = head.view(torch.uint8)
         at = _aligned(_HEAD * 8)
         buffer[at : at + len(self.skeleton)] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
         at += _aligned(len(self.skeleton))
+        target = buffer[at:] if slot is None else slot
+        at = 0
         for tensor in self.tensors:
             if tensor.nbytes:
-                buffer[at : at + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+                target[at : at + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
             at += _aligned(tensor.nbytes)
 
 
@@ -111,19 +122,60 @@ class Sender:
         self.group = group
         self.buffer = torch.zeros(_FIRST_CAPACITY, dtype=torch.uint8)
         self._flight: Work | None = None
+        self._shared: SharedSlots | None = None
+        self._shares = True  # until it turns out that the other end does not
 
     def send(self, message: Message) -> None:
         """Hand *message* over; returns as soon as its content may change."""
         packed = Packed.of(message, self.key)
         self.wait()
-        if packed.size > self.buffer.numel():
-            capacity = _aligned(packed.size + packed.size // 8)
-            self.buffer[: _HEAD * 8] = torch.tensor([GROW, 0, 0, capacity]).view(torch.uint8)
-            self._start()
-            self.wait()
+        number = self._slot_for(packed.tensor_bytes) if packed.tensor_bytes >= _SHARED_FROM else None
+        slot = self._shared.slot(number) if self._shared is not None and number is not None else None
+        size = packed.size - (packed.tensor_bytes if slot is not None else 0)
+        if size > self.buffer.numel():
+            capacity = _aligned(size + size // 8)
+            self._announce(GROW, b"", capacity)
             self.buffer = torch.zeros(capacity, dtype=torch.uint8)
-        packed.write(self.buffer)
+        packed.write(self.buffer, slot, -1 if number is None else number)
         self._start()
+
+    def _slot_for(self, size: int) -> int | None:
+        """Return a free slot of so many bytes, if the two share memory; there are more when the other end keeps them."""
+        if self._shared is not None and size <= self._shared.size:
+            number = self._shared.take()
+            if number is not None:
+                return number
+        if not self._shares:
+            return None
+        count = FEWEST
+        if self._shared is not None:
+            count, size = 2 * self._shared.count, max(size, self._shared.size)
+        else:
+            size += size // 8
+        try:
+            self._shared, offer, descriptor = SharedSlots.make(count, size)
+        except OSError:
+            self._shares, self._shared = False, None
+            return None
+        try:
+            self._announce(OFFER, sign(json.dumps(offer).encode(), self.key), 0)
+            taken = torch.zeros(1, dtype=torch.int64)
+            dist.recv(taken, src=self.rank, group=self.group)
+        finally:
+            os.close(descriptor)
+        if not taken.item():
+            self._shares, self._shared = False, None
+            return None
+        return self._shared.take()
+
+    def _announce(self, kind: int, content: bytes, capacity: int) -> None:
+        """Send a message to the other end itself, and wait until it has it."""
+        self.buffer[: _HEAD * 8] = torch.tensor([kind, len(content), 0, capacity, -1]).view(torch.uint8)
+        if content:
+            at = _aligned(_HEAD * 8)
+            self.buffer[at : at + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._start()
+        self.wait()
 
     def _start(self) -> None:
         self._flight = dist.isend(self.buffer, dst=self.rank, group=self.group)
@@ -136,23 +188,32 @@ class Sender:
 
 
 class Receiver:
-    """The other end: what rank 0 sends here. Contents are views of a buffer that is not used again."""
+    """The other end: what rank 0 sends here. Contents are views of memory that is not used again while they exist."""
 
     def __init__(self, group: ProcessGroup, key: bytes) -> None:
         self.group = group
         self.key = key
         self.capacity = _FIRST_CAPACITY
+        self._shared: SharedSlots | None = None
 
     def receive(self) -> Message:
         """The next message."""
+        at = _aligned(_HEAD * 8)
         while True:
             buffer = torch.empty(self.capacity, dtype=torch.uint8)
             dist.recv(buffer, src=0, group=self.group)
-            kind, length, remainder, capacity = buffer[: _HEAD * 8].view(torch.int64).tolist()
-            if kind != GROW:
+            kind, length, remainder, capacity, number = buffer[: _HEAD * 8].view(torch.int64).tolist()
+            if kind == GROW:
+                self.capacity = capacity
+                continue
+            skeleton = verified(buffer[at : at + length].numpy().tobytes(), self.key)
+            if kind != OFFER:
                 break
-            self.capacity = capacity
-        at = _aligned(_HEAD * 8)
-        skeleton = verified(buffer[at : at + length].numpy().tobytes(), self.key)
-        content = _Unpickler(skeleton, buffer[at + _aligned(length) :]).load()
-        return Message(kind, content, remainder)
+            # What was shared before lives on in the tensors that lie there.
+            self._shared = SharedSlots.attach(json.loads(skeleton))
+            dist.send(torch.tensor([int(self._shared is not None)]), dst=0, group=self.group)
+        if number >= 0 and self._shared is not None:
+            tensors = self._shared.lease(number)
+        else:
+            tensors = buffer[at + _aligned(length) :]
+        return Message(kind, _Unpickler(skeleton, tensors).load(), remainder)
