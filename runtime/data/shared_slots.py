@@ -1,7 +1,7 @@
 """Memory that a sender and a receiver on the same host share, in slots: what is written here is sent without a copy.
 
-It has no name (memfd_create(2)): nothing of it is left over, however the processes end, and the size of /dev/shm does not
-matter. The receiver's tensors lie in the slot itself. When the last of them is gone, the slot is free again.
+It has no name (memfd_create(2)): nothing of it is left over, however the processes end, and the size of /dev/shm does
+not matter. The receiver's tensors lie in the slot itself. When the last of them is gone, the slot is free again.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Sender:
         self._start()
 
     def _slot_for(self, size: int) -> int | None:
-        """Return a free slot of so many bytes, if the two share memory; there are more when the other end keeps them."""
+        """Return a free slot of so many bytes, if the two share memory; more are made when all are kept."""
         if self._shared is not None and size <= self._shared.size:
             number = self._shared.take()
             if number is not None:
