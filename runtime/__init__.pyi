@@ -4,6 +4,7 @@
 
 from orc.runtime import utils as utils
 from orc.runtime.accelerator import Accelerator as Accelerator
+from orc.runtime.checkpoint.format.layout import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from orc.runtime.checkpoint.format.layout import MODEL_NAME as MODEL_NAME
 from orc.runtime.checkpoint.format.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
 from orc.runtime.checkpoint.format.layout import RNG_STATE_NAME as RNG_STATE_NAME
@@ -15,6 +16,11 @@ from orc.runtime.checkpoint.format.layout import SCALER_NAME as SCALER_NAME
 from orc.runtime.checkpoint.format.layout import SCHEDULER_NAME as SCHEDULER_NAME
 from orc.runtime.checkpoint.format.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from orc.runtime.checkpoint.format.layout import WEIGHTS_NAME as WEIGHTS_NAME
+from orc.runtime.checkpoint.fsdp import load_fsdp_model as load_fsdp_model
+from orc.runtime.checkpoint.fsdp import load_fsdp_optimizer as load_fsdp_optimizer
+from orc.runtime.checkpoint.fsdp import save_fsdp_model as save_fsdp_model
+from orc.runtime.checkpoint.fsdp import save_fsdp_optimizer as save_fsdp_optimizer
+from orc.runtime.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from orc.runtime.checkpoint.saving import load as load
 from orc.runtime.checkpoint.saving import save as save
 from orc.runtime.collectives.collectives import broadcast as broadcast
@@ -151,14 +157,6 @@ from orc.runtime.data.prepare import prepare_data_loader as prepare_data_loader
 from orc.runtime.data.prepare import skip_first_batches as skip_first_batches
 from orc.runtime.data.samplers import BatchSamplerShard as BatchSamplerShard
 from orc.runtime.data.samplers import SeedableRandomSampler as SeedableRandomSampler
-from orc.runtime.engine.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
-from orc.runtime.engine.deepspeed.placeholders import DummyOptim as DummyOptim
-from orc.runtime.engine.deepspeed.placeholders import DummyScheduler as DummyScheduler
-from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from orc.runtime.launch.numa import override_numa_affinity as override_numa_affinity
 from orc.runtime.launch.numa import set_numa_affinity as set_numa_affinity
 from orc.runtime.logging import MultiProcessAdapter as MultiProcessAdapter
@@ -263,17 +261,11 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DDPCommunicationHookType",
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedPlugin",
-    "DeepSpeedSchedulerWrapper",
     "disable_fsdp_ram_efficient_loading",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
     "dtype_byte_size",
-    "DummyOptim",
-    "DummyScheduler",
     "DVCLiveTracker",
     "DynamoBackend",
     "enable_fsdp_ram_efficient_loading",
@@ -284,11 +276,11 @@ __all__ = [
     "find_device",
     "find_executable_batch_size",
     "find_tied_parameters",
+    "FSDP_MODEL_NAME",
     "FullyShardedDataParallelPlugin",
     "gather",
     "gather_object",
     "GeneralTracker",
-    "get_active_deepspeed_plugin",
     "get_available_trackers",
     "get_balanced_memory",
     "get_data_structure",
@@ -304,7 +296,6 @@ __all__ = [
     "GradientState",
     "GradScalerKwargs",
     "has_compiled_regions",
-    "HfDeepSpeedConfig",
     "honor_type",
     "ignorant_find_batch_size",
     "infer_auto_device_map",
@@ -374,6 +365,8 @@ __all__ = [
     "listify",
     "load",
     "load_checkpoint_in_model",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
     "load_offloaded_weight",
     "load_offloaded_weights",
     "load_state_dict",
@@ -381,6 +374,7 @@ __all__ = [
     "LoggerType",
     "MemoryEstimate",
     "merge_dicts",
+    "merge_fsdp_weights",
     "MLflowTracker",
     "model_has_dtensor",
     "MODEL_NAME",
@@ -419,6 +413,8 @@ __all__ = [
     "SageMakerDistributedType",
     "SAMPLER_NAME",
     "save",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
     "save_offload_index",
     "SCALER_NAME",
     "SCHEDULER_NAME",

@@ -31,7 +31,6 @@ from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import engine_problem, lays_out_itself, load_engines, without_engines
 from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.copying import Copies
@@ -172,14 +171,11 @@ def load(
     """
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
-    all_models, prepared = prepared.models, without_engines(prepared)
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
     with _not_awaited(meeting, "load_state (reading)"):
         try:
-            if (wrong := engine_problem(all_models, manifest, context.world_size)) is not None:
-                raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
             for name in names:
@@ -196,12 +192,10 @@ def load(
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
     meeting.hold("load_state (reading)", error, _agree, timeout_s=_READ_PATIENCE_S)
-    models = list(all_models)
+    models = list(prepared.models)
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
             hook(models, str(directory))
-        engines = [model for model in models if lays_out_itself(model)]
-        models = [model for model in models if not lays_out_itself(model)]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     by_shards = _sharded_models(manifest, models)
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
@@ -216,7 +210,6 @@ def load(
                     error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
         meeting.hold("load_state (trying)", error, _agree, timeout_s=_READ_PATIENCE_S)
         undo.pop_all()
-    load_engines(engines, directory, options)
     with Copies() as copies:
         # The largest first, in threads beside the models.
         ready = {}
@@ -231,7 +224,7 @@ def load(
         copies.wait()
         for name, target in _names(prepared, manifest.files).items():
             if name in sharded:
-                _strategy(FULL).load_optimizer(states.pop(name), target, prepared.models)
+                strategy_named(FULL).load_optimizer(states.pop(name), target, prepared.models)
                 continue
             state = ready.pop(name) if name in ready else _unmapped(states.pop(name), copies)
             copies.wait()
@@ -350,16 +343,12 @@ def _check_models(
         strict = options.get("strict", True)
         if index in by_shards:
             path = directory / layout.model_shards(index)
-            wrong = _strategy(SHARDED).model_problem(path, model, strict=strict)
+            wrong = strategy_named(SHARDED).model_problem(path, model, strict=strict)
         else:
             state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path)
             wrong = fit.problem(model, state, strict=strict)
         if wrong is not None:
             raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
-
-
-def _strategy(name: str) -> Any:
-    return strategy_named(name)
 
 
 def _in_shards(manifest: Manifest, folder: str) -> bool:
@@ -391,14 +380,14 @@ def _shards_of_optimizers(directory: Path, manifest: Manifest, prepared: Prepare
 
 def _check_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
     for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        wrong = _strategy(SHARDED).optimizer_problem(folder, optimizer, prepared.models)
+        wrong = strategy_named(SHARDED).optimizer_problem(folder, optimizer, prepared.models)
         if wrong is not None:
             raise CheckpointError(f"{folder} does not fit what is prepared: {wrong}. Nothing was loaded")
 
 
 def _load_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
     for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        _strategy(SHARDED).load_optimizer(folder, optimizer, prepared.models)
+        strategy_named(SHARDED).load_optimizer(folder, optimizer, prepared.models)
 
 
 def _model_path(directory: Path, manifest: Manifest, index: int) -> Path:
@@ -475,12 +464,12 @@ def _load_model(
 ) -> None:
     if _in_shards(manifest, layout.model_shards(index)):
         folder = directory / layout.model_shards(index)
-        _strategy(SHARDED).load_model(folder, model, strict=options.get("strict", True))
+        strategy_named(SHARDED).load_model(folder, model, strict=options.get("strict", True))
         return
     path = _model_path(directory, manifest, index)
     state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path, map_location)
     if is_sharded(model):
-        _strategy(FULL).load_model(state, model, strict=options.get("strict", True))
+        strategy_named(FULL).load_model(state, model, strict=options.get("strict", True))
         return
     try:
         extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)

@@ -30,6 +30,7 @@ from orc.runtime.checkpoint.save import (
     shard_plans,
     write,
 )
+from orc.runtime.checkpoint.state.base import strategy_wanted
 from orc.runtime.checkpoint.state.ownership import release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
@@ -63,7 +64,7 @@ class RunCheckpoints:
     Attributes:
         base_step: optimizer steps of earlier processes; the run's step is this plus the steps taken here.
         saved_step: the step of the last save or load.
-        state: name of the strategy that saves sharded models; `None` is the default one.
+        state: name of the strategy that saves sharded models; `None` is what the FSDP plug-in says, else shards.
     """
 
     def __init__(
@@ -134,13 +135,7 @@ class RunCheckpoints:
         return Progress(self.step, state["epoch"], state["offset"])
 
     def save(
-        self,
-        directory: Place | None,
-        *,
-        safe: bool = True,
-        hooks: Sequence[SaveHook] = (),
-        block: bool = True,
-        engine_options: Mapping[str, Any] | None = None,
+        self, directory: Place | None, *, safe: bool = True, hooks: Sequence[SaveHook] = (), block: bool = True
     ) -> Place:
         """Save to *directory*, or where the next automatically named checkpoint belongs.
 
@@ -168,16 +163,8 @@ class RunCheckpoints:
             if root is not None and destination.leads:
                 root.retain(keep)
 
-        request = SaveRequest(
-            directory,
-            root,
-            self.project.iteration,
-            self.progress(),
-            safe,
-            tuple(hooks),
-            self.state,
-            engine_options or {},
-        )
+        state = self.state or strategy_wanted(getattr(self.context, "fsdp_plugin", None))
+        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks), state)
         if block:
             destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
         else:

@@ -40,6 +40,33 @@ class StateStrategy(Protocol):
         """Return the same of *optimizer*, which steps parameters of *models*."""
         ...
 
+    def model_problem(self, source: Any, model: nn.Module, *, strict: bool = True) -> str | None:
+        """Return why *model* would not take its state; changes nothing, and needs no other rank.
+
+        *source* is the folder of shards, or what was read from the file of a full state.
+        """
+        ...
+
+    def load_model(self, source: Any, model: nn.Module, *, strict: bool = True) -> None:
+        """Load the state into a sharded *model*, on every rank. Raises `CheckpointError` when it does not fit."""
+        ...
+
+    def optimizer_problem(self, source: Any, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+        """Return why *optimizer*, which steps parameters of *models*, would not take its state."""
+        ...
+
+    def load_optimizer(self, source: Any, optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Load the state into an *optimizer* of sharded parameters, on every rank."""
+        ...
+
+
+def strategy_wanted(plugin: Any) -> str | None:
+    """Return the name of the strategy that an FSDP *plugin* asks for with its ``state_dict_type``; `None` without."""
+    wanted = getattr(plugin, "state_dict_type", None)
+    if wanted is None:
+        return None
+    return FULL if str(getattr(wanted, "name", wanted)).upper().startswith("FULL") else SHARDED
+
 
 def strategy_of(model: nn.Module, wanted: str | None = None) -> str:
     """Return the name of the strategy that saves *model*: what is *wanted* for sharded models, `dcp` if nothing is."""

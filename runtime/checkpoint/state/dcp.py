@@ -60,21 +60,21 @@ class Sharded:
         state = named_state(optimizer, stepped)
         return {**state, "param_groups": plain(state["param_groups"])}
 
-    def model_problem(self, folder: Path, model: nn.Module, *, strict: bool = True) -> str | None:
-        """Return which names or sizes in *folder* differ from those of *model*."""
-        return model_problem(folder, model, strict=strict)
+    def model_problem(self, source: Path, model: nn.Module, *, strict: bool = True) -> str | None:
+        """Return which names or sizes in *source* differ from those of *model*."""
+        return model_problem(source, model, strict=strict)
 
-    def load_model(self, folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+    def load_model(self, source: Path, model: nn.Module, *, strict: bool = True) -> None:
         """Read this rank's part of the weights in place."""
-        load_model(folder, model, strict=strict)
+        load_model(source, model, strict=strict)
 
-    def optimizer_problem(self, folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
-        """Return which parameters, groups or sizes in *folder* differ from those of *optimizer*."""
-        return optimizer_problem(folder, optimizer, models)
+    def optimizer_problem(self, source: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+        """Return which parameters, groups or sizes in *source* differ from those of *optimizer*."""
+        return optimizer_problem(source, optimizer, models)
 
-    def load_optimizer(self, folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
+    def load_optimizer(self, source: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
         """Read this rank's part, in place where the optimizer has such state already."""
-        load_optimizer(folder, optimizer, models)
+        load_optimizer(source, optimizer, models)
 
 
 def model_problem(folder: Path, model: nn.Module, *, strict: bool = True) -> str | None:

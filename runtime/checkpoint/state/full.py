@@ -10,6 +10,7 @@ from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
+from orc.runtime.checkpoint.state import fit
 from orc.runtime.checkpoint.state.base import FULL, strategy_of_optimizer
 from orc.runtime.checkpoint.state.sharding import (
     bare_optimizer,
@@ -60,8 +61,16 @@ class Full:
         named = fsdp1.optimizer_state(bare, stepped, full=True)
         return fsdp1.numbered(named, stepped) if named else {}
 
-    def load_model(self, state: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> None:
-        """Load the whole *state*, which every rank has, into a sharded *model*.
+    def model_problem(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> str | None:
+        """Return which names or sizes of *source* differ from those of *model*."""
+        return fit.problem(model, source, strict=strict)
+
+    def optimizer_problem(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+        """Return which groups or sizes of *source* differ from those of *optimizer*."""
+        return fit.problem(optimizer, source)
+
+    def load_model(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> None:
+        """Load the whole *source*, which every rank has, into a sharded *model*.
 
         Raises:
             CheckpointError: it does not fit.
@@ -70,20 +79,20 @@ class Full:
 
         options = StateDictOptions(full_state_dict=True, strict=strict)
         try:
-            set_model_state_dict(model, dict(state), options=options)
+            set_model_state_dict(model, dict(source), options=options)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"it does not fit the prepared model: {error}") from error
 
-    def load_optimizer(self, state: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> None:
-        """Load the whole *state* by positions, which every rank has, into an *optimizer* of sharded parameters."""
+    def load_optimizer(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Load the whole *source* by positions, which every rank has, into an *optimizer* of sharded parameters."""
         bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
         try:
             if any(map(is_fsdp1, stepped)):
                 from orc.runtime.checkpoint.state import fsdp1
 
-                fsdp1.load_numbered(bare, stepped, state)
+                fsdp1.load_numbered(bare, stepped, source)
             else:
-                bare.load_state_dict(_sharded_like(state, bare))
+                bare.load_state_dict(_sharded_like(source, bare))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
 

@@ -174,3 +174,77 @@ def test_a_save_that_is_killed_in_the_middle_leaves_the_checkpoint_before(tmp_pa
     expected, _ = run_ranks(2, save, directory)[0]  # over what the killed save has left
     assert resumed == expected
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def by_itself(root):
+    """What is done with one sharded model or optimizer alone; what each rank got."""
+    from orc.runtime import utils
+
+    run = Run()
+    run.train(0, 2)
+    accelerator, model, optimizer = run.accelerator, run.models[0], run.optimizers[0]
+    state = accelerator.get_state_dict(model)
+    assert accelerator.unwrap_model(model) is model
+    accelerator.save_model(model, f"{root}/model", max_shard_size=600)
+    full = FullStatePlugin()
+    for plugin, directory in ((None, f"{root}/shards"), (full, f"{root}/full")):
+        utils.save_fsdp_model(plugin, accelerator, model, directory)
+        utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, directory)
+    expected = run.train(2, 3)
+    for plugin, directory in ((full, f"{root}/shards"), (None, f"{root}/full")):  # what is there decides
+        other = Run(seed=1)
+        utils.load_fsdp_model(plugin, other.accelerator, other.models[0], directory)
+        utils.load_fsdp_optimizer(plugin, other.accelerator, other.optimizers[0], other.models[0], directory)
+        values = other.accelerator.get_state_dict(other.models[0])
+        assert all(torch.equal(values[name], state[name]) for name in state)
+        assert other.optimizers[0].state_dict()["state"][0]["step"] == 2
+    with pytest.raises(CheckpointError, match="holds neither shards"):
+        utils.load_fsdp_model(None, accelerator, model, f"{root}/model")
+    for safe in (True, False):
+        utils.merge_fsdp_weights(f"{root}/shards/pytorch_model_fsdp_0", f"{root}/merged", safe_serialization=safe)
+    with pytest.raises(CheckpointError, match="holds no shards of a model"):
+        utils.merge_fsdp_weights(f"{root}/model", f"{root}/merged")
+    accelerator.save_state(f"{root}/ckpt")
+    return state, len(expected)
+
+
+class FullStatePlugin:
+    state_dict_type = "FULL_STATE_DICT"
+
+
+def test_a_sharded_model_by_itself_is_gathered_saved_loaded_and_merged(tmp_path, run_ranks):
+    from safetensors.torch import load_file
+
+    from orc.runtime.utils import load_state_dict, merge_fsdp_weights
+
+    (state, _), (other, _) = run_ranks(2, by_itself, str(tmp_path))
+    assert other == {}
+    assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
+    assert state["0.weight"].shape == (10, 6)
+    written = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert written == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["optimizer.bin", "pytorch_model_fsdp.bin"]
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == ["optimizer_0", "pytorch_model_fsdp_0"]
+    merged = (
+        load_file(tmp_path / "merged" / "model.safetensors"),
+        load_state_dict(tmp_path / "merged/pytorch_model.bin"),
+    )
+    for one in merged:
+        assert one.keys() == state.keys()
+        assert all(torch.equal(one[name], state[name]) for name in state)
+    # The folder of a checkpoint by either of its documented names, without a process group, checked first.
+    checkpoint = tmp_path / "ckpt"
+    file = merge_fsdp_weights(checkpoint / "pytorch_model_fsdp_1", tmp_path / "second")
+    assert load_file(file)["weight"].shape == (5, 3)
+    with pytest.raises(CheckpointError, match="the shards of 2 models: give one of pytorch_model_0, pytorch_model_1"):
+        merge_fsdp_weights(checkpoint, tmp_path / "second")
+    with pytest.raises(CheckpointError, match="holds the state of an optimizer"):
+        merge_fsdp_weights(checkpoint / "optimizer_0", tmp_path / "second")
+    shard = checkpoint / "pytorch_model_1" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="does not hold what was saved"):
+        merge_fsdp_weights(checkpoint / "pytorch_model_1", tmp_path / "second")

@@ -1,0 +1,241 @@
+"""Saving and loading one sharded model or optimizer by itself, as scripts do that keep their own checkpoints.
+
+`save_state` and `load_state` cover everything at once, and are what to use; these write no manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.save import attempt
+from orc.runtime.checkpoint.saving import write
+from orc.runtime.checkpoint.state import strategy_named
+from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_wanted
+from orc.runtime.checkpoint.state.sharding import is_sharded
+from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
+
+if TYPE_CHECKING:
+    from orc.runtime.accelerator import Accelerator
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Write the weights of a sharded *model*, as the plug-in's ``state_dict_type`` says; on all processes.
+
+    Args:
+        fsdp_plugin: with ``FULL_STATE_DICT`` one file ``pytorch_model_fsdp.bin``, else a folder
+            ``pytorch_model_fsdp_0`` of shards; `None` means shards.
+        accelerator: of the run.
+        model: prepared.
+        output_dir: where to; made if needed.
+        model_index: the number in the name.
+        adapter_only: taken for scripts that pass it; the whole model is saved.
+
+    Raises:
+        CheckpointError: on every process, it could not be written.
+    """
+    directory, meeting = Path(output_dir), _meeting(accelerator)
+    if _wanted(fsdp_plugin) == FULL:
+        state = strategy_named(FULL).model_state(model, keep=accelerator.is_main_process)
+        _write_file(meeting, directory / _model_file(model_index), state)
+    else:
+        state = strategy_named(SHARDED).model_state(model, keep=True)
+        _write_shards(meeting, directory / f"{layout.FSDP_MODEL_NAME}_{model_index}", {"model": state})
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Read weights that `save_fsdp_model` or `save_state` wrote in *input_dir* into *model*, whatever their form.
+
+    Raises:
+        CheckpointError: on every process; there are none, or they do not fit.
+    """
+    directory = Path(input_dir)
+    names = (f"{layout.FSDP_MODEL_NAME}_{model_index}", layout.model_shards(model_index))
+    folder = _folder(directory, names)
+    files = (_model_file(model_index), layout.model_file(model_index), layout.model_file(model_index, False))
+
+    def load() -> None:
+        if folder is not None:
+            if wrong := strategy_named(SHARDED).model_problem(folder, model):
+                raise CheckpointError(f"{folder} does not fit the prepared model: {wrong}")
+            strategy_named(SHARDED).load_model(folder, model)
+            return
+        path = _file(directory, files, names)
+        state = _read(path)
+        if is_sharded(model):
+            strategy_named(FULL).load_model(state, model)
+        else:
+            accelerator.unwrap_model(model).load_state_dict(state)
+
+    _agree(_meeting(accelerator), "load_fsdp_model", load)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+) -> None:
+    """Write the state of an *optimizer* of a sharded *model*: ``optimizer.bin``, or shards in ``optimizer_0``.
+
+    Raises:
+        CheckpointError: on every process, it could not be written.
+    """
+    directory, meeting = Path(output_dir), _meeting(accelerator)
+    if _wanted(fsdp_plugin) == FULL:
+        state = strategy_named(FULL).optimizer_state(optimizer, [model], keep=accelerator.is_main_process)
+        _write_file(meeting, directory / layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"), state)
+    else:
+        state = strategy_named(SHARDED).optimizer_state(optimizer, [model], keep=True)
+        _write_shards(meeting, directory / layout.optimizer_shards(optimizer_index), {"optimizer": state})
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Read a state that `save_fsdp_optimizer` or `save_state` wrote into *optimizer*.
+
+    Raises:
+        CheckpointError: on every process; there is none, or it does not fit.
+    """
+    directory = Path(input_dir)
+    names = (layout.optimizer_shards(optimizer_index),)
+    folder = _folder(directory, names)
+
+    def load() -> None:
+        if folder is not None:
+            if wrong := strategy_named(SHARDED).optimizer_problem(folder, optimizer, [model]):
+                raise CheckpointError(f"{folder} does not fit the prepared optimizer: {wrong}")
+            strategy_named(SHARDED).load_optimizer(folder, optimizer, [model])
+            return
+        path = _file(directory, (layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"),), names)
+        if is_sharded(model):
+            strategy_named(FULL).load_optimizer(_read(path), optimizer, [model])
+        else:
+            optimizer.load_state_dict(_read(path))
+
+    _agree(_meeting(accelerator), "load_fsdp_optimizer", load)
+
+
+def _wanted(plugin: Any) -> str:
+    return strategy_wanted(plugin) or SHARDED
+
+
+def _meeting(accelerator: Accelerator) -> Meeting:
+    return accelerator._checkpointing.checkpoints.meeting
+
+
+def _model_file(index: int) -> str:
+    return f"{layout.FSDP_MODEL_NAME}.bin" if index == 0 else f"{layout.FSDP_MODEL_NAME}_{index}.bin"
+
+
+def _folder(directory: Path, names: tuple[str, ...]) -> Path | None:
+    """Return the folder of shards in *directory*, which may be that folder itself."""
+    places = [directory / name for name in names] + [directory]
+    return next((place for place in places if (place / layout.SHARD_METADATA).is_file()), None)
+
+
+def _file(directory: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> Path:
+    for name in files:
+        if (directory / name).is_file():
+            return directory / name
+    raise CheckpointError(
+        f"{directory} holds neither shards ({', '.join(folders)}) nor a full state ({', '.join(files)})"
+    )
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            from orc.runtime.checkpoint.load import read_weights
+
+            return read_weights(path)
+        return pickled.read(path, "cpu", mmap=True)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _agree(meeting: Meeting, what: str, action: Any) -> None:
+    """Do *action* on every rank; an error on one is an error on all."""
+    meeting.hold(what, attempt(action)[1], agree_on_no_error)
+
+
+def _write_file(meeting: Meeting, target: Path, state: Mapping[str, Any]) -> None:
+    def put() -> None:
+        if meeting.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write(dict(state), target)
+
+    _agree(meeting, f"saving {target.name}", put)
+
+
+def _write_shards(meeting: Meeting, target: Path, state: dict[str, Any]) -> None:
+    """Write *state* as the folder *target*, which appears complete or not at all."""
+    from orc.runtime.checkpoint.state.planning import ShardPlans
+    from orc.runtime.checkpoint.state.shard_files import write_shards
+
+    name, temporary = target.name, temporary_name(target)
+
+    def prepare() -> None:
+        if meeting.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_tree(temporary)
+            temporary.mkdir()
+
+    def put() -> None:
+        file = HashingFile(temporary / layout.shard_file(name, meeting.rank).rpartition("/")[2])
+        try:
+            write_shards(plans.values[name], plans.lengths[name], file)
+        except BaseException:
+            file.abandon()
+            raise
+        file.close()
+
+    def finish() -> None:
+        if meeting.rank == 0:
+            write_file(temporary / layout.SHARD_METADATA, plans.metadata(lengths)[name])
+            publish(temporary, target)
+
+    _agree(meeting, f"saving {name} (preparing)", prepare)
+    plans = ShardPlans(meeting)
+    plans.agree({name: state}, None)
+    lengths: list[dict[str, list[int]]] = []
+
+    def verdict(bids: list[Any]) -> None:
+        agree_on_no_error([error for error, _ in bids])
+        lengths.extend(written for _, written in bids)
+
+    error = attempt(put)[1]
+    meeting.hold(f"saving {name} (writing)", [error, plans.lengths], verdict)
+    _agree(meeting, f"saving {name}", finish)
