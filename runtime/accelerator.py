@@ -160,7 +160,8 @@ class Accelerator(AcceleratorAttributes):
             apply_plugin(ctx.gradient, options.accumulation)
         if ctx.deepspeed is not None:
             ctx.deepspeed.apply_accumulation(ctx.gradient)
-        scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler)
+        flattened = ctx.fsdp_plugin is not None and ctx.fsdp_plugin.fsdp_version == 1 and ctx.distributed
+        scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler, flattened=flattened)
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
         super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))
         self._checkpointing = Checkpointing(engine, options)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from orc.runtime.parallel.shards import shard_group
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 # What wrappers inside a model put into the names of parameters.
 _INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+_STATE = (
+    "the optimizer has state already, which cannot follow its parameters into shards: prepare it before its first "
+    "step, or load the state afterwards"
+)
 
 _new: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by old parameter; does not keep the old ones alive
 
@@ -81,6 +88,10 @@ def follow(optimizer: Optimizer) -> None:
     Raises:
         ValueError: parameters of several groups have become one, or there is state that cannot be cut into shards.
     """
+    for one, state in optimizer.state.items():  # cut in place, as version 1 of FSDP does with the original parameters
+        values = state.values() if shard_group(one) is not None and isinstance(state, dict) else ()
+        if any(getattr(value, "numel", int)() not in (0, 1, one.numel()) for value in values):
+            raise ValueError(_STATE)
     if not len(_new):
         return
     home: dict[int, int] = {}
@@ -105,10 +116,7 @@ def _state_of(old: torch.Tensor, new: Any, state: Any) -> Any:
     if placements is None and new.shape == old.shape:
         return state
     if placements is None or not isinstance(state, dict):
-        raise ValueError(
-            "the optimizer has state already, which cannot follow its parameters into shards: prepare it before its "
-            "first step, or load the state afterwards"
-        )
+        raise ValueError(_STATE)
     from torch.distributed.tensor import distribute_tensor
 
     def cut(value: Any) -> Any:

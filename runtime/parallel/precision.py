@@ -35,12 +35,20 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
 
 
 def loss_scaler(
-    mixed_precision: str, device: torch.device, options: GradScalerKwargs | None = None
+    mixed_precision: str, device: torch.device, options: GradScalerKwargs | None = None, *, flattened: bool = False
 ) -> torch.amp.GradScaler | None:
-    """The loss scaler that fp16 needs; `None` for every other precision."""
+    """The loss scaler that fp16 needs; `None` for every other precision.
+
+    With *flattened* parameters, as in FSDP version 1, an overflow in one rank's part makes all skip the step.
+    """
     if mixed_precision != "fp16":
         return None
-    return torch.amp.GradScaler(device.type, **(options.to_kwargs() if options else {}))
+    kwargs = options.to_kwargs() if options else {}
+    if flattened:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(device.type, **kwargs)
+    return torch.amp.GradScaler(device.type, **kwargs)
 
 
 def autocast_for(

@@ -45,8 +45,11 @@ class Full:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         if is_fsdp1(model):
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            return dict(get_model_state_dict(model, options=options))
+            # Offloading what lies in host memory already, torch frees what it is about to copy.
+            on_cpu = all(one.device.type == "cpu" for one in model.parameters())
+            options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
+            state = dict(get_model_state_dict(model, options=options))
+            return state if keep or not on_cpu else {}
         return dict(gathered(get_model_state_dict(model), keep))
 
     def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:

@@ -274,6 +274,42 @@ def test_the_precision_of_parameters_follows_the_model_unless_it_is_mixed(run_ra
     assert run_ranks(2, precisions) == [[low, full, low, full]] * 2
 
 
+def test_a_training_goes_on_from_its_shards_and_rank_0_has_the_whole_weights(run_ranks, tmp_path):
+    def saved():
+        found = {}
+        for version in (ONE, TWO):
+            plugin = one_wrapped(state_dict_type="SHARDED_STATE_DICT", **version)
+            _, _, accelerator, model, optimizer = trained(plugin, steps=3)
+            folder = tmp_path / str(plugin.fsdp_version)
+            accelerator.save_state(folder)
+            whole = accelerator.get_state_dict(model)
+            shapes = {name: tuple(value.shape) for name, value in whole.items() if value.device.type == "cpu"}
+
+            def steps(accelerator=accelerator, model=model, optimizer=optimizer):
+                losses = []
+                for step in range(3, 6):
+                    loss = loss_of(model, batch(step, accelerator.process_index))
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                return losses
+
+            expected = steps()
+            accelerator.load_state(folder)
+            files = {one.name: sorted(f.name for f in one.iterdir()) for one in folder.iterdir() if one.is_dir()}
+            found[plugin.fsdp_version] = difference(steps(), expected), files, shapes
+        return found
+
+    shapes = {name: tuple(value.shape) for name, value in Language().state_dict().items()}
+    shards = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    for rank, found in enumerate(run_ranks(2, saved)):
+        for loss, files, mine in found.values():
+            assert loss < 1e-6
+            assert files == {"optimizer_0": shards, "pytorch_model_0": shards}
+            assert mine == ({} if rank else shapes)
+
+
 def test_models_for_evaluation_sharded_ones_and_small_ones(run_ranks):
     def models():
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -343,12 +379,51 @@ def test_what_cannot_be_sharded_is_one_error_on_every_rank(run_ranks):
             return torch.optim.SGD([{"params": [one], "lr": 0.1} for one in model.parameters()])
 
         refused(Plugin(), lambda rank: nn.Linear(4, 4), make=two_groups)
+
+        def stepped(model):
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            return optimizer
+
+        refused(Plugin(use_orig_params=True), lambda rank: nn.Linear(4, 4), make=stepped)
         return found
 
     for found in run_ranks(2, errors):
-        assert len(found) == 5, found
+        assert len(found) == 6, found
         assert "no module of class 'Block' to wrap: the model has Linear, Sequential" in found[0]
         assert "the model of rank 1 is not that of rank 0: weight is torch.float32 [5, 4] instead" in found[1]
         assert found[2] == found[1]
         assert "rank 0: Bare has parameters or buffers without values" in found[3]
-        assert "use_orig_params" in found[4]
+        assert "set use_orig_params=True, or make the optimizer after prepare" in found[4]
+        assert "the optimizer has state already" in found[5]
+
+
+def test_an_overflow_in_one_ranks_part_makes_all_skip_the_step_and_evaluation_and_values_work(run_ranks):
+    def overflow():
+        found = []
+        for version in (ONE, TWO):
+            _, _, accelerator, model, optimizer = trained(one_wrapped(**version), steps=1, mixed_precision="fp16")
+            accelerator.backward(loss_of(model, batch(0, accelerator.process_index)))
+            gradients = [one.grad for one in model.parameters() if one.grad is not None]
+            local = [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
+            if accelerator.process_index == 1:
+                next(one for one in local if one.numel()).view(-1)[0] = float("inf")
+            optimizer.step()
+            skipped = accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                finite = bool(loss_of(model, batch(0, 0)).isfinite())
+            model.train()
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_of(model, batch(0, accelerator.process_index)))
+                late = loss_of(model, batch(1, accelerator.process_index))
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(late)
+            accelerator.clip_grad_value_(model.parameters(), 1e-3)
+            largest = max(float(one.grad.abs().max()) for one in model.parameters() if one.grad is not None)
+            found.append((skipped, finite, 0 < largest < 1.1e-3))
+        return found
+
+    assert run_ranks(2, overflow) == [[(True, True, True)] * 2] * 2
