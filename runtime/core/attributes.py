@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.events import Events
     from orc.runtime.core.options import Options
     from orc.runtime.engine import Engine
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
@@ -84,6 +85,11 @@ class AcceleratorAttributes(ProcessControl):
     def mixed_precision(self) -> str:
         """``no``, ``fp16`` or ``bf16``."""
         return str(self.ctx.config.mixed_precision)
+
+    @property
+    def events(self) -> Events:
+        """Backward, clip, step, batch and save, for those who listen; see `Events`."""
+        return self._engine.events
 
     @property
     def sync_gradients(self) -> bool:

@@ -32,7 +32,15 @@ def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "page", ["track-experiments", "profile", "local-sgd", "test-distributed-code", "../reference/utilities"]
+    "page",
+    [
+        "track-experiments",
+        "profile",
+        "local-sgd",
+        "test-distributed-code",
+        "../reference/utilities",
+        "../explanation/runtime-core",
+    ],
 )
 def test_examples_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

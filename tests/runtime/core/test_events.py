@@ -27,7 +27,7 @@ def test_a_loop_tells_what_happens_and_a_veto_leaves_the_update_out(tmp_path):
     model = torch.nn.Linear(1, 1)
     loader = DataLoader(torch.ones(2, 1), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
-    events = accelerator._engine.events
+    events = accelerator.events
     events.subscribe("on_backward", lambda loss, normalized: told.append(("backward", loss.item() == 1.0, normalized)))
     events.subscribe("on_clip", lambda norm: told.append(("clip", norm.item() > 0)))
     events.subscribe("before_step", lambda one: told.append(("before", one is optimizer)))

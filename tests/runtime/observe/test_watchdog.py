@@ -276,5 +276,5 @@ def test_nothing_runs_where_nothing_is_configured(monkeypatch):
     started = set(threading.enumerate()) - before
     assert not [thread for thread in started if thread.name in ("orc-watch", "orc-notices")]
     assert loader.meter is None
-    events = accelerator._engine.events
+    events = accelerator.events
     assert (events.on_backward, events.on_clip, events.before_step, events.on_step) == ((), (), (), ())
