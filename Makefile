@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format typecheck exports contracts unit bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test setup lint test-gpu format typecheck exports contracts unit bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -56,6 +56,11 @@ contracts: $(INSTALLED)  ## import-linter: which room may import which
 testbed-packages:
 	@if [ "$$(id -u)" = 0 ]; then $(SLURM_TESTBED)/up.sh --install-only && $(HOSTS_TESTBED)/up.sh --install-only && \
 	  tests/testbed/postgres/install.sh; fi
+
+# Installs nothing: needs torch and pytest, and the checkout. GPU_PYTHON says which Python has them.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+test-gpu: $(LINKS)  ## The tests that need a GPU (tests/gpu); says so and succeeds where there is none
+	@PYTHON=$(GPU_PYTHON) tests/gpu/run.sh $(PYTEST_FLAGS)
 
 unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone, with coverage
 	tests/run.sh $(PYTEST_FLAGS)

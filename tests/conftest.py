@@ -19,6 +19,8 @@ pytest_plugins = (
     *("postgres_testbed", "sagemaker_testbed", "tpu_testbed"),
 )
 
+collect_ignore = ["gpu"]  # `make test-gpu` runs them, with an environment and settings of their own
+
 _KEPT = ("ORC_REQUIRE_TESTBEDS", "SLURM_TESTBED_", "HOSTS_", "ORC_UPDATE_GOLDEN")
 _FOREIGN = ("ORC_", "ACCELERATE_", "TORCHELASTIC_", "SLURM_", "SBATCH_", "OMPI_", "PMI_")
 _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")

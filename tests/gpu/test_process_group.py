@@ -1,0 +1,67 @@
+"""One rank in a process group: NCCL beside gloo, a device mesh, and parameters that ``fully_shard`` has cut."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orc.runtime import Accelerator
+from orc.runtime.collectives.collectives import all_gather_flat
+
+
+def test_a_mesh_opens_a_group_for_the_device_and_for_the_cpu(device):
+    accelerator = Accelerator()
+    topology = accelerator.ctx.set_topology({"dp_shard": 1}, by="test")
+    mesh = topology.mesh
+    assert (mesh.device_type, mesh.mesh_dim_names) == (device.type, ("dp_shard",))
+    group = mesh.get_group("dp_shard")
+    for place in {device, torch.device("cpu")}:
+        total = torch.ones(4, device=place)
+        dist.all_reduce(total, group=group)
+        gathered = torch.empty(4, device=place)
+        all_gather_flat(gathered, total, group)
+        assert gathered.tolist() == [1.0] * 4
+    found = [None]
+    dist.all_gather_object(found, "here", group=group)
+    assert found == ["here"]
+    accelerator.end_training()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.cuda_only
+def test_the_backend_of_the_device_is_nccl():
+    accelerator = Accelerator()
+    _ = accelerator.ctx.topology.mesh
+    assert "cuda:nccl" in str(dist.get_backend_config())
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_model_that_the_script_has_sharded_trains_like_a_whole_one(device, precision):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    accelerator = Accelerator(mixed_precision=precision)
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+    model = fully_shard(copy.deepcopy(whole), mesh=accelerator.ctx.topology.mesh)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    by_hand = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    for _ in range(5):
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = whole(inputs).square().mean()
+        expected.backward()
+        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        by_hand.step()
+        by_hand.zero_grad()
+        tolerance = 1e-5 if precision == "no" else 0.05
+        assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+        assert float(norm) == pytest.approx(float(wanted), rel=tolerance)
+    accelerator.end_training()

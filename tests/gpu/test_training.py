@@ -1,0 +1,224 @@
+"""Training on a device: placement, precision, the loss scale, compiling, metrics, memory."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from orc.runtime import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradScalerKwargs,
+    ProfileKwargs,
+    find_executable_batch_size,
+    get_max_memory,
+    release_memory,
+)
+
+
+def samples(count=64):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 8, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
+def train(accelerator, model, steps=20, clip=None):
+    """Losses of *steps* steps."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size=16))
+    losses = []
+    while len(losses) < steps:
+        for inputs, wanted in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+                accelerator.backward(loss)
+                if clip:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses[:steps]
+
+
+def by_hand(device, model, steps=20):
+    model = copy.deepcopy(model).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    while len(losses) < steps:
+        for inputs, wanted in DataLoader(samples(), batch_size=16):
+            loss = torch.nn.functional.mse_loss(model(inputs.to(device)), wanted.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses[:steps]
+
+
+def test_training_gives_the_losses_of_a_loop_by_hand(device):
+    accelerator = Accelerator()
+    assert accelerator.device == device
+    assert train(accelerator, network()) == pytest.approx(by_hand(device, network()), rel=1e-5)
+
+
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.cuda_only)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_to_the_device_whole_and_in_order(device, pinned, workers):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=pinned))
+    given = DataLoader(samples(50), batch_size=16, pin_memory=pinned, num_workers=workers)
+    rows = []
+    for inputs, wanted in accelerator.prepare(given):
+        assert inputs.device == wanted.device == device
+        rows.append(inputs.cpu())
+    assert torch.equal(torch.cat(rows), samples(50).tensors[0])
+
+
+def test_a_dispatched_stream_comes_to_the_device(device):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(samples(20).tensors[0])
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    batches = list(accelerator.prepare(DataLoader(Rows(), batch_size=8)))
+    assert all(batch.device == device for batch in batches)
+    assert torch.equal(torch.cat(batches).cpu(), samples(20).tensors[0])
+
+
+def test_bf16_computes_in_bf16_and_hands_out_float32(device):
+    accelerator = Accelerator(mixed_precision="bf16")
+    seen = []
+
+    class Probe(torch.nn.Module):
+        def forward(self, inputs):
+            seen.append(inputs.dtype)
+            return inputs
+
+    plain = network()
+    model = accelerator.prepare(torch.nn.Sequential(*copy.deepcopy(plain), Probe()))
+    output = model(samples().tensors[0].to(device))
+    assert (seen, output.dtype) == ([torch.bfloat16], torch.float32)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert train(accelerator, plain) == pytest.approx(by_hand(device, plain), rel=0.1, abs=0.02)
+
+
+@pytest.mark.cuda_only
+def test_fp16_skips_steps_that_overflow_and_halves_the_scale(device):
+    accelerator = Accelerator(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=1000)]
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    inputs = samples().tensors[0].to(device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.backward(model(inputs).sum() * float("inf"))
+    optimizer.step()
+    schedule.step()
+    assert optimizer.step_was_skipped
+    assert accelerator.scaler.get_scale() == 512.0
+    assert schedule.get_last_lr() == [0.1]
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    accelerator.backward(model(inputs).mean())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e6)
+    assert 0 < norm.item() < 1e3, "unscaled"
+    optimizer.step()
+    schedule.step()
+    assert not optimizer.step_was_skipped
+    assert schedule.get_last_lr() == [0.05]
+
+
+@pytest.mark.cuda_only
+def test_fp16_learns():
+    losses = train(Accelerator(mixed_precision="fp16"), network(), 40, clip=1.0)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_compiled_model_learns_the_same(device):
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    losses = train(Accelerator(dynamo_backend=backend), network())
+    assert losses == pytest.approx(by_hand(device, network()), rel=1e-3)
+
+
+def test_sums_over_items_and_accumulation_stay_on_the_device(device):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = network()
+    expected = copy.deepcopy(model).to(device)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    inputs = samples().tensors[0].to(device)
+    for part in (inputs[:10], inputs[10:64]):
+        with accelerator.accumulate(model):
+            count = torch.tensor(len(part), device=device)
+            accelerator.backward(model(part).square().sum(), normalize_by=count)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    expected(inputs).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert norm.device == device
+
+
+def test_gathered_metrics_are_on_the_device_and_complete(device):
+    accelerator = Accelerator()
+    rows, texts = [], []
+    for inputs, _ in accelerator.prepare(DataLoader(samples(50), batch_size=16)):
+        rows.append(accelerator.gather_for_metrics(inputs))
+        texts += accelerator.gather_for_metrics([str(len(inputs))], use_gather_object=True)
+    assert all(row.device == device for row in rows)
+    assert (sum(map(len, rows)), texts) == (50, ["16", "16", "16", "2"])
+    assert accelerator.reduce(torch.ones(2, device=device), "mean").device == device
+
+
+def test_memory_comes_back(device, allocated):
+    accelerator = Accelerator()
+    before = allocated()
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(4, 1024, device=device)).sum())
+    optimizer.step()
+    if device.type == "cuda":
+        assert allocated() - before > 12 * 2**20, "weights, gradients, two moments"
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    model, optimizer = release_memory(model, optimizer)
+    assert allocated() - before < 2**20 + 9 * 2**20, "cuBLAS keeps its workspace"
+
+
+@pytest.mark.cuda_only
+def test_a_batch_that_does_not_fit_is_halved(device):
+    tried = []
+    room = torch.cuda.mem_get_info(device)[1]
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def allocate(batch_size):
+        tried.append(batch_size)
+        torch.empty(batch_size * (room // 4), dtype=torch.uint8, device=device)
+        return batch_size
+
+    found = allocate()
+    assert found in (1, 2, 4)
+    assert tried[0] == 8
+
+
+@pytest.mark.cuda_only
+def test_the_profiler_sees_kernels(device, tmp_path):
+    accelerator = Accelerator()
+    handler = ProfileKwargs(activities=["cpu", "cuda"], output_trace_dir=tmp_path)
+    with accelerator.profile(handler) as profiler:
+        torch.ones(256, 256, device=device) @ torch.ones(256, 256, device=device)
+        torch.cuda.synchronize()
+    assert any(event.device_type.name == "CUDA" for event in profiler.events())
+    assert list(tmp_path.glob("profile_*.json"))
+
+
+@pytest.mark.cuda_only
+def test_the_memory_of_the_device_is_known(device):
+    free = get_max_memory()
+    assert 0 < free[device.index] <= torch.cuda.mem_get_info(device)[1]
