@@ -176,7 +176,7 @@ def _file(directory: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> 
 def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
-            from orc.runtime.checkpoint.load import read_weights
+            from orc.runtime.checkpoint.state.placing import read_weights
 
             return read_weights(path)
         return pickled.read(path, "cpu", mmap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import (
     NAME,
     Manifest,
@@ -31,6 +30,7 @@ from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
+from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.copying import Copies
@@ -179,7 +179,7 @@ def load(
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
             for name in names:
-                states[name] = _unpickle(directory / name, map_location)
+                states[name] = unpickle(directory / name, map_location)
             _check_states(directory, prepared, states, manifest.files)
             _check_shards(directory, manifest, prepared)
             if roll_over:
@@ -211,22 +211,30 @@ def load(
         meeting.hold("load_state (trying)", error, _agree, timeout_s=_READ_PATIENCE_S)
         undo.pop_all()
     with Copies() as copies:
-        # The largest first, in threads beside the models.
+        # What can be read straight into its place is, in threads; the rest goes the way of its kind.
+        weights = _whole_weights(directory, manifest, models, map_location)
+        copies.read_from(*weights, *(directory / name for name in states))
         ready = {}
         sharded = _sharded_optimizers(prepared)
         for name, optimizer in _optimizers(prepared, manifest.files).items():
             if name not in sharded:
-                ready[name] = _unmapped(states.pop(name), copies, optimizer.state_dict())
+                ready[name] = unmapped(states.pop(name), copies, optimizer.state_dict())
+        if not options.get("assign"):
+            for path, (state, model) in weights.items():
+                bare = extract_model_from_parallel(model, keep_torch_compile=False)
+                weights[path] = placed(state, bare, copies), model
         for index, model in enumerate(models):
-            if index in by_shards or not fit.decides_itself(model):
+            if index in by_shards or (is_sharded(model) and not fit.decides_itself(model)):
                 _load_model(directory, manifest, index, model, map_location, options)
         _load_shards(directory, manifest, prepared)
         copies.wait()
+        for path, (state, model) in weights.items():
+            _load_weights(path, state, model, options)
         for name, target in _names(prepared, manifest.files).items():
             if name in sharded:
                 strategy_named(FULL).load_optimizer(states.pop(name), target, prepared.models)
                 continue
-            state = ready.pop(name) if name in ready else _unmapped(states.pop(name), copies)
+            state = ready.pop(name) if name in ready else unmapped(states.pop(name), copies)
             copies.wait()
             try:
                 target.load_state_dict(state)
@@ -345,7 +353,7 @@ def _check_models(
             path = directory / layout.model_shards(index)
             wrong = strategy_named(SHARDED).model_problem(path, model, strict=strict)
         else:
-            state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path)
+            state = read_state(path)
             wrong = fit.problem(model, state, strict=strict)
         if wrong is not None:
             raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
@@ -409,54 +417,16 @@ def _check_positions(context: RunContext, directory: Path, prepared: Prepared, s
             )
 
 
-def _unpickle(path: Path, map_location: Any = None) -> Any:
-    try:
-        if map_location is None:
-            return pickled.read(path, "cpu", mmap=True)
-        return pickled.read(path, map_location)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _unmapped(state: Any, copies: Copies, current: Any = None) -> Any:
-    """*state* in memory once *copies* are: what stayed mapped would break when a network file system loses the file.
-
-    Tensors go where the ones they replace are, if *current*, an optimizer's state, has such already: that needs no
-    memory twice, and moves them to their device.
-    """
-    if current is None or _shape(current) != _shape(state):
-        return recursively_apply(_fresh, state, copies)
-    return _filled(state, current, copies)
-
-
-def _fresh(value: torch.Tensor, copies: Copies) -> torch.Tensor:
-    if type(value) is not torch.Tensor or value.layout != torch.strided:
-        return value.clone()
-    target = torch.empty_like(value)
-    copies.start(target, value)
-    return target
-
-
-def _shape(state: Any) -> list[int] | None:
-    """Parameters in each group of an optimizer's *state*."""
-    try:
-        return [len(group["params"]) for group in state["param_groups"]]
-    except (KeyError, TypeError):
-        return None
-
-
-def _filled(value: Any, current: Any, copies: Copies) -> Any:
-    if isinstance(value, torch.Tensor):
-        if type(current) is not torch.Tensor or current.shape != value.shape or current.dtype != value.dtype:
-            return _fresh(value, copies)
-        copies.start(current, value)
-        return current
-    if isinstance(value, dict):
-        known = current if isinstance(current, dict) else {}
-        return {key: _filled(one, known.get(key), copies) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_filled(one, None, copies) for one in value)
-    return value
+def _whole_weights(
+    directory: Path, manifest: Manifest, models: Sequence[torch.nn.Module], map_location: Any
+) -> dict[Path, tuple[Any, torch.nn.Module]]:
+    """Return the states of *models* that are loaded in one piece and only now, by file, with their models."""
+    by_shards = _sharded_models(manifest, models)
+    return {
+        (path := _model_path(directory, manifest, index)): (read_state(path, map_location), model)
+        for index, model in enumerate(models)
+        if index not in by_shards and not is_sharded(model) and not fit.decides_itself(model)
+    }
 
 
 def _load_model(
@@ -467,36 +437,26 @@ def _load_model(
         strategy_named(SHARDED).load_model(folder, model, strict=options.get("strict", True))
         return
     path = _model_path(directory, manifest, index)
-    state = read_weights(path) if path.suffix == ".safetensors" else _unpickle(path, map_location)
+    state = read_state(path, map_location)
     if is_sharded(model):
         strategy_named(FULL).load_model(state, model, strict=options.get("strict", True))
-        return
+    else:
+        _load_weights(path, state, model, options)
+
+
+def _load_weights(path: Path, state: Mapping[str, Any], model: torch.nn.Module, options: dict[str, Any]) -> None:
     try:
+        # A tensor that is in its place already is not copied again.
         extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the prepared model: {error}") from error
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, mapped into memory, with the names that share a tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            aliases = json.loads((file.metadata() or {}).get("orc.aliases", "{}"))
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-    for alias, name in aliases.items():
-        state[alias] = state[name]
-    return state
 
 
 def _random_states(context: RunContext, directory: Path, manifest: Manifest) -> Any:
     """Return this rank's saved generators; `None` for a rank that there was not."""
     name = layout.random_states_file(context.rank)
     if name in manifest.files:
-        return _unpickle(directory / name)
+        return unpickle(directory / name)
     if context.rank < manifest.world_size:
         raise CheckpointError(f"{directory} holds no {name}: the random numbers of this rank cannot be continued")
     return None

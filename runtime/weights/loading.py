@@ -243,7 +243,7 @@ def load_checkpoint_in_model(
 
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
-    from orc.runtime.checkpoint.load import read_weights
+    from orc.runtime.checkpoint.state.placing import read_weights
 
     try:
         if path.suffix == ".safetensors":

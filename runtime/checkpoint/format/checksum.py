@@ -23,6 +23,15 @@ class Checksum(Protocol):
         """Take in *data* (bytes)."""
         ...
 
+    @staticmethod
+    def part(data: memoryview) -> Any:
+        """Return what `add` needs of *data*: what can be computed apart. Only the last part may hold no whole cells."""
+        ...
+
+    def add(self, part: Any) -> None:
+        """Take in what `part` returned, in order, in the place of `update`."""
+        ...
+
     def value(self) -> int:
         """The checksum of all; call it once, at the end."""
         ...
@@ -38,6 +47,15 @@ class Crc32:
         """Take in *data*."""
         self._sum = zlib.crc32(data, self._sum)
 
+    @staticmethod
+    def part(data: memoryview) -> bytes:
+        """Return *data*: nothing can be computed before its turn."""
+        return bytes(data)
+
+    def add(self, part: bytes) -> None:
+        """Take in *part*."""
+        self._sum = zlib.crc32(part, self._sum)
+
     def value(self) -> int:
         """The checksum."""
         return self._sum
@@ -47,9 +65,6 @@ class Grid64:
     """Row and column sums of each cell; see above."""
 
     def __init__(self) -> None:
-        import numpy
-
-        self._numpy = numpy
         self._sum = 0
         self._partial = memoryview(bytearray(0))
         self._filled = 0
@@ -62,19 +77,33 @@ class Grid64:
             data = data[room:]
             if self._filled < CELL:
                 return
-            self._cells(self._partial)
+            self.add([_sums(self._partial)])
             self._filled = 0
         whole = len(data) // CELL * CELL
         if whole:
-            self._cells(data[:whole])
+            self.add([_sums(data[:whole])])
         if whole < len(data):
             self._hold(data[whole:])
+
+    @staticmethod
+    def part(data: memoryview) -> list[Any]:
+        """Return the sums of the cells of *data*."""
+        whole = len(data) // CELL * CELL
+        parts = [_sums(data[:whole])] if whole else []
+        if whole < len(data):
+            parts.append(_sums(memoryview(bytes(data[whole:]).ljust(CELL, b"\0"))))
+        return parts
+
+    def add(self, part: list[Any]) -> None:
+        """Take in the sums *part*."""
+        for sums in part:
+            self._sum = zlib.crc32(sums, self._sum)
 
     def value(self) -> int:
         """The checksum."""
         if self._filled:
             self._partial[self._filled :] = bytes(CELL - self._filled)
-            self._cells(self._partial)
+            self.add([_sums(self._partial)])
         return self._sum
 
     def _hold(self, data: memoryview) -> None:
@@ -83,11 +112,13 @@ class Grid64:
         self._partial[self._filled : self._filled + len(data)] = data
         self._filled += len(data)
 
-    def _cells(self, data: memoryview) -> None:
-        numpy = self._numpy
-        grids: Any = numpy.frombuffer(data, dtype="<u8").reshape(-1, CELL // 8 // _COLUMNS, _COLUMNS)
-        sums = numpy.concatenate((numpy.add.reduce(grids, 2), numpy.add.reduce(grids, 1)), 1)
-        self._sum = zlib.crc32(sums, self._sum)
+
+def _sums(cells: memoryview) -> Any:
+    """Return the sums of the rows and of the columns of each of the *cells*."""
+    import numpy
+
+    grids: Any = numpy.frombuffer(cells, dtype="<u8").reshape(-1, CELL // 8 // _COLUMNS, _COLUMNS)
+    return numpy.concatenate((numpy.add.reduce(grids, 2), numpy.add.reduce(grids, 1)), 1)
 
 
 ALGORITHMS: dict[str, type[Crc32] | type[Grid64]] = {"crc32": Crc32, "grid64": Grid64}

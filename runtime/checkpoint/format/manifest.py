@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK, DEFAULT
-from orc.runtime.checkpoint.storage.durable import FileRecord, block_sum, replaced_name
+from orc.runtime.checkpoint.format.checksum import ALGORITHMS, DEFAULT
+from orc.runtime.checkpoint.storage.durable import FileRecord, replaced_name
+from orc.runtime.checkpoint.storage.verifying import checksums
 from orc.runtime.core.names import safe_relative_name
 
 NAME = "manifest.json"
@@ -149,20 +148,16 @@ def size_problems(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return the files *names* that do not hold what was written, a line each. Reads them whole, blocks in parallel."""
+    """Return the files *names* that do not hold what was written, a line each. Reads them whole."""
 
-    def check(block: tuple[str, int, int]) -> str | None:
-        name, number, expected = block
-        try:
-            found = block_sum(directory / name, number * BLOCK, manifest.checksum)
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-        return None if found == expected else f"{name} does not hold what was saved (checksum differs)"
-
-    blocks = [(name, *block) for name in names for block in enumerate(manifest.files[name].sums)]
-    with ThreadPoolExecutor(max(1, min(len(blocks), os.cpu_count() or 1, 8))) as pool:
-        found = [problem for problem in pool.map(check, blocks) if problem is not None]
-    return list(dict.fromkeys(found))
+    names = list(names)
+    problems = []
+    for name, found in zip(names, checksums([directory / name for name in names], manifest.checksum), strict=True):
+        if isinstance(found, OSError):
+            problems.append(f"{name} cannot be read: {found}")
+        elif found != manifest.files[name]:
+            problems.append(f"{name} does not hold what was saved (checksum differs)")
+    return problems
 
 
 def foreign_entries(directory: Path) -> set[str]:

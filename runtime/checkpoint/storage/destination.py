@@ -17,7 +17,6 @@ from orc.runtime.checkpoint.storage.durable import (
     FileRecord,
     Hashing,
     HashingFile,
-    checksum,
     keep_entries,
     publish,
     remove_tree,
@@ -25,6 +24,7 @@ from orc.runtime.checkpoint.storage.durable import (
     write_file,
 )
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteFile
+from orc.runtime.checkpoint.storage.verifying import checksum
 
 
 class Destination(ABC):

@@ -17,7 +17,6 @@ from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK, DEFAULT
 
 # Bytes per system call: the checksum finds them in the cache, and larger writes to new files are several times slower.
 _CHUNK = 256 * 1024
-_READ = 1024 * 1024  # bytes per system call when reading
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -117,27 +116,6 @@ def write_file(path: Path, data: bytes) -> FileRecord:
         file.abandon()
         raise
     return file.close()
-
-
-def checksum(path: Path) -> FileRecord:
-    """Size and checksums of an existing file."""
-    size = path.stat().st_size
-    return FileRecord(size, tuple(block_sum(path, start) for start in range(0, size, BLOCK)))
-
-
-def block_sum(path: Path, start: int, algorithm: str = DEFAULT) -> int:
-    """The checksum of the block of *path* that starts at byte *start*."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Small enough to stay in the cache; a mapping of the file would cost more, and break when the file is cut off.
-        buffer = memoryview(bytearray(_READ))
-        total, at, end = ALGORITHMS[algorithm](), start, start + BLOCK
-        while at < end and (count := os.preadv(fd, [buffer[: end - at]], at)):
-            total.update(buffer[:count])
-            at += count
-        return total.value()
-    finally:
-        os.close(fd)
 
 
 def sync_directory(path: Path) -> None:

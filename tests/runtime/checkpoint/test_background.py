@@ -158,7 +158,7 @@ model = accelerator.prepare(torch.nn.Linear(500, 500))
 accelerator.save_state(sys.argv[1], block=False)
 if len(sys.argv) > 2:
     import os
-    from orc.runtime.checkpoint import durable
+    from orc.runtime.checkpoint.storage import durable
     def full(fd, data):
         raise OSError(28, "No space left on device")
     accelerator.wait_for_checkpoint()

@@ -15,7 +15,8 @@ from orc.runtime.checkpoint.replication import replicas, sites
 from orc.runtime.checkpoint.replication.relay import Relay
 from orc.runtime.checkpoint.replication.replicas import complete, provide
 from orc.runtime.checkpoint.replication.sites import MARK, Sites, Survey
-from orc.runtime.checkpoint.storage.durable import HashingFile, checksum, write_file
+from orc.runtime.checkpoint.storage.durable import HashingFile, write_file
+from orc.runtime.checkpoint.storage.verifying import checksum
 from orc.runtime.collectives.board import BoardError, LocalBoard
 
 

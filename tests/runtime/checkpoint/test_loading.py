@@ -17,9 +17,10 @@ from torch import nn
 from orc.runtime.checkpoint import load
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.load import Verified, read_weights, verified, verify
+from orc.runtime.checkpoint.load import Verified, verified, verify
 from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.state import rng
+from orc.runtime.checkpoint.state import placing, rng
+from orc.runtime.checkpoint.state.placing import placed, read_weights, unmapped, unpickle
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
@@ -31,7 +32,8 @@ PATIENCE = 3600.0
 
 def context(**changes):
     facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "node_rank": 0}
-    return SimpleNamespace(**facts | {"compute": TORCH, "device": torch.device("cpu")} | changes)
+    topology = SimpleNamespace(data_rank=changes.get("rank", 0))
+    return SimpleNamespace(**facts | {"compute": TORCH, "device": torch.device("cpu"), "topology": topology} | changes)
 
 
 class Table:
@@ -386,22 +388,22 @@ def test_the_generators_are_those_of_the_rank_or_none_for_a_new_one(tmp_path):
 
 
 def test_a_pickle_is_mapped_unless_it_is_to_go_elsewhere(tmp_path, monkeypatch):
-    asked, real = [], load.pickled.read
+    asked, real = [], placing.pickled.read
 
     def read(file, map_location=None, *, mmap=False):
         asked.append((file, map_location, mmap))
         return real(file, map_location, mmap=mmap)
 
-    monkeypatch.setattr(load.pickled, "read", read)
+    monkeypatch.setattr(placing.pickled, "read", read)
     path = tmp_path / "a"
     torch.save({"x": torch.ones(2)}, path)
     for where in (None, "cpu", "meta"):
-        assert load._unpickle(path, where)["x"].device.type == (where or "cpu")
+        assert unpickle(path, where)["x"].device.type == (where or "cpu")
     assert asked == [(path, "cpu", True), (path, "cpu", False), (path, "meta", False)]
     path.write_bytes(b"no pickle")
-    text = said(lambda: load._unpickle(path))
+    text = said(lambda: unpickle(path))
     assert text.startswith(f"{path} cannot be loaded: ")
-    assert said(lambda: load._unpickle(tmp_path / "none")) == (
+    assert said(lambda: unpickle(tmp_path / "none")) == (
         f"{tmp_path}/none cannot be loaded: FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/none'"
     )
 
@@ -426,7 +428,7 @@ def test_weights_are_read_with_the_names_that_share_a_tensor(tmp_path):
 
 def copied(state, current=None):
     with Copies() as copies:
-        return load._unmapped(state, copies, current)
+        return unmapped(state, copies, current)
 
 
 def test_what_was_mapped_is_copied(tmp_path):
@@ -450,7 +452,7 @@ def test_plain_tensors_are_copied_beside_the_caller_and_others_at_once():
     started = []
     copies = SimpleNamespace(start=lambda target, source: started.append((target, source)))
     state = {"a": torch.ones(3), "s": torch.eye(2).to_sparse(), "p": nn.Parameter(torch.ones(1))}
-    found = load._unmapped(state, copies)
+    found = unmapped(state, copies)
     ((target, source),) = started
     assert source is state["a"]
     assert target is found["a"]
@@ -566,7 +568,7 @@ def test_what_another_rank_finds_in_any_step_puts_everything_back(tmp_path, step
 
 
 def test_models_get_their_options_and_their_place(tmp_path, monkeypatch):
-    asked, read, real = [], [], load.pickled.read
+    asked, read, real = [], [], placing.pickled.read
 
     class Own(nn.Linear):
         def load_state_dict(self, state, **options):
@@ -581,7 +583,7 @@ def test_models_get_their_options_and_their_place(tmp_path, monkeypatch):
     checked = whole(tmp_path / "c", prepared)
     prepared.models[0].more = nn.Parameter(torch.ones(1))
     options = {"strict": False, "assign": False}
-    monkeypatch.setattr(load.pickled, "read", reads)
+    monkeypatch.setattr(placing.pickled, "read", reads)
     here = torch.device("cpu")
     load.load(context(), Table(), prepared, checked, map_location=here, model_options=options)
     assert asked == [options]
@@ -870,3 +872,50 @@ def test_the_generator_of_torch_xla_is_put_back_too(tmp_path):
     assert xla.state == 8
     load.load(context(compute=xla), Table(), nothing(), checked)
     assert xla.state == 7
+
+
+# Weights in their places
+
+
+def test_weights_are_read_into_the_model_once_each_and_what_does_not_match_is_left_to_torch():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    model[2].weight = model[0].weight  # tied
+    model.double()[1].float()
+    started = []
+    copies = SimpleNamespace(start=lambda target, source: started.append((target, source)))
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    state["2.weight"] = state["0.weight"]
+    state["1.weight"] = state["1.weight"].double()
+    state["1.bias"] = nn.Parameter(torch.ones(2))
+    state["1.running_var"] = torch.ones(1)
+    state["more"] = torch.ones(3)
+    found = placed(state, model, copies)
+    assert list(found) == list(state)
+    here = dict(model.named_buffers()) | dict(model.named_parameters())
+    names = ["0.weight", "1.running_mean", "1.num_batches_tracked"]
+    assert len(started) == len(names)
+    for name, (target, source) in zip(names, started, strict=True):
+        assert target is here[name]
+        assert source is state[name]
+    assert found["0.weight"] is found["2.weight"] is model[0].weight
+    for name in ("1.weight", "1.bias", "1.running_var", "more"):
+        assert found[name] is state[name]
+
+
+def test_of_two_values_for_tied_weights_the_last_counts():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    state = {"1.weight": torch.full((2, 2), 2.0), "0.weight": torch.ones(2, 2)}
+    with Copies() as copies:
+        found = placed(state, model, copies)
+    model.load_state_dict(found)
+    assert model[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_parameters_that_are_to_be_replaced_by_those_of_the_file_are(make_run, tmp_path):
+    run = make_run()
+    run.accelerator.save_state(tmp_path / "c")
+    before = run.model[0].weight
+    for options, same in (({}, True), ({"assign": True}, False), ({"assign": False}, False)):
+        run.accelerator.load_state(tmp_path / "c", **options)
+        assert (run.model[0].weight is before) == same

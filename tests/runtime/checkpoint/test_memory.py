@@ -8,20 +8,22 @@ import sys, threading, time
 import torch
 from orc.runtime import Accelerator
 
-def anonymous():  # bytes of memory that no file backs
+import numpy, safetensors.torch  # whose memory is not that of a state
+
+def resident():  # bytes of memory, mapped files included
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 class Peak:
     def __enter__(self):
-        self.before = self.peak = anonymous()
+        self.before = self.peak = resident()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
     def watch(self):
         while not self.over.wait(0.001):
-            self.peak = max(self.peak, anonymous())
+            self.peak = max(self.peak, resident())
     def __exit__(self, *_):
         self.over.set()
         self.thread.join()

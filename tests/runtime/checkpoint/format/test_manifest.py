@@ -3,14 +3,12 @@
 import hashlib
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import manifest
 from orc.runtime.checkpoint.format.checksum import ALGORITHMS
 from orc.runtime.checkpoint.format.manifest import (
     NAME,
@@ -24,7 +22,7 @@ from orc.runtime.checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.storage import durable
+from orc.runtime.checkpoint.storage import durable, verifying
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 
 FILES = {"b.bin": FileRecord(7, (5,)), "a.bin": FileRecord(3, (1, 2))}
@@ -214,7 +212,7 @@ def test_missing_short_and_long_files_are_named_and_make_a_checkpoint_incomplete
 def small_blocks(monkeypatch):
     """Blocks of 100 bytes."""
     monkeypatch.setattr(durable, "BLOCK", 100)
-    monkeypatch.setattr(manifest, "BLOCK", 100)
+    monkeypatch.setattr(verifying, "BLOCK", 100)
 
 
 def test_a_damaged_block_is_found_wherever_it_is_and_its_file_is_named_once(tmp_path, small_blocks):
@@ -236,22 +234,6 @@ def test_a_damaged_block_is_found_wherever_it_is_and_its_file_is_named_once(tmp_
         "b does not hold what was saved (checksum differs)",
         f"a cannot be read: [Errno 2] No such file or directory: '{directory}/a'",
     ]
-
-
-def test_blocks_are_read_by_as_many_threads_as_help(tmp_path, small_blocks, monkeypatch):
-    pools = []
-
-    def pool(threads):
-        pools.append(threads)
-        return ThreadPoolExecutor(threads)
-
-    monkeypatch.setattr(manifest, "ThreadPoolExecutor", pool)
-    made = checkpoint(tmp_path / "c", {"small": bytes(250), "large": bytes(2000), "empty": b""})
-    for processors in (64, 2, None):
-        monkeypatch.setattr(manifest.os, "cpu_count", lambda: processors)  # noqa: B023 - used before the next
-        for names in (["small"], ["large"], ["empty"], []):
-            assert content_problems(tmp_path / "c", made, names) == []
-    assert pools == [3, 8, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1]
 
 
 def test_the_sums_are_those_of_the_algorithm_that_is_named(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.manifest import NAME, read_manifest
-from orc.runtime.checkpoint.storage.durable import checksum
+from orc.runtime.checkpoint.storage.verifying import checksum
 
 
 class Counter:

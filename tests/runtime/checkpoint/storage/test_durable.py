@@ -14,8 +14,6 @@ from orc.runtime.checkpoint.storage.durable import (
     FileRecord,
     Hashing,
     HashingFile,
-    block_sum,
-    checksum,
     exchange,
     keep_entries,
     publish,
@@ -41,9 +39,8 @@ def sums(data):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 1000 bytes, read in pieces of 300."""
+    """Blocks of 1000 bytes."""
     monkeypatch.setattr(durable, "BLOCK", BLOCK)
-    monkeypatch.setattr(durable, "_READ", 300)
 
 
 class Memory(Hashing):
@@ -122,7 +119,7 @@ class Calls:
     def __init__(self, monkeypatch):
         self.log, self.names, self.fails = [], {}, None
         self.flags = {}
-        for name in ("open", "fsync", "close", "write", "preadv", "rename", "link", "unlink"):
+        for name in ("open", "fsync", "close", "write", "rename", "link", "unlink"):
             monkeypatch.setattr(os, name, self._spy(name, getattr(os, name)))
 
     def _spy(self, name, real):
@@ -159,7 +156,7 @@ def test_a_file_is_new_written_synced_and_closed(tmp_path, calls):
     assert calls.log == ["open a", "write a", "fsync a", "close a"]
     assert calls.flags == {"a": os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
-    assert record == FileRecord(7, (total(b"content"),)) == checksum(tmp_path / "a")
+    assert record == FileRecord(7, (total(b"content"),))
     with pytest.raises(FileExistsError):
         write_file(tmp_path / "a", b"other")
     assert (tmp_path / "a").read_bytes() == b"content"
@@ -185,40 +182,6 @@ def test_a_sum_is_the_same_in_pieces():
         for at in range(0, len(DATA), 700):
             found.update(memoryview(DATA)[at : at + 700])
         assert found.value() == total(DATA, algorithm)
-
-
-@pytest.mark.parametrize("size", [0, 1, 299, 300, 301, 999, 1000, 1001, 2000, 2999])
-def test_a_file_has_the_sums_it_was_written_with(tmp_path, size):
-    (tmp_path / "a").write_bytes(DATA[:size])
-    assert checksum(tmp_path / "a") == FileRecord(size, sums(DATA[:size]))
-
-
-def test_a_block_is_read_from_its_start_to_its_end_and_not_further(tmp_path, calls, monkeypatch):
-    (tmp_path / "a").write_bytes(DATA)
-    read, preadv = [], os.preadv
-
-    def reads(fd, buffers, at):
-        count = preadv(fd, buffers, at)
-        read.append((at, len(buffers[0]), count))
-        return count
-
-    monkeypatch.setattr(os, "preadv", reads)
-    assert block_sum(tmp_path / "a", 1000) == total(DATA[1000:2000])
-    assert read == [(1000, 300, 300), (1300, 300, 300), (1600, 300, 300), (1900, 100, 100)]
-    assert calls.flags == {"a": os.O_RDONLY | os.O_CLOEXEC}
-    assert calls.log[0] == "open a"
-    assert calls.log[-1] == "close a"
-    read.clear()
-    assert block_sum(tmp_path / "a", 2900, "crc32") == total(DATA[2900:], Crc32)
-    assert read == [(2900, 300, 100), (3000, 300, 0)]
-
-
-def test_a_file_that_cannot_be_read_is_closed(tmp_path, calls):
-    (tmp_path / "a").write_bytes(DATA)
-    calls.fails = "preadv a"
-    with pytest.raises(OSError, match="Input/output error"):
-        block_sum(tmp_path / "a", 0)
-    assert calls.log == ["open a", "preadv a", "close a"]
 
 
 def test_the_names_in_a_directory_are_synced(tmp_path, calls):
