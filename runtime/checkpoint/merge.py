@@ -51,7 +51,7 @@ def merge_fsdp_weights(
             write(state, target, safe_serialization)
             if remove_checkpoint_dir:
                 shutil.rmtree(folder)
-        except (CheckpointError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
             failure = error
     if ctx is not None and ctx.distributed:
         from orc.runtime.collectives.objects import broadcast_object_list

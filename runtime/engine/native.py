@@ -101,6 +101,7 @@ class NativeEngine:
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients down to *max_norm*; returns their total norm before, over all shards."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm_type = float(norm_type)  # as torch does, which takes "inf" too
         if self._scaler is not None and not self._gradient.sync_gradients:
             # Scaled gradients must stay scaled until the last of them has been added: look, do not touch.
             norm: Tensor = total_norm(parameters, norm_type) / self._scaler.get_scale()

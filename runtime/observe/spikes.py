@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.engine.norms import total_norm
 from orc.runtime.logging import get_logger
 
 if TYPE_CHECKING:
@@ -251,8 +252,8 @@ class SpikeGuard:
         """Return whether the host must skip this update. Optimizers that can do so skip it on the device instead."""
         norm = self._norm
         if norm is None:
-            gradients = [p.grad for group in prepared.param_groups for p in group["params"] if p.grad is not None]
-            self._norm = norm = nn.utils.get_total_norm(gradients)
+            # Over all shards: the ranks must come to the same decision.
+            self._norm = norm = total_norm((p for group in prepared.param_groups for p in group["params"]), 2.0)
         limit = self._limits.get(id(prepared))
         if limit is None:
             limit = self._limits[id(prepared)] = _Limit(norm.device, self.factor)

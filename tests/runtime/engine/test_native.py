@@ -85,7 +85,7 @@ def test_a_norm_is_of_the_kind_that_was_asked_for(norm_type, norm, scaled):
         assert parameter.grad.tolist() == [3.0, -4.0]
 
 
-@pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (float("inf"), 4.0)])
+@pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 7.0), (2.0, 5.0), (float("inf"), 4.0), ("inf", 4.0)])
 def test_the_norm_of_several_gradients_is_of_one_kind_throughout(norm_type, norm):
     engine = NativeEngine(current_context(), prepared=Prepared(scaler=Scaler()))
     engine._gradient.sync_gradients = False

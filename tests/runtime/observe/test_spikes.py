@@ -159,18 +159,24 @@ def test_a_guard_changes_nothing_while_all_is_well(monkeypatch):
 
 
 @pytest.mark.distributed
-def test_all_ranks_skip_the_same_update(run_ranks):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_ranks_skip_the_same_update(run_ranks, sharded):
     def train():
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
+        if sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for step in range(4):
             value = math.nan if step == 2 and accelerator.process_index == 1 else 1.0
             accelerator.backward(model(torch.tensor([[value]])).mean())
             optimizer.step()
             optimizer.zero_grad()
-        return optimizer.steps, model.module.weight.item()
+        weight = model.weight.full_tensor() if sharded else model.module.weight
+        return optimizer.steps, weight.item()
 
     first, second = run_ranks(2, train, env={"ORC_SPIKE_ACTION": "skip"})
     assert first == second
