@@ -80,10 +80,16 @@ class FunctionJob(Generic[R]):
 
     @property
     def processes(self) -> int:
-        """Number of processes that make the call."""
+        """Number of processes that make the call: those that have run it, once it has ended, else at most so many."""
+        view = self.view
+        if view.ended and view.attempt and view.attempt.exit and view.attempt.exit.ranks:
+            return max(view.attempt.exit.ranks) + 1
+        return int(str(view.spec["resources"]["nodes"]).rpartition(":")[2]) * self._per_node
+
+    @property
+    def _per_node(self) -> int:
         resources = self.view.spec["resources"]
-        nodes = int(str(resources["nodes"]).rpartition(":")[2])
-        return nodes * int(resources["procs_per_node"] or resources["gpus_per_node"] or 1)
+        return int(resources["procs_per_node"] or resources["gpus_per_node"] or 1)
 
     @property
     def state(self) -> str:
@@ -161,8 +167,7 @@ class FunctionJob(Generic[R]):
         backend, handle = self._client.at_backend(self.id, view.attempt.number)
         if handle is None:
             return None
-        per_node = max(self.processes // max(len(handle.hosts), 1), 1)
-        first = process // per_node if handle.hosts else 0  # a file is read on the first host of a handle
+        first = process // self._per_node if handle.hosts else 0  # a file is read on the first host of a handle
         there = replace(handle, hosts=handle.hosts[first:] + handle.hosts[:first])
         name = node.result_name(view.attempt.number, process)
         data = backend.read_file(there, name)

@@ -21,7 +21,7 @@ def pids(table: str, inodes: Iterable[int]) -> list[int]:
     wanted = {str(inode) for inode in inodes}
     found = []
     for line in table.splitlines():
-        words = line.replace("->", " ").split()
+        words = line.split()
         # 1: POSIX ADVISORY WRITE 4711 08:01:131 0 EOF; those who wait ("->") hold nothing.
         if "->" not in line and len(words) >= 6 and words[3] == "WRITE" and words[5].rpartition(":")[2] in wanted:
             found.append(int(words[4]))

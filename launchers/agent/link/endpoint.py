@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 
 from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.link.channel import FRAME_BYTES, Channel, PeerDisconnected
@@ -31,7 +32,7 @@ HANDSHAKE_S = 10.0
 GONE_S = 6.0  # a closed or refused connection that stays so is an agent that has ended
 
 
-class LinkEndpoint:
+class LinkEndpoint(ABC):
     """The part that the hub and a joiner have in common: one event loop, one look at the files every `SCAN_S`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -205,29 +206,29 @@ class LinkEndpoint:
 
     # the differences
 
+    @abstractmethod
     async def connect(self) -> None:
         """Make or take connections, and `serve` them."""
-        raise NotImplementedError
 
     def is_settled(self) -> bool:
         """Return whether nothing is to be expected soon."""
         return True
 
+    @abstractmethod
     def publish(self, name: str, record: dict[str, Any]) -> None:
         """Pass on a record that has changed on this host."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
         """Take a record that has come. Raises `PeerDisconnected` for one that the other side may not send."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_disconnected(self, channel: Channel, why: str, by_peer: bool) -> None:
         """React to the end of a connection."""
-        raise NotImplementedError
 
-    def on_refused(self, why: str) -> None:
+    def on_refused(self, why: str) -> None:  # noqa: B027 - the hub is refused by nobody
         """React to the hub going on without this node."""
 
+    @abstractmethod
     def place(self) -> dict[str, Any]:
         """Return the addresses of the connection: ``address`` (own), ``interface``, ``hub``."""
-        raise NotImplementedError

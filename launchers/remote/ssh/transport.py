@@ -32,7 +32,11 @@ part=$parent/.${1##*/}.$4.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP I
 cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync "$part" && mv -fT -- "$part" "$1"
 """
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
-_READ = 'head -c 0 -- "$1" && tail -c "+$2" -- "$1" | if test -n "$3"; then head -c "$3"; else cat; fi'
+# Not `tail | head`, whose status is that of the last: an error in the middle would look like the end of the file.
+_READ = (
+    'head -c 0 -- "$1" && '
+    'dd if="$1" bs=1M status=none iflag=skip_bytes,fullblock${3:+,count_bytes} skip="$2" ${3:+count="$3"}'
+)
 # 1: a file was replaced while it was read
 _READ_MANY = "tar -cPhf - -b 1 --null --no-recursion -T - || test $? -eq 1"
 _NAMES = 'find "$1/" -mindepth 1 -maxdepth 1 -printf "%f\\0"'
@@ -98,7 +102,7 @@ class SshTransport(BaseTransport):
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """See `Transport.read`."""
-        return self._script(_READ, path, str(offset + 1), "" if limit is None else str(limit))
+        return self._script(_READ, path, str(offset), "" if limit is None else str(limit))
 
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
         """See `Transport.read_many`."""

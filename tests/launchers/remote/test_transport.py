@@ -279,8 +279,11 @@ def test_files_are_read_by_range(there: There) -> None:
     assert there.transport.read(there.path("log"), offset=3) == b"3456789"
     assert there.transport.read(there.path("log"), offset=3, limit=2) == b"34"
     assert there.transport.read(there.path("log"), offset=99) == b""
+    assert there.transport.read(there.path("log"), limit=0) == b""
     with pytest.raises(FileNotFoundError, match="none"):
         there.transport.read(there.path("none"))
+    with pytest.raises(OSError, match="Input/output error"):  # opens, and cannot be read at that place
+        there.transport.read("/proc/self/mem", limit=10)
 
 
 def test_large_files_are_written_and_read(there: There) -> None:

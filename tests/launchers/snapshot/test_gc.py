@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.errors import BundleError
-from orc.launchers.snapshot import gc
+from orc.launchers.snapshot import gc, presence
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.gc import GcReport, GcRequest, collect, doomed
 from orc.launchers.snapshot.manifest import SYMLINK
@@ -95,6 +96,18 @@ def test_use_keeps_a_snapshot(root: Path, store: ContentStore, code: Bundle) -> 
     age(store, code)
     assert store.use(code.digest)
     assert ask(root).snapshots == []
+
+
+def test_a_delivery_does_not_count_on_a_snapshot_while_a_collection_runs(root: Path, code: Bundle) -> None:
+    asked = {"root": str(root), "digests": [code.digest]}
+    collecting = presence.open_lock(str(root / "store"))
+    presence.locked(collecting, fcntl.LOCK_EX)
+    began = time.monotonic()
+    assert presence.answer(asked)["have"] == [], "it is asked for by the receiver, which waits"
+    assert presence.answer({**asked, "dry_run": True})["have"] == [code.digest]
+    assert time.monotonic() - began < 10
+    os.close(collecting)
+    assert presence.answer(asked)["have"] == [code.digest]
 
 
 @pytest.mark.parametrize(("minutes", "kept"), [(30, True), (90, False)])

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.spec.clusters import Cluster
 from orc.orchestrator.client import Client
 from orc.orchestrator.functions import node
-from orc.orchestrator.functions.jobs import FunctionFailed, FunctionTimeout
+from orc.orchestrator.functions.jobs import FunctionFailed, FunctionJob, FunctionTimeout
 
 SLURM = pytest.param("testbed", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")])
 WHERE = ["local", SLURM]
@@ -131,7 +132,9 @@ def test_a_function_is_mapped_over_arguments_so_many_at_once(client: Client, whe
 
 
 @pytest.mark.parametrize("where", ["local"])
-def test_every_process_of_a_call_has_a_result_of_its_own(client: Client, where: str) -> None:
+def test_every_process_of_a_call_has_a_result_of_its_own(
+    client: Client, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rank() -> int:
         import submitit
 
@@ -140,6 +143,11 @@ def test_every_process_of_a_call_has_a_result_of_its_own(client: Client, where: 
     job = client.submit_function(rank, cluster=where, resources={"procs_per_node": 2})
     assert job.results(timeout_s=90) == [0, 1]
     assert job.result() == 0
+
+    view = client.job(job.id)
+    up_to_four = replace(view, spec={**view.spec, "resources": {**view.spec["resources"], "nodes": "1:4"}})
+    monkeypatch.setattr(FunctionJob, "view", up_to_four)
+    assert job.results() == [0, 1], "those that ran"
 
 
 def test_a_call_is_cancelled_and_says_so(client: Client, tmp_path: Path) -> None:

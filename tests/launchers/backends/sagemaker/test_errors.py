@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -224,3 +225,10 @@ def _nobody(request: Any, **_: Any) -> None:
     from botocore.exceptions import EndpointConnectionError
 
     raise EndpointConnectionError(endpoint_url=request.url)
+
+
+def test_without_boto3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(BackendError, match="need the package boto3") as missing:
+        AwsService(ClusterSettings(), "us-east-1", "cluster sm").identity()
+    assert "pip install 'orc-launch[aws]'" in missing.value.hint

@@ -123,6 +123,38 @@ def test_a_jump_host_that_cannot_reach_the_host_says_so(hosts: Any, reach: Reach
     assert f"node2 ({hosts.address('node2')}:22) cannot reach it" in refused.value.what
 
 
+def test_a_dead_host_behind_a_jump_host_does_not_count_against_that_one(
+    hosts: Any, reach: Reach, hostname: Name
+) -> None:
+    hosts.fault("drop", "node1")
+    behind = [{"name": name, "via": "node2"} for name in ("node1", "node3")]
+    transports = open_transports(hosts.cluster(hosts=behind, connect_timeout=2))
+    assert hostname(transports["node3"]) == "node3"
+    link = transports["node3"]._link  # type: ignore[attr-defined]
+    with pytest.raises(BackendUnreachable, match=r"node2 \(.*\) gets no answer from it"):
+        transports["node1"].names("/")
+    assert hostname(transports["node3"]) == "node3"
+    assert transports["node3"]._link is link, "over the same connection"  # type: ignore[attr-defined]
+    for transport in transports.values():
+        transport.close()
+
+
+def test_a_dead_jump_host_is_called_once_for_all_behind_it(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orc.launchers.remote.ssh import connection
+
+    hosts.fault("drop", "node4")
+    calls: list[str] = []
+    dial = connection._dial
+    monkeypatch.setattr(connection, "_dial", lambda route, limit: (calls.append(route.name), dial(route, limit))[1])
+    behind = [{"name": name, "via": "node4"} for name in hosts.names[:3]]
+    found = each(
+        open_transports(hosts.cluster(hosts=behind, connect_timeout=2)), lambda transport: transport.names("/")
+    )
+    assert [type(error) for error in found.values()] == [BackendUnreachable] * 3
+    assert {error.where for error in found.values()} == {f"node4 ({hosts.address('node4')}:22)"}
+    assert calls == ["node4"]
+
+
 def test_a_host_is_reached_through_a_proxy_command(hosts: Any, reach: Reach, hostname: Name) -> None:
     transport = reach("node1", f"Host node1\n ProxyCommand ssh -F {hosts.ssh_config} -W %h:%p node2\n")
     assert hostname(transport) == "node1"
@@ -299,6 +331,36 @@ def test_nothing_is_left_on_the_host_when_the_connection_is_closed(hosts: Any, r
     assert len(hosts.processes("node1")) == 2  # the watchdog, and the shell that leads it
     transport.close()
     eventually(lambda: not hosts.processes("node1"))
+
+
+def test_without_its_watchdog_a_connection_is_not_used_any_more(hosts: Any, reach: Reach, hostname: Name) -> None:
+    transport = reach("node1")
+    assert hostname(transport) == "node1"
+    link = transport._link  # type: ignore[attr-defined]
+    hosts.run_on("node1", "pkill", "-KILL", "-u", "trainer", "-f", "python")
+    eventually(lambda: not link.alive)
+    assert "the watchdog there has ended" in link.failure().what
+    assert hostname(transport) == "node1", "over a new one"
+
+
+def test_a_connection_that_was_closed_while_it_was_made_is_not_kept(
+    hosts: Any, reach: Reach, hostname: Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orc.launchers.remote.ssh.link import Link
+
+    transport, greeted, made = reach("node1"), Link._greeted, []
+
+    def close_meanwhile(self: Link) -> str:
+        made.append(self)
+        transport.close()
+        return greeted(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "_greeted", close_meanwhile)
+        with pytest.raises(LinkLost, match="the connection was closed"):
+            transport.names("/")
+    assert [link.alive for link in made] == [False]
+    assert hostname(transport) == "node1"
 
 
 def test_ctrl_c_while_connecting_ends_at_once(hosts: Any, reach: Reach) -> None:
