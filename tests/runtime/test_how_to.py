@@ -57,3 +57,17 @@ def test_examples_run_one_after_the_other(page, tmp_path, monkeypatch):
             "profile_0.json",
             "profile_0_cycle0.json",
         ]
+
+
+def test_the_page_on_fsdp_runs_on_two_ranks(run_ranks, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / "fsdp.md").read_text(), re.MULTILINE | re.DOTALL)
+
+    def run():
+        namespace = {"__name__": "fsdp"}
+        exec(compile("\n".join(blocks), "fsdp.md", "exec"), namespace)
+        return float(namespace["norm"]), len(namespace["state"]), namespace["large"](torch.ones(1, 32)).item()
+
+    (norm, names, output), (other_norm, none, other_output) = run_ranks(2, run, env={"ORC_USE_CPU": "1"})
+    assert norm == other_norm > 0
+    assert (names, none) == (10, 0)
+    assert output == other_output

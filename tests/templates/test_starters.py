@@ -98,6 +98,25 @@ def test_char_gpt_counts_optimizer_steps_also_when_it_goes_on(tmp_path: Path) ->
         assert json.loads((newest / "manifest.json").read_text())["step"] == steps
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gpt_fsdp_learns_with_half_of_the_model_on_each_rank_and_goes_on_on_one(tmp_path: Path) -> None:
+    folder = _start("gpt-fsdp", tmp_path)
+    small = ("--context", "16", "--width", "32", "--heads", "2", "--layers", "2", "--sample", "4")
+    fsdp = ("--use-fsdp", "--fsdp-version", "2", "--fsdp-auto-wrap-policy", "1")
+    launch = ("launch", "--cpu", *fsdp, "--fsdp-transformer-layer-cls-to-wrap", "Block")
+    done = _orc(*launch, "-n", "2", "train.py", *small, "--steps", "40", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step +\d+/40  loss (\d\.\d+)$", done.stdout, re.MULTILINE)]
+    assert losses[1] < losses[0] < 4.5
+    (share,) = re.findall(r"^kept by this process: .* \((\d+)%\)$", done.stdout, re.MULTILINE)
+    assert 48 <= int(share) <= 55
+    assert (folder / "runs" / "model" / "model.safetensors").is_file()
+    again = _orc(*launch, "train.py", *small, "--steps", "41", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "after step 40" in again.stdout
+
+
 def test_the_text_of_char_gpt_is_long_enough_and_plain() -> None:
     folder = Path(__file__).parents[2] / "templates" / "starters" / "char-gpt"
     text = (folder / "shakespeare.txt").read_text(encoding="ascii")
