@@ -67,6 +67,24 @@ def test_a_model_that_the_script_has_sharded_is_left_alone_and_learns_the_same(r
     }
 
 
+def an_optimizer_made_too_early():
+    from torch.distributed.fsdp import fully_shard
+
+    from orc.runtime import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(fully_shard(model), optimizer)
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(ValueError, match=r"^SGD trains parameters that are gone: no prepared model has them\."):
+        optimizer.step()
+
+
+def test_an_optimizer_of_parameters_that_are_gone_is_refused_on_every_rank(run_ranks):
+    run_ranks(2, an_optimizer_made_too_early)
+
+
 class Replacing:
     """Puts new parameters in the place of those of a model, wherever that is, as one that shards would."""
 
