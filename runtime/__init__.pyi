@@ -157,6 +157,14 @@ from orc.runtime.data.prepare import prepare_data_loader as prepare_data_loader
 from orc.runtime.data.prepare import skip_first_batches as skip_first_batches
 from orc.runtime.data.samplers import BatchSamplerShard as BatchSamplerShard
 from orc.runtime.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+from orc.runtime.engine.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from orc.runtime.engine.deepspeed.placeholders import DummyOptim as DummyOptim
+from orc.runtime.engine.deepspeed.placeholders import DummyScheduler as DummyScheduler
+from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from orc.runtime.launch.numa import override_numa_affinity as override_numa_affinity
 from orc.runtime.launch.numa import set_numa_affinity as set_numa_affinity
 from orc.runtime.logging import MultiProcessAdapter as MultiProcessAdapter
@@ -261,11 +269,17 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DDPCommunicationHookType",
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedPlugin",
+    "DeepSpeedSchedulerWrapper",
     "disable_fsdp_ram_efficient_loading",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
     "dtype_byte_size",
+    "DummyOptim",
+    "DummyScheduler",
     "DVCLiveTracker",
     "DynamoBackend",
     "enable_fsdp_ram_efficient_loading",
@@ -281,6 +295,7 @@ __all__ = [
     "gather",
     "gather_object",
     "GeneralTracker",
+    "get_active_deepspeed_plugin",
     "get_available_trackers",
     "get_balanced_memory",
     "get_data_structure",
@@ -296,6 +311,7 @@ __all__ = [
     "GradientState",
     "GradScalerKwargs",
     "has_compiled_regions",
+    "HfDeepSpeedConfig",
     "honor_type",
     "ignorant_find_batch_size",
     "infer_auto_device_map",

@@ -30,6 +30,7 @@ from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
+from orc.runtime.checkpoint.state.by_engine import engine_problem, lays_out_itself, load_engines, without_engines
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage import remote
@@ -171,11 +172,14 @@ def load(
     """
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
+    all_models, prepared = prepared.models, without_engines(prepared)
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
     with _not_awaited(meeting, "load_state (reading)"):
         try:
+            if (wrong := engine_problem(all_models, manifest, context.world_size)) is not None:
+                raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
             for name in names:
@@ -192,10 +196,12 @@ def load(
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
     meeting.hold("load_state (reading)", error, _agree, timeout_s=_READ_PATIENCE_S)
-    models = list(prepared.models)
+    models = list(all_models)
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
             hook(models, str(directory))
+        engines = [model for model in models if lays_out_itself(model)]
+        models = [model for model in models if not lays_out_itself(model)]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     by_shards = _sharded_models(manifest, models)
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
@@ -210,6 +216,7 @@ def load(
                     error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
         meeting.hold("load_state (trying)", error, _agree, timeout_s=_READ_PATIENCE_S)
         undo.pop_all()
+    load_engines(engines, directory, options)
     with Copies() as copies:
         # What can be read straight into its place is, in threads; the rest goes the way of its kind.
         weights = _whole_weights(directory, manifest, models, map_location)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from orc.runtime.checkpoint.saving import StateSaving
 from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.base import FULL
+from orc.runtime.checkpoint.state.by_engine import lays_out_itself
 from orc.runtime.checkpoint.state.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Checkpointing(StateSaving):
                 host memory, and write that in a thread; an error is raised by the next `save_state`, `load_state`,
                 `resume`, `wait_for_checkpoint` or `end_training`, which wait for the thread, as the end of the process
                 does.
-            save_model_func_kwargs: for engines that save models by themselves; the one here does not, and warns.
+            save_model_func_kwargs: of DeepSpeed's ``save_checkpoint``; with other engines unused, with a warning.
 
         Returns:
             The directory.
@@ -75,13 +76,22 @@ class Checkpointing(StateSaving):
                 (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
-        _warn_of_unused("save_state", save_model_func_kwargs)
-        return str(self.save_checkpoint(_place(output_dir), safe_serialization, block))
+        if not any(map(lays_out_itself, self.prepared.models)):
+            _warn_of_unused("save_state", save_model_func_kwargs)
+        place = self.save_checkpoint(_place(output_dir), safe_serialization, block, save_model_func_kwargs)
+        return str(place)
 
-    def save_checkpoint(self, directory: Place | None = None, safe: bool = True, block: bool = True) -> Place:
+    def save_checkpoint(
+        self,
+        directory: Place | None = None,
+        safe: bool = True,
+        block: bool = True,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> Place:
         """`save_state` to a place; without one, the next automatically named checkpoint."""
         with self._aside():
-            place = self.checkpoints.save(directory, safe=safe, hooks=tuple(self.save_hooks.values()), block=block)
+            hooks = tuple(self.save_hooks.values())
+            place = self.checkpoints.save(directory, safe=safe, hooks=hooks, block=block, engine_options=engine_options)
         for tell in self.engine.events.on_save:
             tell(place)
         return place

@@ -135,7 +135,13 @@ class RunCheckpoints:
         return Progress(self.step, state["epoch"], state["offset"])
 
     def save(
-        self, directory: Place | None, *, safe: bool = True, hooks: Sequence[SaveHook] = (), block: bool = True
+        self,
+        directory: Place | None,
+        *,
+        safe: bool = True,
+        hooks: Sequence[SaveHook] = (),
+        block: bool = True,
+        engine_options: Mapping[str, Any] | None = None,
     ) -> Place:
         """Save to *directory*, or where the next automatically named checkpoint belongs.
 
@@ -164,7 +170,16 @@ class RunCheckpoints:
                 root.retain(keep)
 
         state = self.state or strategy_wanted(getattr(self.context, "fsdp_plugin", None))
-        request = SaveRequest(directory, root, self.project.iteration, self.progress(), safe, tuple(hooks), state)
+        request = SaveRequest(
+            directory,
+            root,
+            self.project.iteration,
+            self.progress(),
+            safe,
+            tuple(hooks),
+            state,
+            engine_options or {},
+        )
         if block:
             destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
         else:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,6 +25,7 @@ from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.state import rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
+from orc.runtime.checkpoint.state.by_engine import engine_tasks, without_engines
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
@@ -67,6 +68,7 @@ class SaveRequest:
     safe: bool = True
     hooks: Sequence[Hook] = ()
     state: str | None = None  # strategy of sharded models
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
 
 
 Task = Callable[[Hashing], None]
@@ -146,6 +148,7 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
 
 def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
     """Return what the ranks will agree on about shards; `None` where nothing is saved as shards."""
+    prepared = without_engines(prepared)
     models = prepared.models
     names = {strategy_of(model, request.state) for model in models}
     names |= {strategy_of_optimizer(optimizer, models, request.state) for optimizer in prepared.optimizers}
@@ -174,12 +177,14 @@ def capture(
     """
     tasks: dict[str, Task] = {}
     collected: list[Collected] = []
-    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1]
+    # First, while all ranks are sure to come: engines wait for each other.
+    own, failure = attempt(lambda: engine_tasks(prepared.models, request.engine_options, _pickle, stage is not None))
+    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1] or failure
     if shards is not None:
         shards.agree(collected[0].sharded if collected else {}, error)
     if error is None:
         error = attempt(lambda: tasks.update(_tasks(context, request, destination, collected[0], stage, shards)))[1]
-    return tasks if error is None else error
+    return tasks | (own or {}) if error is None else error
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,7 @@ class Collected:
 
 def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
     destination.check_visible()
+    all_models, prepared = prepared.models, without_engines(prepared)
     models = list(prepared.models)
     strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
     weights = [
@@ -207,7 +213,7 @@ def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, dest
         for strategy, one in zip(optimizers, prepared.optimizers, strict=True)
     ]
     for hook in request.hooks:
-        hook(models, weights, str(destination.hook_directory()))
+        hook(list(all_models), weights, str(destination.hook_directory()))
     whole: dict[str, dict[str, Any]] = {}
     sharded: dict[str, dict[str, Any]] = {}
     for index, state in enumerate(weights):

@@ -14,8 +14,8 @@ RNG_STATE_NAME = "random_states"
 CUSTOM_NAME = "custom_checkpoint"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 SHARD_METADATA = ".metadata"
-# Folders of shards: of a model, of an optimizer.
-SHARDS = re.compile(r"(?:pytorch_model|pytorch_model_fsdp|optimizer)_\d+")
+# Folders of shards: of a model, of an optimizer; without a number DeepSpeed's, of both.
+SHARDS = re.compile(r"(?:pytorch_model|pytorch_model_fsdp|optimizer)_\d+|pytorch_model")
 WEIGHTS_NAME = "pytorch_model.bin"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"

@@ -1,5 +1,7 @@
 """Training with DeepSpeed itself on two processes without accelerators: the same losses as replicas have."""
 
+import functools
+
 import pytest
 
 STEPS, BATCH, WIDTH = 12, 4, 16
@@ -43,8 +45,8 @@ def objects(steps=STEPS, batch=BATCH):
     return model, optimizer, schedule, loader
 
 
-def loop(accelerator, model, optimizer, schedule, loader, most=None):
-    """Train as a script does; the losses over all ranks, and the norms."""
+def loop(accelerator, model, optimizer, schedule, loader, save=None):
+    """Train as a script does, with *save* called in the middle; the losses over all ranks, and the norms."""
     import torch
 
     losses, norms = [], []
@@ -58,13 +60,16 @@ def loop(accelerator, model, optimizer, schedule, loader, most=None):
             schedule.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-        if most is not None and number + 1 == most:
-            break
+        if save is not None and number + 1 == STEPS // 2:
+            save()
     return losses, norms
 
 
-def train_each_way(settings):
+def train_each_way(settings, folder):
     """Losses and norms by name of the setting, replicas first, and what else can be asked of each."""
+    import json
+    from pathlib import Path
+
     import torch
 
     from orc.runtime import Accelerator
@@ -72,10 +77,17 @@ def train_each_way(settings):
 
     results = {}
     for name, chosen in {"replicas": None, **settings}.items():
-        plugin = None if chosen is None else DeepSpeedPlugin(gradient_clipping=0.5, **chosen)
-        accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
-        prepared = accelerator.prepare(*objects())
-        losses, norms = loop(accelerator, *prepared)
+
+        def start(chosen=chosen):
+            plugin = None if chosen is None else DeepSpeedPlugin(gradient_clipping=0.5, **chosen)
+            accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+            return plugin, accelerator, accelerator.prepare(*objects())
+
+        plugin, accelerator, prepared = start()
+        where = Path(folder, name.replace(" ", "-"))
+        save = functools.partial(accelerator.save_state, where, block=name != "zero 1")
+        losses, norms = loop(accelerator, *prepared, save=save)
+        accelerator.wait_for_checkpoint()
         model, optimizer, schedule, _ = prepared
         weights = accelerator.get_state_dict(model)
         results[name] = {
@@ -90,12 +102,18 @@ def train_each_way(settings):
             and (plugin.get_value("train_micro_batch_size_per_gpu"), plugin.get_value("train_batch_size")),
         }
         forget()
+        if chosen is not None:
+            _, accelerator, prepared = start()
+            accelerator.load_state(where)
+            results[name]["resumed"] = loop(accelerator, *prepared)[0]
+            results[name]["files"] = sorted(json.loads((where / "manifest.json").read_text())["files"])
+            forget()
     return results
 
 
 @pytest.fixture(scope="module")
-def trained(run_ranks):
-    return run_ranks(2, train_each_way, SETTINGS, timeout=240)
+def trained(run_ranks, tmp_path_factory):
+    return run_ranks(2, train_each_way, SETTINGS, str(tmp_path_factory.mktemp("checkpoints")), timeout=240)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -109,3 +127,14 @@ def test_zero_trains_as_replicas_do(trained, name):
         assert got["batch"] == (BATCH, BATCH * 2 * 2)
         if rank == 0:
             assert got["weights"] == pytest.approx(expected["weights"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_exactly_where_a_checkpoint_was_saved(trained, name):
+    for results in trained:
+        assert results[name]["resumed"] == results[name]["losses"][STEPS // 2 :]
+        files = results[name]["files"]
+        shards = [file for file in files if file.endswith("optim_states.pt")]
+        assert len(shards) == (0 if name == "zero 0" else 2)
+        assert {"latest", "scheduler.bin", "sampler.bin", "random_states_1.pkl"} < set(files)
+        assert not {"optimizer.bin", "model.safetensors"} & set(files)

@@ -1,0 +1,101 @@
+"""Models whose engine lays out its own part of a checkpoint (DeepSpeed): apart from everything else that is prepared.
+
+Such a model brings its optimizer and the schedule that the engine made along; no file of ours holds these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.checkpoint.format.manifest import Manifest
+from orc.runtime.checkpoint.state.staging import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orc.runtime.checkpoint.storage.durable import Hashing
+    from orc.runtime.core.context import Prepared
+
+
+def lays_out_itself(model: Any) -> bool:
+    """Return whether *model* is one whose engine lays out its own part of a checkpoint."""
+    library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
+    kind = getattr(library, "DeepSpeedEngine", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def without_engines(prepared: Prepared) -> Prepared:
+    """Return *prepared* without such models and what they bring along; the same object where there is none."""
+    if not any(map(lays_out_itself, prepared.models)):
+        return prepared
+    from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+
+    return dataclasses.replace(
+        prepared,
+        models=[one for one in prepared.models if not lays_out_itself(one)],
+        optimizers=[one for one in prepared.optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)],
+        schedulers=[one for one in prepared.schedulers if not isinstance(one, DeepSpeedSchedulerWrapper)],
+    )
+
+
+def engine_tasks(
+    models: Sequence[Any],
+    options: Mapping[str, Any],
+    pickle: Callable[[Any, Hashing], None],
+    copied: bool = False,
+) -> dict[str, Callable[[Hashing], None]]:
+    """Return what writes this rank's files of the engines among *models*, by name. Collective where there are any.
+
+    Args:
+        models: what is prepared.
+        options: of the engine's own ``save_checkpoint``.
+        pickle: writes one state.
+        copied: take copies, so that training may go on.
+    """
+    engines = list(filter(lays_out_itself, models))
+    if not engines:
+        return {}
+    from orc.runtime.engine.deepspeed.states import captured
+
+    states: dict[str, Any] = {}
+    tasks: dict[str, Callable[[Hashing], None]] = {}
+    for index, engine in enumerate(engines):
+        parts = captured(engine, index, **options)
+        states.update(parts.states)
+        tasks.update({name: partial(_write_bytes, content) for name, content in parts.files.items()})
+    if copied:
+        states = Stage().take(states)  # memory of its own: the save's stage holds everything else
+    return tasks | {name: partial(pickle, state) for name, state in states.items()}
+
+
+def engine_problem(models: Sequence[Any], manifest: Manifest, ranks: int) -> str | None:
+    """Return why the engines among *models* cannot load a checkpoint with this *manifest* on so many *ranks*."""
+    engines = list(filter(lays_out_itself, models))
+    if not engines:
+        if any(name.startswith("pytorch_model/") and name.endswith("_states.pt") for name in manifest.files):
+            return "it was saved by a run with DeepSpeed; convert its weights with zero_to_fp32.py, which is in it"
+        return None
+    from orc.runtime.engine.deepspeed.states import problem
+
+    found = (problem(one, manifest.files, index, manifest.world_size, ranks) for index, one in enumerate(engines))
+    return next((text for text in found if text is not None), None)
+
+
+def load_engines(models: Sequence[Any], directory: Path, options: Mapping[str, Any]) -> None:
+    """Load the engines among *models* from *directory*. Collective where there are any. Raises `CheckpointError`."""
+    engines = list(filter(lays_out_itself, models))
+    if not engines:
+        return
+    from orc.runtime.engine.deepspeed.states import restore
+
+    for index, engine in enumerate(engines):
+        restore(engine, directory, index, **options)
+
+
+def _write_bytes(content: bytes, file: Hashing) -> None:
+    file.write(content)
