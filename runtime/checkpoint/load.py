@@ -30,7 +30,13 @@ from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import engine_problem, lays_out_itself, load_engines, without_engines
+from orc.runtime.checkpoint.state.by_engine import (
+    engine_problem,
+    lays_out_itself,
+    load_engines,
+    trained_engines,
+    without_engines,
+)
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage import remote
@@ -172,13 +178,13 @@ def load(
     """
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
-    all_models, prepared = prepared.models, without_engines(prepared)
+    all_models, engines, prepared = prepared.models, trained_engines(prepared), without_engines(prepared)
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
     with _not_awaited(meeting, "load_state (reading)"):
         try:
-            if (wrong := engine_problem(all_models, manifest, context.world_size)) is not None:
+            if (wrong := engine_problem(engines, manifest, context.world_size)) is not None:
                 raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
@@ -200,7 +206,7 @@ def load(
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
             hook(models, str(directory))
-        engines = [model for model in models if lays_out_itself(model)]
+        engines = [engine for engine in engines if any(engine is model for model in models)]
         models = [model for model in models if not lays_out_itself(model)]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     by_shards = _sharded_models(manifest, models)

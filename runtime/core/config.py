@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core import fsdp_settings
+from orc.runtime.core import deepspeed_keys, fsdp_settings
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
@@ -263,6 +263,12 @@ SECTIONS: dict[str, Section] = {
             fsdp_settings.normalise,
             fsdp_settings.variables,
             "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys.",
+        ),
+        Section(
+            "deepspeed",
+            deepspeed_keys.normalise,
+            deepspeed_keys.deepspeed_to_env,
+            "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config.",
         ),
     )
 }

@@ -179,20 +179,45 @@ def check_value(name: str, value: Any) -> Any:
         raise ValueError(f"{name} = {value!r}: {error}") from None
 
 
-def deepspeed_to_env(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that bring *values* (`None`: not given) to the ranks, and switch DeepSpeed on.
+# Settings of DeepSpeed's launcher, and what does the same in a job.
+OF_LAUNCHER = {
+    "deepspeed_hostfile": "it is written from a job's nodes; a cluster of kind ssh can read its hosts from a file",
+    "deepspeed_exclusion_filter": "launcher: {kind: deepspeed, options: {launcher: pdsh, exclude: ...}} of a job",
+    "deepspeed_inclusion_filter": "launcher: {kind: deepspeed, options: {launcher: pdsh, include: ...}} of a job",
+    "deepspeed_multinode_launcher": "launcher: {kind: deepspeed, options: {launcher: pdsh}} of a job",
+}
+
+
+def normalise(values: Any) -> dict[str, Any]:
+    """Return *values*, a mapping with the documented keys, each as its key wants it; without those that are `None`.
 
     Raises:
-        ValueError: an unknown setting, or a value it cannot have.
+        ValueError: an unknown key, a value it cannot have, settings of DeepSpeed's launcher, or of stages that differ.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError("expected a mapping like {zero_stage: 2, gradient_clipping: 1.0}")
+    found = {str(name): check_value(str(name), value) for name, value in values.items() if value is not None}
+    if name := next((name for name in found if name in OF_LAUNCHER), None):
+        raise ValueError(f"{name} belongs to DeepSpeed's launcher: {OF_LAUNCHER[name]}")
+    stage = found.get("zero_stage")
+    for kind, least in (("optimizer", 1), ("param", 3)):
+        if stage is not None and stage < least and found.get(f"offload_{kind}_device", "none") != "none":
+            raise ValueError(f"offload_{kind}_device needs zero_stage {least} or more, and it is {stage}")
+    return found
+
+
+def deepspeed_to_env(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that bring *values* (see `normalise`) to the ranks, and switch DeepSpeed on.
+
+    Raises:
+        ValueError: as `normalise`.
     """
     env = {USE: "true"}
     given = []
-    for name, value in values.items():
-        if value is None:
-            continue
-        parsed, variable = check_value(name, value), KEYS[name].variable
-        if variable is not None and parsed not in (None, AUTO):  # auto is what is not said
-            env[variable] = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
+    for name, value in normalise(values).items():
+        variable = KEYS[name].variable
+        if variable is not None and value != AUTO:  # auto is what is not said
+            env[variable] = str(value).lower() if isinstance(value, bool) else str(value)
             given.append(name)
     env[FIELDS] = ",".join(given)
     return env

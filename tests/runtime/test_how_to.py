@@ -1,6 +1,8 @@
 """The how-to pages on the runtime: their examples run."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,15 @@ def test_the_page_on_fsdp_runs_on_two_ranks(run_ranks, tmp_path):
     assert norm == other_norm > 0
     assert (names, none) == (10, 0)
     assert output == other_output
+
+
+def test_examples_of_deepspeed_run_one_after_the_other(tmp_path):
+    # In a process of its own: DeepSpeed opens a process group for it.
+    text = (PAGES / "deepspeed.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text("".join(blocks))
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "4" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1] == "torch.Size([1, 8])"
+    assert (tmp_path / "weights" / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from orc.orchestrator.cli.options import SECONDS, json_option
+from orc.runtime.core import deepspeed_keys
 from orc.runtime.core.fsdp_settings import SETTINGS
 
 
@@ -66,6 +67,33 @@ def fsdp_settings(options: dict[str, Any]) -> dict[str, Any] | None:
     return checked
 
 
+def deepspeed_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--use-deepspeed`` and an option for every setting of DeepSpeed; values are checked all at once."""
+    for key in reversed(deepspeed_keys.KEYS.values()):
+        if key.name != "gradient_accumulation_steps":  # an option of every run
+            function = click.option(f"--{key.name.replace('_', '-')}", metavar="VALUE", help=key.doc)(function)
+    return click.option("--use-deepspeed", is_flag=True, help="Train with DeepSpeed.")(function)
+
+
+def deepspeed_settings(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the given settings of DeepSpeed; `None` without ``--use-deepspeed``.
+
+    Raises `click.UsageError` for settings without it, and for those that cannot be.
+    """
+    given = {name: value for name in deepspeed_keys.KEYS if (value := options[name]) is not None}
+    if not options["use_deepspeed"]:
+        if name := next((name for name in given if name != "gradient_accumulation_steps"), None):
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--{flag} has no effect without --use-deepspeed", click.get_current_context())
+        return None
+    if options["use_fsdp"]:
+        raise click.UsageError("--use-deepspeed and --use-fsdp exclude each other", click.get_current_context())
+    try:
+        return deepspeed_keys.normalise(given)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+
+
 # Documented options have underscores in Accelerate and hyphens here: both spellings are taken.
 _EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
 
@@ -85,6 +113,7 @@ _EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": la
     "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Also write one log file per rank there."
 )
 @fsdp_options
+@deepspeed_options
 @click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Start again after a failure.")
 @click.option("--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="From SIGTERM to SIGKILL.")
 @json_option
@@ -106,6 +135,7 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         "debug_mode": options["debug"] or None,
         "seed": options["seed"],
         "fsdp": fsdp_settings(options),
+        "deepspeed": deepspeed_settings(options),
     }
     interpreter = {"python": options["python"]} if options["python"] else {}
     request = LocalLaunch(

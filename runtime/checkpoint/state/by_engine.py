@@ -43,21 +43,31 @@ def without_engines(prepared: Prepared) -> Prepared:
     )
 
 
+def trained_engines(prepared: Prepared) -> list[Any]:
+    """Return the engines that train, in the order of *prepared*; one for inference has nothing to save."""
+    engines = [one for one in prepared.models if lays_out_itself(one)]
+    if not engines:
+        return []
+    from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper
+
+    ours = [one.deepspeed_engine for one in prepared.optimizers if isinstance(one, DeepSpeedOptimizerWrapper)]
+    return [one for one in engines if any(one is other for other in ours)]
+
+
 def engine_tasks(
-    models: Sequence[Any],
+    engines: Sequence[Any],
     options: Mapping[str, Any],
     pickle: Callable[[Any, Hashing], None],
     copied: bool = False,
 ) -> dict[str, Callable[[Hashing], None]]:
-    """Return what writes this rank's files of the engines among *models*, by name. Collective where there are any.
+    """Return what writes this rank's files of *engines*, by name. Collective where there are any.
 
     Args:
-        models: what is prepared.
+        engines: those that train.
         options: of the engine's own ``save_checkpoint``.
         pickle: writes one state.
         copied: take copies, so that training may go on.
     """
-    engines = list(filter(lays_out_itself, models))
     if not engines:
         return {}
     from orc.runtime.engine.deepspeed.states import captured
@@ -73,9 +83,8 @@ def engine_tasks(
     return tasks | {name: partial(pickle, state) for name, state in states.items()}
 
 
-def engine_problem(models: Sequence[Any], manifest: Manifest, ranks: int) -> str | None:
-    """Return why the engines among *models* cannot load a checkpoint with this *manifest* on so many *ranks*."""
-    engines = list(filter(lays_out_itself, models))
+def engine_problem(engines: Sequence[Any], manifest: Manifest, ranks: int) -> str | None:
+    """Return why *engines*, those that train, cannot load a checkpoint with this *manifest* on so many *ranks*."""
     if not engines:
         if any(name.startswith("pytorch_model/") and name.endswith("_states.pt") for name in manifest.files):
             return "it was saved by a run with DeepSpeed; convert its weights with zero_to_fp32.py, which is in it"
@@ -86,9 +95,8 @@ def engine_problem(models: Sequence[Any], manifest: Manifest, ranks: int) -> str
     return next((text for text in found if text is not None), None)
 
 
-def load_engines(models: Sequence[Any], directory: Path, options: Mapping[str, Any]) -> None:
-    """Load the engines among *models* from *directory*. Collective where there are any. Raises `CheckpointError`."""
-    engines = list(filter(lays_out_itself, models))
+def load_engines(engines: Sequence[Any], directory: Path, options: Mapping[str, Any]) -> None:
+    """Load *engines* from *directory*. Collective where there are any. Raises `CheckpointError`."""
     if not engines:
         return
     from orc.runtime.engine.deepspeed.states import restore

@@ -47,6 +47,7 @@ class DeepSpeed:
 
     def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         library.deepspeed()  # what is missing is said before anything is prepared
+        library.open_group_of_one(ctx)
         self.ctx = ctx
         self.prepared = Prepared() if prepared is None else prepared
         self.prepared.scaler = None  # DeepSpeed scales by itself
@@ -163,7 +164,8 @@ class DeepSpeed:
             engine, _, _, made = deepspeed.initialize(**arguments)
         except (AssertionError, ValueError, TypeError) as error:  # what its own checks object to, on all ranks
             raise ValueError(f"DeepSpeed refuses what is prepared: {error}") from error
-        self._gradient.num_steps = engine.gradient_accumulation_steps()
+        if optimizer is not None:
+            self._gradient.num_steps = engine.gradient_accumulation_steps()
         if self.ctx.config.mixed_precision == "bf16":
             cast_inputs(engine.module, torch.bfloat16)
         return engine, made

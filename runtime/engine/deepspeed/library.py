@@ -16,6 +16,8 @@ from orc.runtime.compat.versions import compare_versions
 if TYPE_CHECKING:
     from torch import nn
 
+    from orc.runtime.core.context import RunContext
+
 _OLDEST = "0.6.5"
 
 
@@ -51,6 +53,17 @@ def _without_compiling(module: Any) -> None:
         for name in ("deepspeed_shm_comm", "shm_comm"):
             if name in compatible:
                 compatible[name] = False
+
+
+def open_group_of_one(ctx: RunContext) -> None:
+    """Open the process group that DeepSpeed needs even where there is one process and no launcher."""
+    import torch.distributed as dist
+
+    if ctx.world_size > 1 or dist.is_initialized():
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device there
+    backend = "nccl" if ctx.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def sharded_construction(config: Mapping[str, Any]) -> AbstractContextManager[Any]:

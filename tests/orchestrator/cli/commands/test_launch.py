@@ -75,6 +75,32 @@ def test_settings_of_fsdp_reach_the_script_in_either_spelling(orc_process: Run, 
     assert (alone.code, "--fsdp-version has no effect without --use-fsdp" in alone.err) == (2, True)
 
 
+def test_settings_of_deepspeed_reach_the_script_in_either_spelling(orc_process: Run, script: Script) -> None:
+    path = script("import os; print({k: v for k, v in os.environ.items() if k.startswith('ACCELERATE_')})")
+    words = ["--use_deepspeed", "--zero_stage=3", "--offload-param-device", "cpu", "--zero3_save_16bit_model", "True"]
+    result = orc_process("launch", *words, "--gradient_accumulation_steps=5", "--gradient-clipping=1.0", path)
+    assert result.code == 0, result.err
+    fields = "zero_stage,gradient_accumulation_steps,gradient_clipping,offload_param_device,zero3_save_16bit_model"
+    assert ast.literal_eval(result.out) == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5",
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        "ACCELERATE_CONFIG_DS_FIELDS": fields,
+    }
+    for words, message in (
+        (["--zero-stage", "2"], "--zero-stage has no effect without --use-deepspeed"),
+        (["--use-deepspeed", "--zero-stage", "7"], "from 0 to 3"),
+        (["--use-deepspeed", "--zero-stage", "2", "--offload-param-device", "cpu"], "needs zero_stage 3"),
+        (["--use-deepspeed", "--use-fsdp"], "exclude each other"),
+        (["--use-deepspeed", "--deepspeed_hostfile", "hosts"], "belongs to DeepSpeed's launcher"),
+    ):
+        wrong = orc_process("launch", *words, path)
+        assert (wrong.code, message in wrong.err) == (2, True), wrong.err
+
+
 def test_options_become_the_runtimes_variables(orc_process: Run, script: Script) -> None:
     options = ["--mixed-precision", "bf16", "--gradient-accumulation-steps", "4", "--cpu", "--debug", "--seed", "7"]
     (report,) = _reports(orc_process("launch", *options, "--env", "MY_NAME=a=b", script(REPORT)))
