@@ -162,6 +162,34 @@ def test_a_file_is_new_written_synced_and_closed(tmp_path, calls):
     assert (tmp_path / "a").read_bytes() == b"content"
 
 
+def test_the_disk_begins_with_each_part_while_the_next_is_written(tmp_path, monkeypatch):
+    begun, real = [], durable.begin_sync
+    monkeypatch.setattr(durable, "_BEGIN", 1000)
+    monkeypatch.setattr(durable, "begin_sync", lambda fd, *part: begun.append(part) or real(fd, *part))
+    monkeypatch.setattr(Hashing, "chunk", 300)
+    record = write_file(tmp_path / "a", DATA)
+    assert begun == [(0, 1000), (1000, 1000), (2000, 1000)]
+    assert (tmp_path / "a").read_bytes() == DATA
+    assert record == FileRecord(len(DATA), sums(DATA))
+
+
+def test_where_the_disk_cannot_be_told_to_begin_a_file_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "_BEGIN", 1000)
+    asked = []
+
+    class Library:
+        def sync_file_range(self, fd, start, size, flags):
+            asked.append((start.value, size.value, flags.value))
+            return -1
+
+    for library in (Library(), object()):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, found=library: found)
+        path = tmp_path / str(len(asked))
+        assert write_file(path, DATA) == FileRecord(len(DATA), sums(DATA))
+        assert path.read_bytes() == DATA
+    assert asked == [(0, 1000, 2), (1000, 1000, 2), (2000, 1000, 2)]
+
+
 def test_a_file_that_cannot_be_written_is_closed(tmp_path, calls):
     calls.fails = "write a"
     with pytest.raises(OSError, match="Input/output error"):
