@@ -1,6 +1,7 @@
 """No part of the runtime asks which platform or kind of run it is in; the engine and the library that computes know."""
 
 import ast
+import re
 from pathlib import Path
 
 import orc.runtime
@@ -75,4 +76,14 @@ def test_nothing_replaces_a_method_of_an_engine_or_an_optimizer():
     source = "def seen(): ...\nengine.backward = seen\noptimizer.step = lambda: 1"
     assert list(replaced_methods(ast.parse(source))) == [2, 3]
     found = [f"{path}:{line}" for path in ROOT.rglob("*.py") for line in replaced_methods(ast.parse(path.read_text()))]
+    assert not found
+
+
+PARTS = "engine|checkpointing|checkpoints|watching|preparation|tracking|profiling|boundary|watch|spikes|prepared|ctx"
+
+
+def test_parts_of_the_accelerator_touch_no_private_attribute_of_another():
+    private = re.compile(rf"\bself\._?(?:{PARTS})\._[a-z]\w*")
+    assert private.search("self._engine._scaler")
+    found = [f"{path}: {use}" for path in ROOT.rglob("*.py") for use in private.findall(path.read_text())]
     assert not found
