@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orc.runtime.core.config import ConfigError, parse_bool
+from orc.runtime.core.config import ConfigError
 from orc.runtime.core.enums import RNGType
 from orc.runtime.core.fsdp_settings import USE_FSDP
 from orc.runtime.core.handlers import (
@@ -23,6 +23,7 @@ from orc.runtime.core.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from orc.runtime.core.parsing import switched_on
 from orc.runtime.observe.profiling import ProfileKwargs
 
 # Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
@@ -141,7 +142,7 @@ def gather_options(
 def refuse_environment(env: Mapping[str, str]) -> None:
     """Raise `ConfigError` when *env* asks for a feature to come, which would otherwise go unnoticed."""
     for variable, name in _LATER_VARIABLES.items():
-        if parse_bool(env.get(variable, "")):
+        if switched_on(env, variable):
             raise ConfigError(f"{variable}={env[variable]}: {_LATER[name]} is not supported by this version of orc")
 
 
@@ -176,10 +177,10 @@ def _nearest(name: str) -> str:
 
 def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
     """Return the plug-in that was given, or that of the environment where it turns FSDP on; else `None`."""
-    if plugin is None and not parse_bool(env.get(USE_FSDP, "")):
+    if plugin is None and not switched_on(env, USE_FSDP):
         return None
     for other in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
-        if parse_bool(env.get(other, "")):
+        if switched_on(env, other):
             asked = f"{USE_FSDP}={env[USE_FSDP]}" if plugin is None else "Accelerator(fsdp_plugin=...)"
             raise ConfigError(f"{asked} and {other}={env[other]} ask for two ways to train one model; choose one")
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin

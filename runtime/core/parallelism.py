@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.core.config import ConfigError, parse_bool
+from orc.runtime.core.config import ConfigError
 from orc.runtime.core.errors import TopologyError
+from orc.runtime.core.parsing import switched_on
 from orc.runtime.core.topology import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def parallelism_of(given: Any, env: Mapping[str, str]) -> ParallelismConfig | No
         TypeError: *given* is something else.
     """
     if given is None:
-        return ParallelismConfig() if parse_bool(env.get(USE_PARALLELISM_CONFIG, "")) else None
+        return ParallelismConfig() if switched_on(env, USE_PARALLELISM_CONFIG) else None
     if not isinstance(given, ParallelismConfig):
         raise TypeError(f"parallelism_config is a {type(given).__name__}, not a ParallelismConfig")
     return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
@@ -17,6 +17,14 @@ def parse_bool(text: str) -> bool:
     if lowered in _FALSE:
         return False
     raise ValueError(f"not a truth value: {text!r}")
+
+
+def switched_on(env: Mapping[str, str], variable: str) -> bool:
+    """Return the truth value of *variable*, false where it is not set. Raises `ValueError`, which names it."""
+    try:
+        return parse_bool(env.get(variable, ""))
+    except ValueError as error:
+        raise ValueError(f"{variable}={env[variable]!r}: {error}") from None
 
 
 def truth(value: Any) -> bool:

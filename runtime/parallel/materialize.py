@@ -44,8 +44,9 @@ def agree(model: nn.Module, ctx: RunContext, prepare: Callable[[], None]) -> Non
     if ctx.is_main:
         try:
             prepare()
-        except (ValueError, RuntimeError) as error:
-            problem = f"rank 0: {error}"
+        except Exception as error:  # noqa: BLE001 - param_init_fn is the script's; the others must not wait
+            ours = isinstance(error, (ValueError, RuntimeError))
+            problem = f"rank 0: {error}" if ours else f"rank 0: {type(error).__name__}: {error}"
     if ctx.world_size == 1:
         if problem:
             raise ContextError(problem)

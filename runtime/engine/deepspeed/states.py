@@ -17,6 +17,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
+from orc.runtime.compat.patching import patch_environment
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
@@ -96,7 +97,7 @@ def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> Non
     """
     tag = None if engine.load_universal_checkpoint() else folder(index)
     try:
-        with _exchanged(engine, load=_load):
+        with _exchanged(engine, load=_load), _running_nothing():
             path, _ = engine.load_checkpoint(str(directory), tag=tag, **options)
     except CheckpointError:
         raise
@@ -151,6 +152,14 @@ def _exchanged(
         yield
     finally:
         engine.checkpoint_engine = own
+
+
+@contextmanager
+def _running_nothing() -> Iterator[None]:
+    """Let no `torch.load` in the block run what a file says: DeepSpeed asks it to for universal checkpoints."""
+    _trust_own_classes()
+    with patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+        yield
 
 
 def _load(path: str, map_location: Any = None) -> Any:

@@ -49,6 +49,9 @@ def test_the_environment_turns_it_on(monkeypatch):
     assert run_threads(2, lambda: Accelerator().ctx.topology.data_size) == [2, 2]
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     assert run_threads(2, lambda: Accelerator().ctx.topology.data_size) == [1, 1]
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "maybe")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_PARALLELISM_CONFIG='maybe': not a truth value"):
+        Accelerator()
 
 
 @pytest.mark.parametrize(

@@ -387,10 +387,13 @@ def test_what_cannot_be_sharded_is_one_error_on_every_rank(run_ranks):
             return optimizer
 
         refused(Plugin(use_orig_params=True), lambda rank: nn.Linear(4, 4), make=stepped)
+        with torch.device("meta"):
+            refused(Plugin(param_init_fn=lambda module: module.nothing, **TWO), lambda rank: nn.Linear(4, 4))
         return found
 
     for found in run_ranks(2, errors):
-        assert len(found) == 6, found
+        assert len(found) == 7, found
+        assert "rank 0: AttributeError: 'Linear' object has no attribute 'nothing'" in found[6]
         assert "no module of class 'Block' to wrap: the model has Linear, Sequential" in found[0]
         assert "the model of rank 1 is not that of rank 0: weight is torch.float32 [5, 4] instead" in found[1]
         assert found[2] == found[1]
