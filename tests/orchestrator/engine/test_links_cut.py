@@ -253,7 +253,7 @@ def test_a_link_that_is_cut_at_any_step_of_a_submission_costs_another_host_or_a_
         steps = steps[: len(steps) - len(undisturbed(make_lab(preflight=False), job))]
     last = steps.count("run") - 1
     cuts = 0
-    for turn, moment in enumerate(moments(steps, 2)):
+    for turn, moment in enumerate(moments(steps, 2 if preflight else 3)):
         lab.heal()
         link = lab.hosts["b"].link
         link.cut_at, link.after = moment
@@ -275,7 +275,7 @@ def test_where_there_is_no_other_host_a_submission_that_is_cut_off_waits_for_the
     lab = make_lab(2, preflight=False)
     steps = undisturbed(lab, job)
     waited = 0
-    for turn, moment in enumerate(moments(steps, 4)):
+    for turn, moment in enumerate(moments(steps, 5)):
         lab.heal()
         lab.hosts["b"].link.cut_at, lab.hosts["b"].link.after = moment
         view = lab.client.submit(job(ONCE, turn))
@@ -321,7 +321,7 @@ def test_a_link_that_is_cut_at_any_step_of_a_retry_costs_a_wait(
     lab.until(first, lambda view: view.attempts[-1].number == 2 and view.state in ("PENDING", "RUNNING"))
     steps = lab.hosts["b"].link.steps[before:]
     assert lab.wait(first).state == "SUCCEEDED"
-    for moment in moments(steps, 4):
+    for moment in moments(steps, 7):
         name = fail_first()
         link = lab.hosts["b"].link
         link.cut_at, link.after = len(link.steps) + moment[0], moment[1]

@@ -76,8 +76,8 @@ def pid_of(handle: Handle, name: str) -> int:
     return int(record["pid"])
 
 
-def kill_all(handle: Handle) -> None:
-    for name in ("gang.json", "node-0/lease.json"):
+def kill_all(handle: Handle, nodes: int = 1) -> None:
+    for name in ("gang.json", *(f"node-{node}/lease.json" for node in range(nodes))):
         os.kill(pid_of(handle, name), signal.SIGKILL)
 
 
@@ -97,9 +97,10 @@ def test_an_attempt_whose_agents_were_killed_is_lost_and_has_no_process_left(bac
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_secrets_do_not_outlive_agents_that_were_killed(backend, plan, nodes):
     handle = backend.submit(plan(IDLE, secrets=["TOKEN"], resources={"nodes": nodes}), {"TOKEN": "geheim-4711"})
-    ready(handle)
+    for rank in range(nodes):
+        ready(handle, rank)
     assert Path(handle.native_id, "secrets.json").exists()
-    kill_all(handle)
+    kill_all(handle, nodes)
     until(lambda: look(backend, handle).phase.ended)
     assert not Path(handle.native_id, "secrets.json").exists()
 
