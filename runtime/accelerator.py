@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from orc.runtime import collectives
 from orc.runtime.checkpoint.methods import Checkpointing
-from orc.runtime.collectives import any_process, gather, gather_for_metrics, pad_across_processes, reduce
 from orc.runtime.core.attributes import AcceleratorAttributes
 from orc.runtime.core.context import Prepared, current_context
 from orc.runtime.core.delegation import of
@@ -26,7 +26,6 @@ from orc.runtime.core.handlers import (
     TorchDynamoPlugin,
 )
 from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
-from orc.runtime.core.parallelism import ParallelismConfig, parallelism_of
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
 from orc.runtime.engine.deepspeed.choice import choose_deepspeed
@@ -38,13 +37,13 @@ from orc.runtime.parallel.precision import autocast_for, check_precision, loss_s
 from orc.runtime.preemption.watching import Watching
 from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.accumulation import Accumulation, apply_plugin
-from orc.runtime.train.join import join_uneven_inputs
 from orc.runtime.train.normalize import Count
 from orc.runtime.train.preparing import Preparation
 from orc.runtime.train.seeding import set_seed
 
 if TYPE_CHECKING:
     from orc.runtime.core.enums import LoggerType
+    from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.tracking.base import GeneralTracker
 
 
@@ -137,7 +136,7 @@ class Accelerator(AcceleratorAttributes):
         mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
-            self.parallelism_config = parallelism_of(parallelism_config, os.environ)
+            self.parallelism_config = _parallelism(parallelism_config)
             if self.parallelism_config is not None:
                 self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
             check_precision(config.mixed_precision, ctx.device)
@@ -266,6 +265,8 @@ class Accelerator(AcceleratorAttributes):
             even_batches: overrides ``even_batches`` of the prepared map-style loaders inside the block. Joining happens
                 where batches are not even.
         """
+        from orc.runtime.train.join import join_uneven_inputs
+
         loaders, normalizer = self._prepared.dataloaders, self._engine.normalizer
         return join_uneven_inputs(self.ctx, joinables, even_batches, self.even_batches, loaders, normalizer)
 
@@ -305,7 +306,7 @@ class Accelerator(AcceleratorAttributes):
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all processes, joined along the first dimension; any nesting."""
-        return gather(tensor, ctx=self.ctx)
+        return collectives.gather(tensor, ctx=self.ctx)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` without the samples that were repeated to fill up the last batch.
@@ -315,15 +316,15 @@ class Accelerator(AcceleratorAttributes):
             use_gather_object: send pickled objects: tensors of different sizes, anything. A list or tuple has one
                 element per sample.
         """
-        return gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
+        return collectives.gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``)."""
-        return reduce(tensor, reduction, scale, ctx=self.ctx)
+        return collectives.reduce(tensor, reduction, scale, ctx=self.ctx)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along *dim* to the largest size on any process."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
 
     def set_trigger(self) -> None:
         """Raise the flag on this process; see `check_trigger`."""
@@ -332,7 +333,7 @@ class Accelerator(AcceleratorAttributes):
     def check_trigger(self) -> bool:
         """Return whether any process raised the flag since the last check, the same answer on all; lower it."""
         raised, self._trigger = self._trigger, False
-        return any_process(raised, ctx=self.ctx)
+        return collectives.any_process(raised, ctx=self.ctx)
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
@@ -390,3 +391,11 @@ class Accelerator(AcceleratorAttributes):
         finally:
             self._watching.close()
             close(self.ctx)
+
+
+def _parallelism(given: ParallelismConfig | None) -> ParallelismConfig | None:
+    if given is None and not os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return None  # most runs: the module need not be loaded
+    from orc.runtime.core.parallelism import parallelism_of
+
+    return parallelism_of(given, os.environ)

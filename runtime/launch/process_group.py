@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from orc.runtime.collectives.board import Board, BoardError, open_board
 from orc.runtime.core.compute import TORCH
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
@@ -25,6 +24,9 @@ from orc.runtime.launch import listening, xla
 from orc.runtime.launch.device import collective_backend, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 from orc.runtime.launch.platform_collectives import platform_backend
+
+if TYPE_CHECKING:
+    from orc.runtime.collectives.board import Board
 
 _opened_here = False
 _alone = False  # of one rank; its context has no group
@@ -184,6 +186,8 @@ def one_node(launch: LaunchEnvironment) -> bool:
 def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Board, bytes]:
     """The board of the process group that is open, and its key; a second context of the same group has the same."""
     global _board
+    from orc.runtime.collectives.board import BoardError, open_board
+
     group = dist.group.WORLD
     if _board is not None and _board[0] is group:
         return _board[1]

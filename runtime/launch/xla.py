@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.runtime.collectives.on_xla import XlaCarrier
 from orc.runtime.core.compute import Compute
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import LaunchError
@@ -183,6 +182,8 @@ class Xla(Compute):
         self.device: torch.device = self._root.device()
         self.world_size = int(self._runtime.world_size())
         self._reduced: set[int] = set()  # optimizers whose gradients are averaged, and that have not stepped since
+        from orc.runtime.collectives.on_xla import XlaCarrier
+
         self.collectives = XlaCarrier(self)
         self._mark: Callable[[], None] = getattr(self._root, "sync", None) or self._model.mark_step
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from orc.runtime.collectives.collectives import broadcast
 from orc.runtime.compat.availability import is_torch_xla_available
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.enums import RNGType
@@ -77,6 +76,8 @@ def synchronize_rng_state(
         if device is None or not device.is_available():
             raise ValueError(f"there is no {kind} device here whose random number generator could be synchronised")
         source = (device.get_rng_state, device.set_rng_state)
+    from orc.runtime.collectives import broadcast
+
     get_state, set_state = source
     state = get_state().to(ctx.control_device)
     set_state(broadcast(state, ctx=ctx).cpu())
@@ -85,6 +86,8 @@ def synchronize_rng_state(
 def _synchronize_xla(ctx: RunContext) -> None:
     if not is_torch_xla_available():
         raise ValueError("there is no xla device here whose random number generator could be synchronised")
+    from orc.runtime.collectives import broadcast
+
     model = xla_model()
     seed = torch.tensor(model.get_rng_state(), device=ctx.control_device)
     model.set_rng_state(int(broadcast(seed, ctx=ctx).item()))

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import resolve
-from orc.runtime.core.deepspeed_keys import USE
 from orc.runtime.core.errors import SettingConflict
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ def choose_deepspeed(ctx: RunContext, one: Any, several: Any, mixed_precision: s
     """
     given = one is not None or several is not None
     if ctx.deepspeed is None:
-        if not given and (not os.environ.get(USE) or ctx.configured):
-            return mixed_precision
+        if not given and (not os.environ.get("ACCELERATE_USE_DEEPSPEED") or ctx.configured):
+            return mixed_precision  # without loading what only DeepSpeed needs
         from orc.runtime.engine.deepspeed.plugins import plugins_of
 
         plugins = plugins_of(one, several)
