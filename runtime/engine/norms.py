@@ -40,15 +40,16 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients of *parameters* together, over all shards; 0 without gradients."""
     # torch's own comes with 2.6, and takes gradients of one mesh only.
     groups: dict[Any, list[Tensor]] = {}
-    noted: dict[ProcessGroup, list[Tensor]] = {}  # also without gradients: others of the group may have some
+    # By group and device, also without gradients: others of the group may have some.
+    noted: dict[tuple[ProcessGroup, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if (group := shard_group(parameter)) is not None:
-            noted.setdefault(group, []).extend(() if gradient is None else (gradient,))
+            noted.setdefault((group, parameter.device), []).extend(() if gradient is None else (gradient,))
         elif gradient is not None:
             groups.setdefault((getattr(gradient, "device_mesh", None), gradient.device), []).append(gradient)
     norms = [_whole(_combined(torch._foreach_norm(group, norm_type), norm_type)) for group in groups.values()]
-    norms += [_over_group(group, gradients, norm_type) for group, gradients in noted.items()]
+    norms += [_over_group(*place, gradients, norm_type) for place, gradients in noted.items()]
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
@@ -65,18 +66,14 @@ def _alike(gradients: Sequence[Tensor]) -> bool:
     return True
 
 
-def _over_group(group: ProcessGroup, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients that the ranks of *group* have parts of; collective."""
+def _over_group(group: ProcessGroup, device: torch.device, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients that the ranks of *group* have parts of, on *device*; collective."""
     import torch.distributed as dist
 
     held = [one for one in gradients if one.numel()]
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    local = torch.zeros((), device=device)
     if held:
-        local = _combined([one.to(held[0].device) for one in torch._foreach_norm(held, norm_type)], norm_type).float()
-    else:
-        local = torch.zeros(())
-    if device is not None:
-        local = local.to(device)
+        local = _combined(torch._foreach_norm(held, norm_type), norm_type).float().to(device)
     if math.isinf(norm_type):
         dist.all_reduce(local, dist.ReduceOp.MAX, group)
         return local

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orc.runtime import Accelerator
+from orc.runtime import Accelerator, FullyShardedDataParallelPlugin
 from orc.runtime.collectives.collectives import all_gather_flat
 
 
@@ -64,4 +64,36 @@ def test_a_model_that_the_script_has_sharded_trains_like_a_whole_one(device, pre
         tolerance = 1e-5 if precision == "no" else 0.05
         assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
         assert float(norm) == pytest.approx(float(wanted), rel=tolerance)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(("version", "offload"), [(1, False), (2, False), (2, True)])
+def test_a_model_that_prepare_shards_trains_like_a_whole_one(device, version, offload):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        cpu_offload=offload,
+        use_orig_params=True,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+    model = copy.deepcopy(whole).cpu()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    by_hand = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    for _ in range(5):
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = whole(inputs).square().mean()
+        expected.backward()
+        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        by_hand.step()
+        by_hand.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        assert float(norm) == pytest.approx(float(wanted), rel=1e-4)
     accelerator.end_training()
