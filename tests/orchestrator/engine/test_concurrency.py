@@ -102,7 +102,7 @@ def check_history(client, job_id):
 def test_two_reconcilers_at_once_send_every_retry_once_and_lose_no_event(client, backend, clock, job_file, at_once):
     backend.behave(submit_s=0.005)
     loaded = job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0})
-    views = [client.submit(loaded) for _ in range(25)]
+    views = [client.submit(loaded) for _ in range(12)]
     for view in views:
         backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
     at_once(2, PASSES, 4)
@@ -115,7 +115,7 @@ def test_two_reconcilers_at_once_send_every_retry_once_and_lose_no_event(client,
 
 def test_two_reconcilers_at_once_take_over_a_cut_off_submission_once(client, backend, job_file, at_once):
     backend.behave(submit="swallowed")
-    views = [client.submit(job_file()) for _ in range(10)]
+    views = [client.submit(job_file()) for _ in range(6)]
     backend.behave(submit=None, submit_s=0.01)
     at_once(2, PASSES, 3)
     markers = sorted(view.attempt.marker for view in views)
