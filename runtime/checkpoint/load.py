@@ -209,14 +209,18 @@ def load(
         engines = [engine for engine in engines if any(engine is model for model in models)]
         models = [model for model in models if not lays_out_itself(model)]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
-    by_shards = _sharded_models(manifest, models)
+    tried = {
+        index
+        for index, model in enumerate(models)
+        if not (is_sharded(model) or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model)
+    }
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
     meeting.hold("load_state (checking)", error, _agree, timeout_s=_READ_PATIENCE_S)
     with ExitStack() as undo:
         with _not_awaited(meeting, "load_state (trying)"):
             error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
             for index, model in enumerate(models):
-                if error is None and index not in by_shards and fit.decides_itself(model):
+                if error is None and index in tried:
                     load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
                     name = _model_path(directory, manifest, index).name
                     error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
@@ -237,7 +241,7 @@ def load(
                 bare = extract_model_from_parallel(model, keep_torch_compile=False)
                 weights[path] = placed(state, bare, copies), model
         for index, model in enumerate(models):
-            if index in by_shards or (is_sharded(model) and not fit.decides_itself(model)):
+            if index not in tried and (is_sharded(model) or _in_shards(manifest, layout.model_shards(index))):
                 _load_model(directory, manifest, index, model, map_location, options)
         _load_shards(directory, manifest, prepared)
         copies.wait()
@@ -346,9 +350,12 @@ def _check_counterparts(directory: Path, manifest: Manifest, names: Iterable[str
 
 
 def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any], files: Collection[str] = ()) -> None:
-    loaders = _loaders(prepared)
+    loaders, sharded = _loaders(prepared), _sharded_optimizers(prepared)
     for name, target in _names(prepared, files).items():
-        wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
+        if name in sharded:
+            wrong = strategy_named(FULL).optimizer_problem(states[name], target, prepared.models)
+        else:
+            wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
         if wrong is not None:
             kind = "is no position of a loader" if name in loaders else "does not fit what is prepared"
             raise CheckpointError(f"{directory / name} {kind}: {wrong}. Nothing was loaded")
@@ -366,8 +373,7 @@ def _check_models(
             path = directory / layout.model_shards(index)
             wrong = strategy_named(SHARDED).model_problem(path, model, strict=strict)
         else:
-            state = read_state(path)
-            wrong = fit.problem(model, state, strict=strict)
+            wrong = strategy_named(FULL).model_problem(read_state(path), model, strict=strict)
         if wrong is not None:
             raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
 

@@ -19,12 +19,21 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
 
     fresh = not optimizer.state
     with _unheard(optimizer):
-        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        options = whole(models) if full else StateDictOptions()
         state = get_optimizer_state_dict(_one(models), optimizer, options=options)
     if fresh:  # torch has taken a step to make one, which is none of the training's
         optimizer.state.clear()
         state = {**state, "state": {}}
     return state
+
+
+def whole(models: Sequence[nn.Module]) -> Any:
+    """Return torch's options for the whole state of *models*: on rank 0's CPU alone, where they are not on the CPU."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    # torch's way to the CPU fails for what is there already.
+    elsewhere = any(parameter.device.type != "cpu" for model in models for parameter in model.parameters())
+    return StateDictOptions(full_state_dict=True, cpu_offload=elsewhere)
 
 
 def load_optimizer(folder: Path, metadata: Any, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
@@ -97,9 +106,14 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def numbered(named: Any, models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the whole state *named* by positions, as an optimizer over the same parameters without FSDP has it."""
+def numbered(named: Any, models: Sequence[nn.Module], keep: bool) -> dict[str, Any]:
+    """Return the whole state *named* by positions, as an optimizer over the same parameters without FSDP has it.
+
+    Every rank calls it; without *keep* it is empty.
+    """
     order = {name: place for place, name in enumerate(_order(models))}
+    if not (named and keep):
+        return {}
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in named["param_groups"]:

@@ -42,14 +42,13 @@ class Full:
         """
         if not is_sharded(model):
             return dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict())
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         if is_fsdp1(model):
-            # Offloading what lies in host memory already, torch frees what it is about to copy.
-            on_cpu = all(one.device.type == "cpu" for one in model.parameters())
-            options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
-            state = dict(get_model_state_dict(model, options=options))
-            return state if keep or not on_cpu else {}
+            from orc.runtime.checkpoint.state import fsdp1
+
+            state = get_model_state_dict(model, options=fsdp1.whole([model]))
+            return dict(state) if keep else {}
         return dict(gathered(get_model_state_dict(model), keep))
 
     def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
@@ -62,15 +61,18 @@ class Full:
         from orc.runtime.checkpoint.state import fsdp1
 
         named = fsdp1.optimizer_state(bare, stepped, full=True)
-        return fsdp1.numbered(named, stepped) if named else {}
+        return fsdp1.numbered(named, stepped, keep)
 
     def model_problem(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> str | None:
-        """Return which names or sizes of *source* differ from those of *model*."""
-        return fit.problem(model, source, strict=strict)
+        """Return which names or sizes of *source* differ; of FSDP version 1 loading alone tells, on all ranks alike."""
+        return None if is_fsdp1(model) else fit.problem(model, source, strict=strict)
 
     def optimizer_problem(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> str | None:
         """Return which groups or sizes of *source* differ from those of *optimizer*."""
-        return fit.problem(optimizer, source)
+        if not any(map(is_fsdp1, models_of(optimizer, models))):
+            return fit.problem(optimizer, source)
+        saved, here = len(source["param_groups"]), len(optimizer.param_groups)
+        return None if saved == here else f"it has {saved} parameter groups, the optimizer here has {here}"
 
     def load_model(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> None:
         """Load the whole *source*, which every rank has, into a sharded *model*.
