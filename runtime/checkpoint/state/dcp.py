@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import plain
-from orc.runtime.checkpoint.state import fsdp1
+from orc.runtime.checkpoint.state import fit, fsdp1
 from orc.runtime.checkpoint.state.base import SHARDED
 from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
 from orc.runtime.checkpoint.state.shard_files import paths, plan_of, read_metadata, read_shards
@@ -99,8 +99,9 @@ def load_model(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit the prepared model: {error}") from error
     read_shards(folder, metadata, planner, plan)
-    # Tensors are in place already; what modules keep beside them is loaded by their own methods.
-    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+    plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(model)
+    if is_fsdp1(model) or not plainly:  # else all of it is in place already
+        set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
 
 
 def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:

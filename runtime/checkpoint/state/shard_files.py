@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.durable import Hashing
 from orc.runtime.core.names import safe_name
 
 _VERSION = "1.0.0"  # of torch's format
+_ALIGNMENT = 64  # bytes
+_PLAIN = "orc.contiguous"  # says that the elements of each tensor lie in order, at aligned places
+_HEADER = 30  # bytes of a zip file's entry before its name
 _CLASSES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -46,7 +52,9 @@ def write_shards(values: Sequence[torch.Tensor | bytes], lengths: list[int], fil
         if isinstance(value, bytes):
             file.write(value)
         else:
-            tensor = value.detach().cpu()
+            file.write(bytes(-begin % _ALIGNMENT))
+            begin = file.size
+            tensor = value.detach().cpu().contiguous()
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 tensor = tensor.clone()  # torch.save writes whole storages
             torch.save(tensor, cast(IO[bytes], file))
@@ -61,10 +69,12 @@ def metadata_bytes(
     for rank, (written, sizes) in enumerate(zip(items, lengths, strict=True)):
         name, at = layout.shard_file(folder, rank).rpartition("/")[2], 0
         for item, size in zip(written, sizes, strict=True):
+            if item.type != WriteItemType.BYTE_IO:
+                at += -at % _ALIGNMENT
             storage[item.index] = _StorageInfo(name, at, size)
             at += size
     metadata.storage_data = storage
-    metadata.storage_meta = StorageMeta()
+    metadata.storage_meta = StorageMeta(modules=[_PLAIN])
     metadata.version = _VERSION
     return pickle.dumps(metadata)
 
@@ -118,9 +128,94 @@ def read_shards(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, p
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, False)
     try:
-        reader.read_data(plan, planner).wait()
+        left = _read_in_place(folder, metadata, planner, plan) if _is_plain(metadata) else plan
+        reader.read_data(left, planner).wait()
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _is_plain(metadata: Metadata) -> bool:
+    return metadata.storage_meta is not None and _PLAIN in metadata.storage_meta.modules
+
+
+def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, plan: LoadPlan) -> LoadPlan:
+    """Read tensors straight into their places, in threads; returns what is left for torch's reader."""
+    left = []
+    by_file: dict[str, list[ReadItem]] = {}
+    for item in plan.items:
+        by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
+    with Copies() as copies, torch.no_grad():
+        for name, items in by_file.items():
+            path = folder / name
+            mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            copies.read_from(path)
+            with path.open("rb") as file:
+                for item in items:
+                    source = None if item.type == LoadItemType.BYTE_IO else _stored(file, mapped, metadata, item)
+                    if source is None:
+                        left.append(item)
+                        continue
+                    target = planner.resolve_tensor(item).detach()
+                    copies.start(target, narrow_tensor_by_index(source, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+    return LoadPlan(left)
+
+
+def _stored(file: BinaryIO, mapped: torch.Tensor, metadata: Metadata, item: ReadItem) -> torch.Tensor | None:
+    """Return the part of *mapped* that holds the elements of a stored tensor; `None` if that cannot be told."""
+    index = item.storage_index
+    entry = metadata.state_dict_metadata[index.fqn]
+    place = metadata.storage_data[index]
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset), None)
+    with zipfile.ZipFile(cast(Any, _Part(file, place.offset, place.length))) as archive:
+        records = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+    if sizes is None or len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+        return None
+    dtype = entry.properties.dtype
+    at = place.offset + records[0].header_offset
+    file.seek(at)
+    header = file.read(_HEADER)
+    at += _HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    size = sizes.numel() * dtype.itemsize
+    if records[0].file_size != size or at % dtype.itemsize or not size:
+        return None
+    return mapped[at : at + size].view(dtype).view(sizes)
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        """It can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Any place in it can be gone to."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place in it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place in it."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from the place in it."""
+        size = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(size)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 class _Planner(DefaultLoadPlanner):
