@@ -144,14 +144,17 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
     by_file: dict[str, list[ReadItem]] = {}
     for item in plan.items:
         by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
+    # All stay mapped until everything is read: addresses tell from which file a tensor comes.
+    mapped = {
+        name: torch.from_file(str(folder / name), shared=False, size=(folder / name).stat().st_size, dtype=torch.uint8)
+        for name in by_file
+    }
     with Copies() as copies, torch.no_grad():
+        copies.read_from(*(folder / name for name in by_file))
         for name, items in by_file.items():
-            path = folder / name
-            mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-            copies.read_from(path)
-            with path.open("rb") as file:
+            with (folder / name).open("rb") as file:
                 for item in items:
-                    source = None if item.type == LoadItemType.BYTE_IO else _stored(file, mapped, metadata, item)
+                    source = None if item.type == LoadItemType.BYTE_IO else _stored(file, mapped[name], metadata, item)
                     if source is None:
                         left.append(item)
                         continue

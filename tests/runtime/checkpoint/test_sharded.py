@@ -1,6 +1,7 @@
 """Checkpoints of models that are sharded over the ranks: who resumes them, and what may go wrong."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -248,3 +249,24 @@ def test_a_sharded_model_by_itself_is_gathered_saved_loaded_and_merged(tmp_path,
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="does not hold what was saved"):
         merge_fsdp_weights(checkpoint / "pytorch_model_1", tmp_path / "second")
+
+
+def examples(page, directory):
+    """Run the examples of a page one after the other."""
+    os.chdir(directory)
+    namespace = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "sharded-checkpoints.md", "exec"), namespace)
+    namespace["accelerator"].end_training()
+    return sorted(namespace["state"])
+
+
+def test_the_examples_of_the_page_run_on_two_ranks(tmp_path, run_ranks):
+    page = Path(__file__).parents[3] / "docs/how-to/sharded-checkpoints.md"
+    names, none = run_ranks(2, examples, page.read_text(), str(tmp_path))
+    assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert none == []
+    folders = [f"{where}/{folder}" for where, folder in (("ckpt", "pytorch_model_0"), ("ckpt", "optimizer_0"))]
+    for folder in (*folders, "own/pytorch_model_fsdp_0", "own/optimizer_0"):
+        assert sorted(os.listdir(tmp_path / folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert os.listdir(tmp_path / "merged") == os.listdir(tmp_path / "weights") == ["model.safetensors"]
