@@ -530,6 +530,21 @@ def test_context_parallel_does_nothing_without_its_conditions():
         assert len(buffer) == 8
 
 
+def test_two_ways_to_train_one_model_are_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    accelerator = Accelerator()
+    assert (accelerator.distributed_type, accelerator.state.fsdp_plugin.fsdp_version) == ("FSDP", 2)
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL")
+    with pytest.raises(ValueError, match="FSDP_SHARDING_STRATEGY='FULL': expected one of 1 FULL_SHARD"):
+        Accelerator()
+    monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true and ACCELERATE_USE_DEEPSPEED=true ask for two ways"):
+        Accelerator()
+
+
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_MEGATRON_LM"])
 def test_an_environment_that_asks_for_a_later_feature_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "false")
