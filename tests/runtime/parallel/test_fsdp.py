@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from orc.runtime import Accelerator, AcceleratorState
+from orc.runtime import Accelerator, AcceleratorState, ParallelismConfig
 from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
 
 STEPS = 50
@@ -141,7 +141,18 @@ def test_four_ranks_hold_a_quarter_or_with_hybrid_sharding_half_and_no_shard_kee
     kinds = {"2": TWO, "2 hybrid": {**TWO, "sharding_strategy": "HYBRID_SHARD"}, "1 hybrid": {"sharding_strategy": 4},
              "1 none": {"sharding_strategy": 3}}  # fmt: skip
     expected = {"2": 0.25, "2 hybrid": 0.5, "1 hybrid": 0.5, "1 none": 1.0}
-    for report in run_ranks(4, lambda: parity(kinds, steps=10), nodes=2):
+
+    def ways():
+        report = parity(kinds, steps=10)
+        whole = trained(None, steps=10)
+        sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        losses, _, _, model, optimizer = trained(one_wrapped(**TWO), steps=10, parallelism_config=sizes)
+        share = held(model, optimizer) / held(whole[3], whole[4])
+        return {**report, "2 by sizes": (difference(losses, whole[0]), 0.0, share)}
+
+    expected["2 by sizes"] = 0.5
+    for report in run_ranks(4, ways, nodes=2):
+        assert report.keys() == expected.keys()
         for name, (loss, _, share) in report.items():
             assert loss < 1e-5, (name, loss)
             assert expected[name] - 0.03 < share < expected[name] + 0.08, (name, share)
