@@ -270,3 +270,42 @@ def test_the_examples_of_the_page_run_on_two_ranks(tmp_path, run_ranks):
     for folder in (*folders, "own/pytorch_model_fsdp_0", "own/optimizer_0"):
         assert sorted(os.listdir(tmp_path / folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert os.listdir(tmp_path / "merged") == os.listdir(tmp_path / "weights") == ["model.safetensors"]
+
+
+def with_plugin(directory, version, kind, saves):
+    """Save before the first step and after three, or load both; the losses of three steps from there."""
+    from orc.runtime import FullyShardedDataParallelPlugin
+
+    plugin = None
+    if version:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version, state_dict_type=kind, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=40
+        )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(not saves)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 3)).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    seen = []
+    for name in ("fresh", "later"):
+        if saves:
+            accelerator.save_state(f"{directory}/{name}", block=False)
+        else:
+            accelerator.load_state(f"{directory}/{name}")
+        for number in range(3):
+            data = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).double()
+            loss = (model(data) ** 2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp_version_1_saves_what_it_version_2_and_models_without_it_resume(tmp_path, run_ranks, kind):
+    expected = run_ranks(2, with_plugin, str(tmp_path), 1, kind, True)[0]
+    assert (tmp_path / "later" / "optimizer.bin").exists() == (kind == "FULL_STATE_DICT")
+    for world, version in ((2, 1), (2, 2), (1, None)):
+        resumed = run_ranks(world, with_plugin, str(tmp_path), version, kind, False)[0]
+        assert resumed == pytest.approx(expected, abs=1e-9)
