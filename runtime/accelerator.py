@@ -129,6 +129,7 @@ class Accelerator(AcceleratorAttributes):
             dynamo_plugin=dynamo_plugin,
             more=older,
         )
+        self.parallelism_config = _parallelism(parallelism_config)
         ctx = current_context(cpu=cpu, **options.process_group.to_dict())
         self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
@@ -136,7 +137,6 @@ class Accelerator(AcceleratorAttributes):
         mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
-            self.parallelism_config = _parallelism(parallelism_config)
             if self.parallelism_config is not None:
                 self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
             check_precision(config.mixed_precision, ctx.device)
