@@ -117,6 +117,36 @@ def test_gpt_fsdp_learns_with_half_of_the_model_on_each_rank_and_goes_on_on_one(
     assert "after step 40" in again.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gpt_deepspeed_learns_as_replicas_do_and_goes_on(tmp_path: Path) -> None:
+    folder = _start("gpt-deepspeed", tmp_path)
+    small = ("--context", "16", "--width", "32", "--heads", "2", "--layers", "2", "--sample", "4")
+    settings = (
+        "--use-deepspeed",
+        "--zero-stage",
+        "3",
+        "--gradient-clipping",
+        "1.0",
+        "--zero3-save-16bit-model",
+        "true",
+    )
+    launch = ("launch", "--cpu", "-n", "2")
+    losses = []
+    for words, steps in ((settings, "20"), (settings, "40"), ((), "20")):
+        if not words:
+            assert (folder / "runs" / "model" / "model.safetensors").is_file()
+            shutil.rmtree(folder / "runs")
+        done = _orc(*launch, *words, "train.py", *small, "--steps", steps, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert ("ZeRO stage 3" in done.stdout) is bool(words)
+        assert ("after step 20" in done.stdout) is (bool(words) and steps == "40")
+        losses += re.findall(r"^step +\d+/\d+  loss (\d\.\d+)$", done.stdout, re.MULTILINE)
+    first, second, replicas = map(float, losses)
+    assert first == pytest.approx(replicas, abs=2e-4)
+    assert second < first < 4.5
+
+
 def test_the_text_of_char_gpt_is_long_enough_and_plain() -> None:
     folder = Path(__file__).parents[2] / "templates" / "starters" / "char-gpt"
     text = (folder / "shakespeare.txt").read_text(encoding="ascii")
