@@ -53,7 +53,6 @@ class DeepSpeed:
         self.prepared.scaler = None  # DeepSpeed scales by itself
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, tuple)
-        self.wrapped: DeepSpeedEngineWrapper | None = None
         self._gradient = ctx.gradient
         self._warned = False
 
@@ -116,7 +115,6 @@ class DeepSpeed:
         result[models[0]] = engine
         if optimizer is None:
             return result
-        self.wrapped = DeepSpeedEngineWrapper(engine)
         ours = DeepSpeedOptimizerWrapper(
             engine.optimizer, engine=engine, gradient=self._gradient, trainer=self, original=optimizer
         )
@@ -172,10 +170,19 @@ class DeepSpeed:
 
     # ---- training
 
+    @property
+    def wrapped(self) -> DeepSpeedEngineWrapper | None:
+        """The engine that trains, that of the optimizer prepared last; `None` before, and after `free_memory`."""
+        for one in reversed(self.prepared.optimizers):
+            if isinstance(one, DeepSpeedOptimizerWrapper):
+                return one.wrapped
+        return None
+
     def _training(self) -> DeepSpeedEngineWrapper:
-        if self.wrapped is None:
+        wrapped = self.wrapped
+        if wrapped is None:
             raise ValueError(f"nothing is prepared for training: {_LATER}")
-        return self.wrapped
+        return wrapped
 
     def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
         """Compute gradients of *loss*; at the end of an accumulation window also update.

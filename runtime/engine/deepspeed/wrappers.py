@@ -80,6 +80,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     ) -> None:
         super().__init__(optimizer, False, gradient=gradient, engine=trainer)
         self.deepspeed_engine = engine
+        self.wrapped = DeepSpeedEngineWrapper(engine)
         self.original = original
         # Schedules ask optimizers with a scaler whether they skipped.
         self.scaler = getattr(optimizer, "loss_scaler", None) if engine.fp16_enabled() else None

@@ -106,6 +106,9 @@ def train_each_way(settings, folder):
             _, accelerator, prepared = start()
             accelerator.load_state(where)
             results[name]["resumed"] = loop(accelerator, *prepared)[0]
+            accelerator.free_memory(*prepared)
+            with pytest.raises(ValueError, match="nothing is prepared for training"):
+                accelerator.backward(torch.zeros(1))
             results[name]["files"] = sorted(json.loads((where / "manifest.json").read_text())["files"])
             forget()
     return results
