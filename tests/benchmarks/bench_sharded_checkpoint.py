@@ -10,6 +10,7 @@ states and the check of every byte before anything changes.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -87,6 +88,8 @@ def main(root: Path | None) -> None:
         rows.append(Row(f"{what} of {size / 1e6:.0f} MB in shards", peer, mine, raw, "s", ratio, budget))
     if accelerator.is_main_process:
         report(rows)
+        if root is None:
+            shutil.rmtree(directory)
     accelerator.end_training()
 
 
