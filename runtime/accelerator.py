@@ -16,7 +16,7 @@ from orc.runtime.checkpoint.methods import Checkpointing
 from orc.runtime.core.attributes import AcceleratorAttributes
 from orc.runtime.core.context import Prepared, current_context
 from orc.runtime.core.delegation import of
-from orc.runtime.core.errors import LaunchError
+from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -145,7 +145,7 @@ class Accelerator(AcceleratorAttributes):
             if options.fsdp_plugin is not None:
                 ctx.shard(options.fsdp_plugin)
             self.dynamo_plugin = resolve_plugin(options.dynamo, config)
-        except (ValueError, LaunchError):
+        except (ValueError, TypeError, OrcRuntimeError):
             if first:
                 ctx.unconfigure()  # the next Accelerator may ask for something else
             raise
