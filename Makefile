@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint test-gpu format typecheck exports contracts unit bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test setup lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -22,7 +22,7 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Train on two local processes with `orc submit --follow`
 	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
 
-test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests with coverage
+test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests
 
 setup: $(INSTALLED)  ## Make .venv with everything in it
 
@@ -62,8 +62,11 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu: $(LINKS)  ## The tests that need a GPU (tests/gpu); says so and succeeds where there is none
 	@PYTHON=$(GPU_PYTHON) tests/gpu/run.sh $(PYTEST_FLAGS)
 
-unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone, with coverage
+unit: $(INSTALLED) $(LINKS) testbed-packages  ## The tests alone
 	tests/run.sh $(PYTEST_FLAGS)
+
+coverage: export COVERAGE = 1
+coverage: unit  ## The tests, and which lines they run
 
 # `make test` ends what it has started, also after Ctrl-C; this is for what a SIGKILL or pytest by hand has left.
 testbeds-down:  ## End the Slurm cluster and the SSH hosts of the tests, and remove their files

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests with coverage: those on SSH hosts, and those on Slurm and of the runtime, beside the others
+# run.sh [PYTEST ARGS]   all tests: those on SSH hosts, and those on Slurm and of the runtime, beside the others
+#
+# COVERAGE=1 measures which lines they run, and takes about a fifth longer.
 #
 # Most tests wait for something, so what runs side by side takes little longer than the longest of it. What a part beside
 # prints comes in one piece after the others'.
@@ -54,7 +56,8 @@ part() { # part NAME COVERAGE [PYTEST ARGS]
     slurm) command+=(-m "slurm and not hosts") ;;
     hosts) command=(tests/testbed/hosts/pytest.sh) ;;
   esac
-  COVERAGE_FILE=.coverage.$2 "${command[@]}" --cov --cov-report= -o cache_dir="$output/cache-$1" "${@:3}"
+  [ -z "${COVERAGE:-}" ] || command+=(--cov --cov-report=)
+  COVERAGE_FILE=.coverage.$2 "${command[@]}" -o cache_dir="$output/cache-$1" "${@:3}"
 }
 lane() { # lane "NAME..." [PYTEST ARGS]: these parts one after the other; how each ends is kept
   local name status
@@ -105,8 +108,10 @@ for name in "${!ended[@]}"; do
   fi
 done
 
-"$python" -m coverage combine -q || true
-"$python" -m coverage report || true
+if [ -n "${COVERAGE:-}" ]; then
+  "$python" -m coverage combine -q || true
+  "$python" -m coverage report || true
+fi
 for test in "${unsteady[@]}"; do echo "UNSTEADY: $test failed beside the others and passed by itself" >&2; done
 status=0
 for name in "${!ended[@]}"; do

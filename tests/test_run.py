@@ -17,7 +17,11 @@ PYTHON = """#!/bin/bash
 # The tests on Slurm start a cluster, which is a daemon; then they wait to be interrupted, if they are asked to.
 [[ "$*" == *"slurm and not hosts"* ]] || exit 0
 "$TREE/tests/testbed/slurm/up.sh"
-[ -z "$WAITS" ] || { touch "$TREE/waits"; trap 'exit 2' INT; sleep 300; }
+[ -n "$WAITS" ] || exit 0
+sleep 300 & # in the background: what comes while a command in the foreground starts would be lost
+trap 'kill $!; exit 2' INT
+touch "$TREE/waits"
+wait
 """
 UP = """#!/bin/bash
 mkdir -p "$SLURM_TESTBED_DIR/run"
