@@ -43,7 +43,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "clusters": "Show and check the clusters.",
         "hosts": "Run a command on all hosts of a cluster.",
         "tpu-config": "Run commands on all workers of a TPU, to set it up.",
-        "sync": "Bring a job's snapshot to a cluster, or say what would be sent.",
+        "sync": "Bring a job's snapshot to a cluster, or say what is missing.",
         "gc": "Remove snapshots and environments that no job needs.",
         "adopt": "Write jobs into the ledger again that it has lost.",
         "prune": "Delete what jobs have left in the cloud.",

@@ -117,8 +117,11 @@ def run_ranks():
 
 @pytest.fixture(autouse=True)
 def fresh_context():
-    """Every test starts without a process context and leaves none behind."""
+    """Every test starts without a process context and a process group, and leaves none behind."""
     yield
     context = sys.modules.get("orc.runtime.core.context")
     if context is not None:
         context.reset_default()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

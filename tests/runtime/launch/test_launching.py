@@ -145,7 +145,8 @@ def test_a_failing_rank_ends_at_once_although_its_peer_waits(port):
 def test_a_script_may_end_with_a_collective(port):
     code = """
         import sys, torch
-        from orc.runtime import Accelerator, process_group
+        from orc.runtime import Accelerator
+        from orc.runtime.launch import process_group
         settle = process_group.settle
         process_group.settle = lambda: (settle(), print("settled", flush=True))
         sys.setswitchinterval(100)  # gloo's threads get the interpreter's lock late
