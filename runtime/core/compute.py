@@ -1,4 +1,4 @@
-"""What computes in a process: torch by itself, or another library below it (torch_xla).
+"""Libraries that compute in a process: torch by itself, or another one below it (torch_xla).
 
 `RunContext.compute` is one of these. Whatever such a library does otherwise is a method here, so that nobody asks which
 one it is.

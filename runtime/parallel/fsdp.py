@@ -1,4 +1,4 @@
-"""What the two versions of sharded data parallelism have in common as parallelizers. Does not import torch's FSDP."""
+"""Base of the parallelizers of both versions of sharded data parallelism. Does not import torch's FSDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both versions of sharded data parallelism do before they shard: choose units and mesh, agree, give values."""
+"""Steps of both versions of sharded data parallelism before they shard: choose units and mesh, agree, give values."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run():
 
 @pytest.fixture
 def device():
-    """What the Accelerator chooses by itself."""
+    """Device that the Accelerator chooses by itself."""
     return torch.device("cuda", torch.cuda.current_device()) if ON == "cuda" else torch.device("cpu")
 
 

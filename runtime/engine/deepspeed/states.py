@@ -48,7 +48,7 @@ def consolidated(engine: Any) -> dict[str, Any]:
 
 
 class Parts:
-    """What one rank adds to a checkpoint: states by file name, and files that are copied as they are."""
+    """Part of one rank in a checkpoint: states by file name, and files that are copied as they are."""
 
     def __init__(self) -> None:
         self.states: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What `prepare` returns around DeepSpeed's engine, optimizer and schedule."""
+"""Wrappers around DeepSpeed's engine, optimizer and schedule, which `prepare` returns."""
 
 from __future__ import annotations
 
