@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed
@@ -80,8 +80,11 @@ mutants: $(INSTALLED)  ## Which changes of the code the tests do not notice (mut
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[mutants]'
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
+docs: $(INSTALLED) $(LINKS)  ## The documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 docs-test: $(INSTALLED)  ## Links and examples of the documentation
-	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_site.py $(PYTEST_FLAGS)
 
 clean:  ## Remove everything that make made
 	rm -rf .venv .types .mutants build dist *.egg-info $(DEMO_STATE) .coverage .coverage.* htmlcov \

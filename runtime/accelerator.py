@@ -67,10 +67,12 @@ class Accelerator(AcceleratorAttributes):
         kwargs_handlers: options of autocast, DDP, the gradient scaler and the process group.
         dynamo_backend: compile prepared models with this back end of ``torch.compile``; else ``ORC_DYNAMO_BACKEND``.
         dynamo_plugin: more about compiling.
-        deepspeed_plugin, deepspeed_plugins: train with DeepSpeed: a `DeepSpeedPlugin`, or several by name; else
+        deepspeed_plugin: train with DeepSpeed: a `DeepSpeedPlugin`, or several by name; else
             ``ACCELERATE_USE_DEEPSPEED``.
+        deepspeed_plugins: the same; the older spelling for several.
         fsdp_plugin: shard models over the processes; else ``ACCELERATE_USE_FSDP`` and ``FSDP_*``.
-        torch_tp_plugin, megatron_lm_plugin: documented arguments of features to come; refused by name.
+        torch_tp_plugin: documented argument of a feature to come; refused by name.
+        megatron_lm_plugin: the same.
         parallelism_config: over how many processes each kind of parallelism spreads the run; else
             ``ACCELERATE_USE_PARALLELISM_CONFIG`` and ``PARALLELISM_CONFIG_*``.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.

@@ -38,7 +38,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         split_batches: cut each batch of the given loader instead of handing out whole ones.
         skip_batches: rounds to leave out at the start of each pass.
         slice_fn: cuts a batch, called as ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
-        others: see `DataLoaderShard`.
+
+    The other arguments are those of `DataLoaderShard`.
     """
 
     def __init__(

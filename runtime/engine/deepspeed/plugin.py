@@ -40,12 +40,15 @@ class DeepSpeedPlugin:
         gradient_clipping: largest norm of the gradients; not clipped when nobody says it.
         zero_stage: 0 to 3; 2 when nobody says it.
         is_train_batch_min: of several loaders the smallest batch size is the micro batch size, else the largest.
-        offload_optimizer_device, offload_param_device: ``none``, ``cpu`` or ``nvme``.
-        offload_optimizer_nvme_path, offload_param_nvme_path: folders for ``nvme``.
+        offload_optimizer_device: ``none``, ``cpu`` or ``nvme``: where the optimizer's state is.
+        offload_param_device: the same for parameters.
+        offload_optimizer_nvme_path: folder for ``nvme``.
+        offload_param_nvme_path: the same for parameters.
         zero3_init_flag: construct models sharded (``deepspeed.zero.Init``); so with stage 3 when nobody says it.
         zero3_save_16bit_model: gather the weights for saving with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, comma-separated.
-        enable_msamp, msamp_opt_level: refused, FP8 by MS-AMP is not supported.
+        enable_msamp: refused, FP8 by MS-AMP is not supported.
+        msamp_opt_level: refused with it.
 
     Raises:
         ValueError: a value that cannot be used, or settings that contradict the configuration; the text names them.
