@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -113,15 +112,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
-def python_releases() -> list[str]:
-    """The oldest and the newest supported Python that are here."""
-    declared = [text.rpartition(":: ")[2] for text in PROJECT["project"]["classifiers"] if ":: Python :: 3." in text]
-    newest = f"python{max(declared, key=lambda text: int(text.partition('.')[2]))}"
-    works = shutil.which(newest) and subprocess.run([newest, "-c", "import ensurepip, venv"], capture_output=True)
-    is_another = not sys.executable.endswith(newest) and works and works.returncode == 0
-    return [sys.executable, *([newest] if is_another else [])]
-
-
 @pytest.fixture(scope="module")
 def package_index() -> None:
     """Tests that ask PyPI are skipped where it cannot be reached."""
@@ -131,33 +121,33 @@ def package_index() -> None:
         pytest.skip(f"PyPI cannot be reached: {error}")
 
 
-def pip_of_a_new_environment(python: str, home: Path) -> list[str]:
-    subprocess.run([python, "-m", "venv", str(home)], check=True)
-    return [str(home / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("package_index")
-def test_all_extras_resolve_by_themselves_on_the_oldest_and_the_newest_python(wheel: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def from_the_index(package_index: None, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel, what PyPI has for it today, and uv. Its ``bin`` directory."""
+    home = tmp_path_factory.mktemp("from-the-index")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(home / "bin/python")]
     env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-    running = {}
-    for python in python_releases():
-        pip = pip_of_a_new_environment(python, tmp_path / Path(python).name)
-        command = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", f"{wheel}[all]"]
-        running[python] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    told = {python: (process.communicate(), process.returncode) for python, process in running.items()}
-    assert {python: texts for python, (texts, status) in told.items() if status} == {}
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", str(wheel), "uv"], env=env, check=True)
+    return home / "bin"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("package_index")
-def test_the_base_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-    pip = pip_of_a_new_environment(sys.executable, tmp_path / "venv")
-    subprocess.run([*pip, "install", "--quiet", str(wheel)], env=env, check=True)
-    assert "submit" in run(tmp_path / "venv/bin", "orc", "--help", cwd=tmp_path)
+def test_the_base_installs_into_an_empty_environment(from_the_index: Path, tmp_path: Path) -> None:
+    assert "submit" in run(from_the_index, "orc", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_extras_resolve_together_on_every_supported_python(
+    from_the_index: Path, wheel: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wanted.in").write_text(f"orc-launch[all] @ {wheel.as_uri()}\n")
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    command = ["uv", "--no-config", "pip", "compile", "--quiet", "--universal", "--python-version", oldest, "wanted.in"]
+    resolved = run(from_the_index, *command, cwd=tmp_path)
+    assert {"torch", "sagemaker", "deepspeed"} <= set(re.findall(r"^([\w-]+)==", resolved, re.MULTILINE))
 
 
 def run(installed: Path, *words: str, cwd: Path) -> str:
