@@ -16,7 +16,18 @@ ROOT = Path(__file__).parents[1]
 
 # Page of the API reference: title, rooms of the runtime whose public names it has, and other objects.
 PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "accelerator": ("Accelerator", ("accelerator",), ()),
+    "accelerator": (
+        "Accelerator",
+        ("accelerator",),
+        # Its parts: their methods are also its own.
+        (
+            "orc.runtime.train.preparing.Preparation",
+            "orc.runtime.checkpoint.methods.Checkpointing",
+            "orc.runtime.tracking.methods.Tracking",
+            "orc.runtime.observe.profiling.Profiling",
+            "orc.runtime.preemption.watching.Watching",
+        ),
+    ),
     "process": ("State, configuration and launch", ("core", "launch", "logging", "stand_in"), ()),
     "data": ("Data", ("data",), ()),
     "training": ("Training", ("train", "parallel", "engine"), ()),
@@ -48,6 +59,8 @@ def page_text(title: str, rooms: tuple[str, ...], others: tuple[str, ...]) -> st
     lines = [f"# {title}", ""]
     if rooms:
         lines += ["Public names of `orc.runtime`; each is imported as `from orc.runtime import NAME`.", ""]
+    if rooms and others:
+        lines += ["What comes after the first class are its parts: their methods are also methods of the first.", ""]
     return "\n".join([*lines, *(f"::: {path}\n" for path in (*wanted, *others))])
 
 
