@@ -1,0 +1,177 @@
+"""Documented options of sharding, DeepSpeed, the kinds of parallelism, FP8 and Megatron-LM.
+
+Those that the runtime has come from its own tables, so that each setting is described once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from orc.launchers.accelerate.option import Option, choice, mapping, number, text, whole
+from orc.runtime.core import deepspeed_keys, fsdp_settings
+from orc.runtime.core.parsing import truth
+
+_FSDP = tuple(
+    Option(
+        name=f"fsdp_{one.key}",
+        group="fsdp",
+        doc=one.doc,
+        parse=one.parse,
+        effect="done",
+        does="Sets it, with --use_fsdp.",
+        flags=tuple(f"--fsdp_{name}" for name in (one.key, one.also) if name),
+        key=f"fsdp_config.fsdp_{one.key}",
+        keys=(f"fsdp_config.fsdp_{one.also}",) if one.also else (),
+        variable=one.variable,
+        job=f"runtime.fsdp.{one.key}",
+    )
+    for one in fsdp_settings.SETTINGS.values()
+)
+
+
+def _deepspeed() -> Iterator[Option]:
+    for one in deepspeed_keys.KEYS.values():
+        if one.name == "gradient_accumulation_steps":
+            continue  # an option of every run
+        elsewhere = deepspeed_keys.OF_LAUNCHER.get(one.name)
+        yield Option(
+            name=one.name,
+            group="deepspeed",
+            doc=one.doc,
+            parse=one.parse,
+            effect="job" if elsewhere else "done",
+            does=elsewhere or "Sets it, with --use_deepspeed.",
+            flags=(f"--{one.name}",),
+            key=f"deepspeed_config.{one.name}",
+            variable=one.variable,
+            # pdsh is what is documented when nothing is said; files of the wizard have it without meaning it
+            default="pdsh" if one.name == "deepspeed_multinode_launcher" else None,
+            job="launcher.options" if elsewhere else f"runtime.deepspeed.{one.name}",
+        )
+
+
+_SIZES = {
+    "dp_replicate": "Copies of the model, each trained on other samples.",
+    "dp_shard": "Processes over which each copy is sharded.",
+    "tp": "Processes that share the matrices of each layer (tensor parallelism).",
+    "cp": "Processes that share each sequence (context parallelism).",
+    "sp": "Processes that share each sequence by attention heads (sequence parallelism).",
+}
+_HANDLER = "A script says it, where it makes its ParallelismConfig."
+
+
+def _parallelism() -> Iterator[Option]:
+    for name, doc in _SIZES.items():
+        yield Option(
+            name=f"parallelism_config_{name}_size",
+            group="parallelism",
+            doc=doc,
+            parse=whole(1),
+            effect="done",
+            does="Sets it, with --use_parallelism_config.",
+            flags=(f"--parallelism_config_{name}_size",),
+            key=f"parallelism_config.parallelism_config_{name}_size",
+            variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
+            default=1,
+            job=f"env.PARALLELISM_CONFIG_{name.upper()}_SIZE",
+        )
+    others: tuple[tuple[str, Callable[[Any], Any], Any], ...] = (
+        ("cp_backend", choice("torch"), "torch"),
+        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather"),
+        ("sp_backend", choice("deepspeed"), "deepspeed"),
+        ("sp_seq_length", whole(1), None),
+        ("sp_seq_length_is_variable", truth, True),
+        ("sp_attn_implementation", text, "sdpa"),
+    )
+    for name, parse, default in others:
+        yield Option(
+            name=f"parallelism_config_{name}",
+            group="parallelism",
+            doc=f"{name} of context or sequence parallelism.",
+            parse=parse,
+            effect="refused",
+            does=_HANDLER,
+            flags=(f"--parallelism_config_{name}",),
+            key=f"parallelism_config.parallelism_config_{name}",
+            variable=f"PARALLELISM_CONFIG_{name.upper()}",
+            default=default,
+        )
+
+
+_NO_FP8 = "The runtime does not train in fp8; choose bf16, fp16 or no."
+
+
+def _fp8() -> Iterator[Option]:
+    rows: tuple[tuple[str, str, Callable[[Any], Any], str, bool], ...] = (
+        ("fp8_backend", "backend", choice("te", "msamp", "ao"), "Library that computes in fp8.", False),
+        ("fp8_use_autocast_during_eval", "use_autocast_during_eval", truth, "Evaluate in fp8 too.", True),
+        ("fp8_margin", "margin", whole(0), "Margin of the scaling factor.", False),
+        ("fp8_interval", "interval", whole(1), "Steps between two scaling factors.", False),
+        ("fp8_format", "fp8_format", choice("HYBRID", "E4M3", "E5M2"), "Format of the numbers.", False),
+        ("fp8_amax_history_len", "amax_history_len", whole(1), "Steps that the largest value is kept.", False),
+        ("fp8_amax_compute_algo", "amax_compute_algo", choice("max", "most_recent"), "Choice of that value.", False),
+        ("fp8_override_linear_precision", "override_linear_precision", _three, "Products in more precision.", False),
+        ("fp8_opt_level", "opt_level", choice("O1", "O2"), "Level of MS-AMP.", False),
+        ("fp8_enable_fsdp_float8_all_gather", "enable_fsdp_float8_all_gather", truth, "Gather in float8.", False),
+        ("fp8_pad_inner_dim", "pad_inner_dim", truth, "Pad the inner dimension of products.", False),
+    )
+    longer = {"amax_history_len": "amax_history_length", "amax_compute_algo": "amax_compute_algorithm"}
+    for name, key, parse, doc, switch in rows:
+        spellings = dict.fromkeys([longer.get(key, key), key, name])
+        first, *others = (f"fp8_config.{spelling}" for spelling in spellings)
+        yield Option(
+            name, "fp8", doc, parse, "refused", _NO_FP8, (f"--{name}",), switch=switch, key=first, keys=tuple(others)
+        )
+
+
+def _three(value: Any) -> Any:
+    """Parse one truth value, or three for fprop, dgrad and wgrad."""
+    if isinstance(value, str) and "," in value:
+        return [truth(part) for part in value.split(",")]
+    return [truth(part) for part in value] if isinstance(value, (list, tuple)) else truth(value)
+
+
+_NO_MEGATRON = "The runtime has no Megatron-LM engine; tensor and sequence parallelism come with a ParallelismConfig."
+
+
+def _megatron() -> Iterator[Option]:
+    rows: tuple[tuple[str, Callable[[Any], Any], str, str | None], ...] = (
+        ("tp_degree", whole(1), "Degree of tensor parallelism.", "PARALLELISM_CONFIG_TP_SIZE"),
+        ("pp_degree", whole(1), "Degree of pipeline parallelism.", None),
+        ("num_micro_batches", whole(1), "Micro-batches of a pipeline.", None),
+        ("sequence_parallelism", truth, "Share sequences too, with tensor parallelism.", None),
+        ("recompute_activations", truth, "Recompute some activations.", None),
+        ("use_distributed_optimizer", truth, "Shard the state of the optimizer.", None),
+        ("gradient_clipping", number, "Largest norm of the gradients; 0 is any.", None),
+        *((name, truth, "Setting of Megatron-LM.", None) for name in _MEGATRON_SWITCHES),
+        *((name, text, "Setting of Megatron-LM.", None) for name in _MEGATRON_TEXTS),
+        ("other_megatron_args", mapping, "Further settings of Megatron-LM.", None),
+    )
+    for name, parse, doc, better in rows:
+        yield Option(
+            name=f"megatron_lm_{name}",
+            group="megatron",
+            doc=doc,
+            parse=parse,
+            effect="refused",
+            does=_NO_MEGATRON,
+            flags=(f"--megatron_lm_{name}",),
+            key=f"megatron_lm_config.megatron_lm_{name}",
+            variable=f"MEGATRON_LM_{name.upper()}",
+            job=f"env.{better}" if better else None,
+        )
+
+
+_MEGATRON_SWITCHES = (
+    *("use_custom_fsdp", "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim"),
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer", "attention_softmax_in_fp32"),
+    *("calculate_per_token_loss", "use_rotary_position_embeddings"),
+)
+_MEGATRON_TEXTS = (
+    *("decoder_last_pipeline_num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("attention_backend", "expert_model_parallel_size", "context_parallel_size", "attention_dropout"),
+    *("hidden_dropout", "expert_tensor_parallel_size"),
+)
+
+FEATURES: tuple[Option, ...] = (*_FSDP, *_deepspeed(), *_parallelism(), *_fp8(), *_megatron())
