@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_cli.py
 
 `python -c pass` is the floor of this machine, `torchrun --help` the peer. Budgets (seconds of wall time): `orc --help`
-and `orc list` with 10,000 jobs 0.15, `orc render` and `orc submit` to the local backend 0.35; `orc logs` 1 GB/s.
+and `orc list` with 10,000 jobs 0.15, `orc render` and `orc submit` to the local backend 0.35; `orc logs` 1.5 GB/s; from
+`Client.submit` of a process that runs already to the first line that the job writes 0.15.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from harness import Row, report
 
+from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 
 ROUNDS = 7
@@ -93,6 +95,23 @@ def test_start_up(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
+def test_first_line(orc_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text("name: bench\ncommand: date +%s.%N\nlauncher: python\n")
+    seconds = []
+    with Client() as client:
+        for _ in range(ROUNDS + 1):  # the first imports what the others have
+            began = time.time()
+            job = client.submit(load_job(job_file))
+            client.wait([job.id])
+            (log,) = (orc_home / "state" / "jobs" / job.id).glob("a1/logs/rank-0.log")
+            seconds.append(float(log.read_text()) - began)
+    median = statistics.median(seconds[1:])
+    with capsys.disabled():
+        print()
+        report([Row("first line of a job", "none", median, None, "s", None, 0.15, "ours")])
+
+
 def test_logs(orc_home: Path, job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     orc = program("orc")
     subprocess.run([orc, "submit", str(job_file), "--follow"], check=True, capture_output=True)
@@ -114,7 +133,7 @@ def test_logs(orc_home: Path, job_file: Path, capsys: pytest.CaptureFixture[str]
     speed = LOG_BYTES / max(full - empty, 0.005) / 1e9
     with capsys.disabled():
         print(f"\norc logs, 100 MB through a pipe: {full:.3f} s, {speed:.2f} GB/s beyond the start-up of {empty:.3f} s")
-        report([Row("orc logs, 100 MB", "none", speed, None, "GB/s", None, 1.0, "at least")])
+        report([Row("orc logs, 100 MB", "none", speed, None, "GB/s", None, 1.5, "at least")])
 
 
 if __name__ == "__main__":
