@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orc.launchers.spec import load_job
 from orc.orchestrator.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -69,3 +70,22 @@ def test_make_targets_in_the_documentation_exist() -> None:
     }
     assert named
     assert named <= targets
+
+
+# Keys that stand for themselves in a table: `resources: {nodes: 2}`.
+JOB_SNIPPET = re.compile(
+    r"`((?:args|checkpoint|command|env|environment|launcher|module|resources|retry|script|setup): [^`…]+)`"
+)
+
+
+@pytest.mark.parametrize("page", ["coming-from"])
+def test_job_keys_that_tables_name_are_valid(page: str, tmp_path: Path) -> None:
+    snippets = JOB_SNIPPET.findall((ROOT / "docs/how-to" / f"{page}.md").read_text())
+    assert len(snippets) > 10
+    (tmp_path / "train.py").touch()
+    for number, snippet in enumerate(snippets):
+        keys = yaml.safe_load(snippet)
+        program = {} if keys.keys() & {"script", "module", "command"} else {"script": "train.py"}
+        file = tmp_path / f"job-{number}.yaml"
+        file.write_text(yaml.safe_dump({"name": "snippet", **program, **keys}))
+        load_job(file)
