@@ -221,6 +221,7 @@ HOMES: dict[str, str] = {
     "should_reduce_batch_size": "train.memory",
     "skip_first_batches": "data.prepare",
     "slice_tensors": "collectives.tree",
+    "stand_in": "stand_ins.switch",
     "str_to_bool": "compat.patching",
     "SwanLabTracker": "tracking",
     "synchronize_rng_state": "train.seeding",

@@ -177,6 +177,7 @@ from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading 
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
+from orc.runtime.stand_ins.switch import stand_in as stand_in
 from orc.runtime.tracking import AimTracker as AimTracker
 from orc.runtime.tracking import ClearMLTracker as ClearMLTracker
 from orc.runtime.tracking import CometMLTracker as CometMLTracker
@@ -442,6 +443,7 @@ __all__ = [
     "should_reduce_batch_size",
     "skip_first_batches",
     "slice_tensors",
+    "stand_in",
     "str_to_bool",
     "SwanLabTracker",
     "synchronize_rng_state",

@@ -26,6 +26,7 @@ GATE_S = 0.25  # how long the others wait for that at most
 LEAD_S = 0.01  # and how far ahead rank 0 is then
 
 LINES = "ORC_WHOLE_LINES"  # set where several ranks write to one place
+STAND_IN = "ORC_STAND_IN"  # packages that the runtime stands in for; children inherit it
 PRELOAD = "ORC_PRELOAD"  # what `fork_ranks` is to do, in JSON
 
 STACKS_SIGNAL = 13  # above SIGRTMIN; orc.launchers.agent.stacks sends it
@@ -209,6 +210,18 @@ def answer_for_stacks() -> None:
         return
 
 
+def install_stand_ins() -> None:
+    """Have ``import accelerate`` give the runtime; a name without a stand-in ends the process with status 2."""
+    import importlib
+
+    try:
+        importlib.import_module("orc.runtime.stand_ins.switch").stand_in_from_environment()
+    except (ImportError, ValueError) as error:
+        sys.stderr.write(f"orc: {STAND_IN}={os.environ[STAND_IN]!r}: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)  # a run on other code than was asked for is worse than none
+
+
 def run_shadowed() -> None:
     """Run the ``sitecustomize`` that this one hides, if the interpreter or the user has one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -237,6 +250,8 @@ if __name__ == "sitecustomize":
     if os.environ.get("ORC_FREEZE_IMPORT", "1") != "0" and "torch" not in sys.modules:
         sys.meta_path.insert(0, TorchFinder(take_gate()))
     answer_for_stacks()
+    if os.environ.get(STAND_IN):
+        install_stand_ins()
     run_shadowed()
     if PRELOAD in os.environ:
         fork_ranks(os.environ.pop(PRELOAD))

@@ -81,6 +81,20 @@ def _text(value: Any) -> str:
 PRECISIONS = ("no", "fp16", "bf16")
 
 
+STAND_INS = ("accelerate",)  # packages that `orc.runtime.stand_ins` has a table of names for
+
+
+def _packages(value: Any) -> str:
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError(f"expected a list of packages: {', '.join(STAND_INS)}")
+    names = [str(name).strip() for name in given]
+    for name in names:
+        if name not in STAND_INS:
+            raise ValueError(f"there is no stand-in for {name!r}{nearest(name, STAND_INS)} ({', '.join(STAND_INS)})")
+    return ",".join(dict.fromkeys(names))
+
+
 def _precision(value: Any) -> str:
     if str(value).strip().lower() == "fp8":
         raise ValueError("training in fp8 is not implemented in this version; choose bf16, fp16 or no")
@@ -216,6 +230,12 @@ KEYS: dict[str, Key] = {
         ),
         Key("spike_factor", _number(1), 10.0, "How many times the usual value counts as a spike."),
         Key("spike_every", _integer(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
+        Key(
+            "stand_in",
+            _packages,
+            None,
+            "Packages that the runtime stands in for: with accelerate, programs that import it run on orc.runtime.",
+        ),
         Key("metrics", _boolean, None, "Write metrics.jsonl; when unset, inside a job only."),
         Key("metrics_interval_s", _number(0.05), 10.0, "Seconds between two lines of metrics.jsonl."),
         Key("peak_tflops", _number(0.001), None, "Peak TFLOP/s of one device, for MFU; known for common GPUs."),

@@ -94,6 +94,18 @@ def deepspeed_settings(options: dict[str, Any]) -> dict[str, Any] | None:
         raise click.UsageError(str(error), click.get_current_context()) from None
 
 
+def stand_ins(packages: tuple[str, ...]) -> str | None:
+    """Return the value of ``ORC_STAND_IN``; `None` without packages. Raises `click.UsageError`."""
+    if not packages:
+        return None
+    from orc.runtime.core.config import ConfigError, check
+
+    try:
+        return str(check("stand_in", ",".join(packages)))
+    except ConfigError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+
+
 # Documented options have underscores in Accelerate and hyphens here: both spellings are taken.
 _EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
 
@@ -108,6 +120,9 @@ _EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": la
 @click.option("--cpu", is_flag=True, help="Train on the CPU even where an accelerator is present.")
 @click.option("--debug", is_flag=True, help="Check shapes and structure before every collective.")
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of Python, NumPy and torch.")
+@click.option(
+    "--stand-in", multiple=True, metavar="PACKAGE", help="Run SCRIPT on orc.runtime although it imports accelerate."
+)
 @click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="A variable for the script. Repeatable.")
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Also write one log file per rank there."
@@ -134,6 +149,7 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         "use_cpu": options["cpu"] or None,
         "debug_mode": options["debug"] or None,
         "seed": options["seed"],
+        "stand_in": stand_ins(options["stand_in"]),
         "fsdp": fsdp_settings(options),
         "deepspeed": deepspeed_settings(options),
     }

@@ -30,7 +30,7 @@ def test_what_the_launch_layer_writes_the_runtime_reads():
               "dynamo_use_dynamic": False,
               "stall_timeout_s": 600.0, "stall_factor": 20.0, "stall_action": "warn", "spike_action": "raise",
               "spike_factor": 5.0, "spike_every": 2, "metrics": True, "metrics_interval_s": 1.5, "peak_tflops": 312.0,
-              "notices": "off", "notice_file": "/tmp/notice"}  # fmt: skip
+              "notices": "off", "notice_file": "/tmp/notice", "stand_in": "accelerate"}  # fmt: skip
     assert set(wanted) == set(JOB_KEYS) - set(SECTIONS)
     env = to_env(wanted | {"checkpoint_dir": None})
     assert env["ORC_DEBUG_MODE"] == "true"

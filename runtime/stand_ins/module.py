@@ -1,0 +1,59 @@
+"""`StandInModule`: a module whose names are looked up in the runtime when they are asked for."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import sys
+from types import FrameType, ModuleType
+from typing import Any
+
+import orc.runtime
+from orc.runtime.core.parsing import nearest
+from orc.runtime.stand_ins import names
+from orc.runtime.stand_ins.absent import placeholder
+
+
+class StandInModule(ModuleType):
+    """Module of the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what *name* means in this module: a submodule, an object of the runtime, or a placeholder.
+
+        Raises:
+            ImportError: in ``from module import name``: there is no such name; says the nearest.
+            AttributeError: the same, elsewhere.
+        """
+        found = self._find(name)
+        if found is None:
+            known = names.names_of(self.__name__)
+            message = (
+                f"module {self.__name__!r}, for which orc.runtime stands in, has no {name!r}{nearest(name, known)}"
+            )
+            if _is_import(sys._getframe(1)):
+                raise ImportError(message, name=self.__name__)
+            raise AttributeError(message, name=name, obj=self)
+        setattr(self, name, found)
+        return found
+
+    def _find(self, name: str) -> Any:
+        if f"{self.__name__}.{name}" in names.MODULES:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        if name.startswith("__"):
+            return names.VERSION if name == "__version__" else None
+        if name not in names.names_of(self.__name__):
+            return None
+        if name in names.HERE:
+            return getattr(importlib.import_module(names.HERE[name]), name)
+        if name in orc.runtime.HOMES:
+            return getattr(orc.runtime, name)
+        return placeholder(name, names.hint(name))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *names.names_of(self.__name__)})
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Return True in the middle of a ``from ... import``: there Python replaces an `AttributeError`'s text."""
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"
