@@ -16,18 +16,34 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
+# Folders of starters and their headings, in the order of the list; "" holds the ones to begin with.
+GROUPS = {
+    "": "To begin with",
+    "by-feature": "One feature each",
+    "complete": "Whole programs",
+    "libraries": "Programs of other libraries",
+    "platforms": "For one platform",
+}
+
+
 def starters() -> dict[str, Path]:
-    """Return the starters that ship with orc: name -> folder."""
+    """Return the starters that ship with orc: name -> folder, group by group."""
     import orc.templates
 
     root = Path(orc.templates.__file__).parent / "starters"
-    return {path.name: path for path in sorted(root.iterdir()) if (path / "job.yaml").is_file()}
+    return {file.parent.name: file.parent for group in GROUPS for file in sorted((root / group).glob("*/job.yaml"))}
+
+
+def group(folder: Path) -> str:
+    """Return the heading of the group that a starter's folder is in."""
+    return GROUPS.get(folder.parent.name, GROUPS[""])
 
 
 def description(folder: Path) -> str:
-    """Return the description of a starter: the comment that opens its job file."""
+    """Return the description of a starter: the first comment of its job file that is not for editors."""
     with (folder / "job.yaml").open(encoding="utf-8") as file:
-        return file.readline().lstrip("# ").strip()
+        lines = (line.lstrip("# ").strip() for line in file)
+        return next((line for line in lines if not line.startswith("yaml-language-server:")), "")
 
 
 def copy(source: Path, target: Path) -> list[str]:
@@ -71,6 +87,17 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def _list(known: dict[str, Path]) -> None:
+    width = max(map(len, known))
+    heading = None
+    for name, folder in known.items():
+        if group(folder) != heading:
+            heading = group(folder)
+            echo(f"{heading}:")
+        echo(f"  {name:{width}}  {description(folder)}")
+    echo("\norc init STARTER [DIRECTORY] copies one.")
+
+
 def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
@@ -80,19 +107,20 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @click.command("init")
 @click.argument("starter", required=False, shell_complete=_complete)
 @click.argument("directory", required=False, type=click.Path(path_type=Path))
+@click.option("--list", "listed", is_flag=True, help="List the starters, as without arguments.")
 @json_option
-def command(starter: str | None, directory: Path | None, as_json: bool) -> None:
+def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
     """Copy STARTER to DIRECTORY (default: a new directory of its name); without arguments, list the starters."""
     from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json, table
+    from orc.orchestrator.cli.ui.output import echo_json
 
     known = starters()
-    if starter is None:
+    if starter is None or listed:
         if as_json:
-            echo_json({"starters": [{"name": n, "description": description(p)} for n, p in known.items()]})
+            found = [{"name": n, "group": group(p), "description": description(p)} for n, p in known.items()]
+            echo_json({"starters": found})
         else:
-            echo(table(("STARTER", "WHAT IT IS"), [(n, description(p)) for n, p in known.items()]))
-            echo("\norc init STARTER [DIRECTORY] copies one.")
+            _list(known)
         return
     if starter not in known:
         raise LaunchError(f"no starter {starter!r}", hint=f"there are: {', '.join(known)}")

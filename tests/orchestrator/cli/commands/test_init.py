@@ -17,9 +17,13 @@ def test_without_arguments_it_lists_the_starters(orc: Run) -> None:
     assert result.code == 0
     for name in ("digits", "char-gpt", "hello"):
         assert name in result.out
+    assert result.out.index("To begin with:") < result.out.index("hello") < result.out.index("One feature each:")
+    assert orc("init", "--list").out == result.out
     described = orc("init", "--json").json["starters"]
     assert {s["name"] for s in described} == set(starters())
-    assert all(s["description"] for s in described)
+    assert all(s["description"] and s["group"] for s in described)
+    shipped = next(iter(starters().values())).parent.rglob("job.yaml")
+    assert {path.parent.name for path in shipped} == set(starters())
 
 
 def test_it_copies_all_files_of_a_starter(orc: Run, place: Path) -> None:

@@ -1,0 +1,183 @@
+"""The starters' scripts as their job files start them, on forked ranks; each reaches the figure that it promises."""
+
+import contextlib
+import io
+import json
+import operator
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from orc.launchers.spec import load_job
+from orc.runtime.core.config import to_env
+
+ROOT = Path(__file__).parents[2] / "templates/starters"
+FOLDERS = {path.parent.name: path.parent for path in sorted(ROOT.rglob("job.yaml"))}
+COMPARE = {">=": operator.ge, "<=": operator.le, "=": operator.eq}
+
+# Started by tests/templates/test_starters.py through the command line.
+BY_COMMAND = ("char-gpt", "digits", "gpt-deepspeed", "gpt-fsdp", "hello")
+
+pytestmark = pytest.mark.distributed
+
+
+def rank(script, directory, arguments):
+    """Run *script* as a program in *directory*; return what it printed."""
+    sys.argv = [script, *arguments]
+    printed = io.StringIO()
+    with contextlib.chdir(directory), contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.fixture
+def start(run_ranks, tmp_path):
+    """``start(name, *arguments, world=None)``: the outputs of the ranks; later *arguments* win over the job's."""
+
+    def start(name, *arguments, world=None, env=None):
+        job = load_job(FOLDERS[name] / "job.yaml").spec
+        checkpoint = {f"checkpoint_{key}": getattr(job.checkpoint, key) for key in ("every", "keep")}
+        env = {**to_env({**job.runtime, **checkpoint}), **job.env, **(env or {})}
+        world = world or job.resources.nproc * job.resources.max_nodes
+        return run_ranks(
+            world, rank, str(FOLDERS[name] / job.script), str(tmp_path), [*job.args, *arguments], env=env, timeout=120
+        )
+
+    return start
+
+
+def promise(name):
+    """What the docstring of a starter's script expects: the figure's name, the comparison, the bound."""
+    text = (FOLDERS[name] / load_job(FOLDERS[name] / "job.yaml").spec.script).read_text()
+    ((figure, sign, bound),) = re.findall(r"^Expected: (.+?) (>=|<=|=) (\S+)$", text, re.MULTILINE)
+    return figure, COMPARE[sign], float(bound)
+
+
+def figures(output, name):
+    return [float(value) for value in re.findall(rf"{re.escape(name)} (-?\d+\.?\d*)", output)]
+
+
+def check(name, outputs):
+    figure, compare, bound = promise(name)
+    reached = figures(outputs[0], figure)
+    assert reached, f"{figure!r} is not in\n{outputs[0]}"
+    assert compare(reached[-1], bound), outputs[0]
+
+
+def test_gradients_are_accumulated_over_four_batches(start):
+    outputs = start("gradient-accumulation")
+    check("gradient-accumulation", outputs)
+    assert "232 batches per process, 64 optimizer steps" in outputs[0]
+
+
+def test_tokens_weigh_the_same_however_the_batches_are_cut(start):
+    outputs = start("gradient-accumulation-lm")
+    check("gradient-accumulation-lm", outputs)
+    whole = start(
+        "gradient-accumulation-lm", "--batch-size", "64", world=1, env={"ORC_GRADIENT_ACCUMULATION_STEPS": "1"}
+    )
+    assert figures(whole[0], "token") == pytest.approx(figures(outputs[0], "token"), abs=2e-3)
+
+
+def test_the_batch_size_is_halved_until_it_fits(start):
+    outputs = start("automatic-batch-size")
+    check("automatic-batch-size", outputs)
+    assert figures(outputs[0], "trying batch size") == [256, 128, 64]
+
+
+def test_samples_per_step_stay_the_same_when_the_batch_shrinks(start):
+    small = start("automatic-gradient-accumulation")
+    check("automatic-gradient-accumulation", small)
+    assert figures(small[0], "trying batch size") == [64, 32, 16]
+    whole = start("automatic-gradient-accumulation", "--pretend-memory", "64")
+    assert figures(whole[0], "trying batch size") == [64]
+    assert re.search(r"\d+ optimizer steps", small[0])[0] == re.search(r"\d+ optimizer steps", whole[0])[0]
+
+
+def test_a_run_in_two_parts_ends_as_one_in_a_single_part(start, tmp_path):
+    first = start("checkpointing", "--epochs", "2")
+    second = start("checkpointing")
+    check("checkpointing", second)
+    assert "after epoch 2" in second[0]
+    assert sorted(path.name for path in (tmp_path / "runs/checkpoints").iterdir())[-1] == "checkpoint_5"
+    (tmp_path / "runs").rename(tmp_path / "before")
+    once = start("checkpointing")
+    assert figures(first[0], "test error") + figures(second[0], "test error") == figures(once[0], "test error")
+
+
+def test_every_fold_gives_a_model_and_all_vote(start):
+    outputs = start("cross-validation")
+    check("cross-validation", outputs)
+    assert len(figures(outputs[0], "accuracy")) == 4
+
+
+def test_all_processes_stop_when_one_says_so(start):
+    outputs = start("early-stopping")
+    check("early-stopping", outputs)
+    stops = [int(re.search(rf"process {index} stops after epoch (\d+)", text)[1]) for index, text in enumerate(outputs)]
+    assert stops[0] == stops[1] < 100
+
+
+def test_metrics_see_every_sample_once(start):
+    outputs = start("multi-process-metrics")
+    check("multi-process-metrics", outputs)
+    assert "384 with gather, 361 with gather_for_metrics, 361 verdicts" in outputs[0]
+
+
+def test_models_part_and_meet_again_with_local_sgd(start):
+    outputs = start("local-sgd")
+    check("local-sgd", outputs)
+    ((within, end),) = re.findall(r"apart by up to (\S+) within, (\S+) at the end", outputs[0])
+    assert float(within) > 0.001 > float(end)
+
+
+def test_gradients_travel_compressed(start):
+    outputs = start("ddp-comm-hooks")
+    check("ddp-comm-hooks", outputs)
+    thin = start("ddp-comm-hooks", "--hook", "power_sgd", "--wrapper", "bf16")
+    check("ddp-comm-hooks", thin)
+    assert figures(outputs[0], "loss") != figures(thin[0], "loss")
+
+
+def test_three_steps_are_profiled_on_each_process(start, tmp_path):
+    outputs = start("profiler")
+    check("profiler", outputs)
+    assert "aten::" in outputs[0]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["profile_0.json", "profile_1.json"]
+
+
+def test_trackers_get_what_the_processes_have_together(start, tmp_path):
+    outputs = start("tracking")
+    check("tracking", outputs)
+    config, *lines = map(json.loads, (tmp_path / "logs/metrics.jsonl").read_text().splitlines())
+    assert config == {"config": {"epochs": 6, "lr": 0.01}}
+    assert [line["step"] for line in lines] == list(range(6))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert list((tmp_path / "logs/tumours").rglob("events.out.tfevents.*"))
+
+
+def test_answers_are_written_once_also_after_an_interruption(start, tmp_path):
+    first = start("distributed-inference", "--break-after", "3")
+    assert "300 answers to 300 of 897 inputs" in first[0]
+    outputs = start("distributed-inference", world=1)
+    check("distributed-inference", outputs)
+    assert "process 0 has written 12 shards" in outputs[0]
+    assert "897 answers to 897 of 897 inputs" in outputs[0]
+
+
+@pytest.mark.parametrize("name", ["text-classification", "image-classification"])
+def test_the_smallest_program_reaches_its_figure(start, name):
+    check(name, start(name))
+
+
+def test_the_complete_text_program_goes_on_in_mid_epoch_to_the_same_end(start, tmp_path):
+    outputs = start("complete-nlp")
+    check("complete-nlp", outputs)
+    assert (tmp_path / "runs/best/model.safetensors").is_file()
+    assert list((tmp_path / "runs/complete_nlp").rglob("events.out.tfevents.*"))
+    again = start("complete-nlp")
+    assert figures(again[0], "test loss")[-1] == figures(outputs[0], "test loss")[-1]
+    assert len(figures(again[0], "test loss")) < 3
