@@ -7,8 +7,11 @@ Started by conftest.py; reads requests from the socket whose number is its only 
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import os
 import pickle
+import pkgutil
 import selectors
 import signal
 import socket
@@ -20,13 +23,25 @@ import warnings
 
 import cloudpickle
 import pytest  # noqa: F401
+import safetensors.torch  # noqa: F401
 import torch
+import torch._dynamo  # the first optimizer and the first DistributedDataParallel import it: more than a second
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 import torch.nn.parallel
 import torch.utils.data
 from rank_wire import receive, send
 
-import orc.runtime.accelerator  # noqa: F401 (the ranks find it imported)
+import orc.runtime
+
+for _package in ("checkpoint", "collectives", "core", "data", "parallel", "train"):
+    for _module in pkgutil.walk_packages(
+        [*(f"{path}/{_package}" for path in orc.runtime.__path__)], f"orc.runtime.{_package}."
+    ):
+        importlib.import_module(_module.name)
+importlib.import_module("orc.runtime.accelerator")
 
 torch.set_num_threads(1)
 
@@ -142,6 +157,8 @@ def collect(fds, deadline):
 
 def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
+    gc.collect()
+    gc.freeze()  # a collection in a rank does not touch, and so copy, the memory of what is imported here
     send(connection, "ready")
     while (request := receive(connection)) is not None:
         send(connection, serve(request))
