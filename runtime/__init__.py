@@ -145,6 +145,7 @@ HOMES: dict[str, str] = {
     "is_torch_xla_available": "compat.availability",
     "is_torchao_available": "compat.availability",
     "is_torchdata_available": "compat.availability",
+    "is_torchdata_stateful_dataloader_available": "compat.availability",
     "is_torchvision_available": "compat.availability",
     "is_tqdm_available": "compat.availability",
     "is_trackio_available": "compat.availability",

@@ -42,7 +42,9 @@ from orc.runtime.train.preparing import Preparation
 from orc.runtime.train.seeding import set_seed
 
 if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.enums import LoggerType
+    from orc.runtime.core.options import Options
     from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.tracking.base import GeneralTracker
 
@@ -163,6 +165,9 @@ class Accelerator(AcceleratorAttributes):
             ctx.deepspeed.apply_accumulation(ctx.gradient)
         flattened = ctx.fsdp_plugin is not None and ctx.fsdp_plugin.fsdp_version == 1 and ctx.distributed
         scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler, flattened=flattened)
+        self._assemble(ctx, options, scaler)
+
+    def _assemble(self, ctx: RunContext, options: Options, scaler: torch.amp.GradScaler | None) -> None:
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
         super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))
         self._checkpointing = Checkpointing(engine, options)
@@ -170,6 +175,17 @@ class Accelerator(AcceleratorAttributes):
         self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching)
         self._profiling = Profiling(ctx, options.profile)
         self._trigger = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What it was made with, for a worker process that gets a function which mentions it. Models and trackers stay.
+        plain = {name: getattr(self, name) for name in ("parallelism_config", "dynamo_plugin")}
+        return {**plain, "ctx": self.ctx, "options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ctx, options = state["ctx"], state["options"]
+        self.parallelism_config, self.dynamo_plugin = state["parallelism_config"], state["dynamo_plugin"]
+        self._tracking = Tracking(ctx, options.project, None)
+        self._assemble(ctx, options, loss_scaler(ctx.config.mixed_precision, ctx.device, options.scaler))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of something that holds the Accelerator belongs to the same run.

@@ -184,6 +184,23 @@ is_triton_available = _package("triton", "Triton")
 is_wandb_available = _package("wandb", "the tracker Weights & Biases")
 
 
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether torchdata with a `StatefulDataLoader` (0.8.0 and newer) is installed."""
+    from orc.runtime.compat.versions import compare_versions
+
+    return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
+
+
+def require_stateful_dataloader() -> None:
+    """Raise `ImportError` unless torchdata has a `StatefulDataLoader`."""
+    if not is_torchdata_stateful_dataloader_available():
+        raise ImportError(
+            "use_stateful_dataloader=True needs the package torchdata, 0.8.0 or newer, in this environment: pip "
+            "install 'torchdata>=0.8.0'. Without the option, prepared loaders have state_dict and load_state_dict "
+            "too, and save_state and load_state keep their place"
+        )
+
+
 def is_tensorboard_available() -> bool:
     """Return whether TensorBoard's writer (``tensorboard`` or ``tensorboardX``) is installed."""
     return is_package("tensorboard") or is_package("tensorboardX")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,10 @@ class AcceleratorAttributes(ProcessControl):
         """`True` if each batch is split over the processes."""
         return self._options.dataloader.split_batches
 
+    @split_batches.setter
+    def split_batches(self, value: bool) -> None:
+        self._options.dataloader.split_batches = value
+
     @property
     def even_batches(self) -> bool:
         """`True` if the last batches are filled up so that all processes get equally many."""
@@ -175,28 +180,50 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """Options of distribution for the loaders that are prepared from now on."""
+        """Options of distribution for the loaders that are prepared from now on; its attributes can be set."""
         return self._options.dataloader
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        loader = self._options.dataloader  # loaders, schedulers and checkpoints hold this one
+        for field in dataclasses.fields(loader):
+            setattr(loader, field.name, getattr(value, field.name))
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """As given; every prepared loader has a position."""
+        """`True` if prepared loaders are torchdata `StatefulDataLoader` objects; all have a position."""
         return self._options.dataloader.use_stateful_dataloader
+
+    @use_stateful_dataloader.setter
+    def use_stateful_dataloader(self, value: bool) -> None:
+        self._options.dataloader.use_stateful_dataloader = value
 
     @property
     def dispatch_batches(self) -> bool | None:
         """`True` if rank 0 reads the batches of all ranks; `None`: for iterable datasets."""
         return self._options.dataloader.dispatch_batches
 
+    @dispatch_batches.setter
+    def dispatch_batches(self, value: bool | None) -> None:
+        self._options.dataloader.dispatch_batches = value
+
     @property
     def non_blocking(self) -> bool:
         """`True` if batches are copied to the device asynchronously."""
         return self._options.dataloader.non_blocking
 
+    @non_blocking.setter
+    def non_blocking(self, value: bool) -> None:
+        self._options.dataloader.non_blocking = value
+
     @property
     def use_seedable_sampler(self) -> bool:
         """`True` if random samplers draw from a seed and the epoch."""
         return self._options.dataloader.use_seedable_sampler
+
+    @use_seedable_sampler.setter
+    def use_seedable_sampler(self, value: bool) -> None:
+        self._options.dataloader.use_seedable_sampler = value
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:

@@ -13,10 +13,10 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.config import RuntimeConfig, check, resolve
@@ -77,6 +77,11 @@ class GradientRecord:
             self._current, self._remainder = None, -1
         else:
             self._current, self._remainder = weakref.ref(loader), loader.remainder
+
+    def settings(self) -> dict[str, Any]:
+        """How gradients are accumulated, without the state of a loop."""
+        names = ("num_steps", "sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
+        return {name: getattr(self, name) for name in names}
 
     def reset(self) -> None:
         """Back to no accumulation and no loader."""
@@ -178,6 +183,14 @@ class RunContext:
     compute: Compute = TORCH  # what computes in this process
     gradient: GradientRecord = field(default_factory=GradientRecord)
     _settings: _Settings = field(default_factory=lambda: _Settings(resolve({}, os.environ)))
+
+    def __reduce__(self) -> tuple[Callable[..., RunContext], tuple[Any, ...]]:
+        # A pickle goes to a worker process: it says who this process is, not how to talk to its peers.
+        facts = {name: getattr(self, name) for name in _FACTS}
+        return _carried, (facts, self.gradient.settings(), self.config if self.configured else None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copy of what belongs to a run belongs to the same run
 
     @property
     def config(self) -> RuntimeConfig:
@@ -358,6 +371,22 @@ class RunContext:
         self._settings.topology, self._settings.chosen = None, False
         self._settings.deepspeed = self._settings.fsdp_plugin = None
         self.gradient.reset()
+
+
+_FACTS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "device", "backend", "env", "compute")
+
+
+def _carried(facts: dict[str, Any], accumulation: dict[str, Any], config: RuntimeConfig | None) -> RunContext:
+    """The context of the process that unpickles, or a picture of the one that pickled, without its process group."""
+    here = peek_context()
+    if here is not None:
+        return here
+    picture = RunContext(**facts)
+    for name, value in accumulation.items():
+        setattr(picture.gradient, name, value)
+    if config is not None:
+        picture._settings.config, picture._settings.fixed = config, True
+    return picture
 
 
 def _is_open(group: ProcessGroup) -> bool:

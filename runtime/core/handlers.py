@@ -162,6 +162,12 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
+    def __post_init__(self) -> None:
+        if self.use_stateful_dataloader:
+            from orc.runtime.compat.availability import require_stateful_dataloader
+
+            require_stateful_dataloader()
+
 
 @dataclass
 class ProjectConfiguration:

@@ -15,12 +15,36 @@ from orc.runtime.core.process_control import ProcessControl
 from orc.runtime.train.accumulation import apply_plugin
 
 if TYPE_CHECKING:
+    import torch
+
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
 
 
+class _Shared:
+    """What all instances of a class show, as a dictionary; empty while there is no context.
+
+    Libraries look at it (``PartialState._shared_state == {}``) to learn whether this process has been set up.
+    """
+
+    def __get__(self, instance: Any, owner: type[_View]) -> dict[str, Any]:
+        context = peek_context()
+        if context is None or not owner._is_set_up(context):
+            return {}
+        view = owner.of(context)
+        # A context that was closed or never started answers every property but those that need a group.
+        return {"_cpu": context.device.type == "cpu"} | {name: getattr(view, name) for name in owner._shown}
+
+
 class _View:
     __slots__ = ()
+
+    _shared_state = _Shared()
+    _shown: tuple[str, ...] = ()
+
+    @classmethod
+    def _is_set_up(cls, context: RunContext) -> bool:
+        return True
 
     @classmethod
     def of(cls, ctx: RunContext) -> Self:
@@ -45,6 +69,16 @@ class PartialState(_View, ProcessControl):
 
     __slots__ = ("ctx",)
 
+    _shown: tuple[str, ...] = (
+        "distributed_type",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "device",
+        "backend",
+        "debug",
+    )
+
     def __init__(
         self,
         cpu: bool = False,
@@ -61,6 +95,13 @@ class PartialState(_View, ProcessControl):
     def backend(self) -> str | None:
         """The backend of collectives; `None` with one process."""
         return self.ctx.backend
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that a process of this machine computes on when nothing else was asked for."""
+        from orc.runtime.launch.device import default_device
+
+        return default_device()
 
     @property
     def debug(self) -> bool:
@@ -103,6 +144,12 @@ class AcceleratorState(PartialState):
     """
 
     __slots__ = ()
+
+    _shown = (*PartialState._shown, "mixed_precision", "deepspeed_plugins", "fsdp_plugin")
+
+    @classmethod
+    def _is_set_up(cls, context: RunContext) -> bool:
+        return context.configured
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
         super().__init__(cpu, **options)
@@ -168,6 +215,8 @@ class GradientState(_View):
 
     __slots__ = ("ctx",)
 
+    _shown = ("sync_gradients", "dataloader_references", "plugin_kwargs")
+
     ctx: RunContext
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -179,6 +228,17 @@ class GradientState(_View):
     def sync_gradients(self) -> bool:
         """`True` if this step's gradients are synchronised and applied."""
         return self.ctx.gradient.sync_gradients
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Decide whether the next backward synchronises gradients, and the optimizer steps: for loops that accumulate
+        by themselves, instead of with `Accelerator.accumulate`.
+        """
+        self.ctx.gradient.sync_gradients = sync_gradients
+
+    @property
+    def initialized(self) -> bool:
+        """Always true: a view shows an existing context."""
+        return True
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -85,6 +84,9 @@ class DataLoaderDispatcher(DataLoaderShard):
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_senders": [], "_receiver": None}
+
     def __len__(self) -> int:
         batches = DataLoader.__len__(self)
         rounds = batches // self.per_round if self.drops_last else -(-batches // self.per_round)
@@ -151,20 +153,17 @@ class DataLoaderDispatcher(DataLoaderShard):
             raise
         if following is None:
             self._hand_out(END, [None] * self.ranks, -1)
-        stateful = self._stateful()
         while following is not None:
             parts, remainder = following
             try:
-                if stateful is not None:  # where the stream is before it reads on
-                    state = copy.deepcopy(stateful.state_dict())
-                    key = {"kind": "stateful", "rounds": current.done + 1, "state": state}
+                key = self._reader_key(current.done + 1)  # where the stream is before it reads on
                 following = next(rounds, None)
             except Exception as error:
                 self._fail(error)
                 raise
             kind = CONTENT if following is not None else LAST
             self._hand_out(kind, parts, remainder)
-            if stateful is not None:
+            if key is not None:
                 current.key = key
             yield Message(kind, parts[0], remainder)
 

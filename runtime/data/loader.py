@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,7 +16,7 @@ from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
 from orc.runtime.data.plan import PositionError
-from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
+from orc.runtime.data.position import Cursor, Cut, Key, Pass, Position, cut_at, offset_of
 from orc.runtime.data.samplers import BatchSamplerShard
 from orc.runtime.data.synchronize import align
 
@@ -85,6 +85,16 @@ class DataLoaderAdapter:
         self.steps = None
         self.meter = None
         self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what belongs to this process: workers, channels, and those who listen.
+        left = ("gradient", "events", "steps", "meter", "seek", "_iterator")
+        return {name: None if name in left else value for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, gradient=state["context"].gradient, events=Events())
+        if isinstance(self.dataset, Stream):
+            self.dataset.seek_of_workers = None
 
     @property
     def total_dataset_length(self) -> int:
@@ -236,7 +246,8 @@ class DataLoaderAdapter:
 
     def skipping(self, num_batches: int) -> DataLoaderAdapter:
         """A view of this loader whose passes leave out the first *num_batches* batches that this one's have."""
-        view = copy.copy(self)
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
         view.skip_batches, view.skips = self.skip_batches + num_batches, True
         view.__dict__["_iterator"] = None  # persistent workers belong to the loader that started them
         return view
@@ -287,9 +298,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         rng_types: generators to align over the ranks at the start of each pass (``torch``, ``cuda``, ``generator``).
         synchronized_generator: what ``generator`` in *rng_types* means.
         skip_batches: batches to leave out at the start of each pass.
-        use_stateful_dataloader: accepted; every prepared loader has a position (`state_dict`).
+        use_stateful_dataloader: be a torchdata `StatefulDataLoader` as well, see `orc.runtime.data.stateful`.
         kwargs: of `torch.utils.data.DataLoader`.
     """
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
+        """An instance of the subclass that torchdata backs, where that is asked for."""
+        if use_stateful_dataloader:
+            from orc.runtime.data.stateful import Backed, backed
+
+            if not issubclass(cls, Backed):
+                return cast("Self", super().__new__(backed(cast(Any, cls))))
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -339,23 +359,39 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
     def _stateful(self) -> Any:
         """The dataset, if it is a stream that can say where it is and go on from there in this process."""
-        if not isinstance(self.dataset, Stream) or self.num_workers or shares_itself(self.dataset.dataset):
+        if not isinstance(self.dataset, Stream) or self.num_workers or self.own_share:
             return None
         inner = self.dataset.dataset
         return inner if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict") else None
+
+    def _reader_key(self, done: int) -> Key | None:
+        """The state of what reads the stream, after *done* batches; `None` where it has none."""
+        stateful = self._stateful()
+        if stateful is None:
+            return None
+        state = copy.deepcopy(stateful.state_dict())  # before it reads on
+        return {"kind": getattr(stateful, "kind", "stateful"), "rounds": done, "state": state}
+
+    def _go_on(self, current: Pass) -> bool:
+        """Let what reads the stream go on from the state in the key of *current*; `False` where that is impossible."""
+        stateful, key = self._stateful(), current.key
+        if not current.restored or stateful is None or key is None or key.get("rounds") != current.done:
+            return False
+        kind = getattr(stateful, "kind", "stateful")
+        if key["kind"] != kind or not getattr(stateful, "takes", _always)(key["state"]):
+            return False
+        stateful.load_state_dict(copy.deepcopy(key["state"]))
+        return True
 
     def _source(self, current: Pass) -> Iterator[Any]:
         """torch's iterator over the batches of *current*."""
         sampler, late, seek = self._passes(), 0, None
         if sampler is not None:
             sampler.begin(current)
+        elif isinstance(self.dataset, Stream) and self._go_on(current):
+            self.dataset.start = self.dataset.skip = 0
         elif isinstance(self.dataset, Stream) and self.num_workers == 0:
-            stateful, key = self._stateful(), current.key
-            if current.restored and stateful is not None and key is not None and key["rounds"] == current.done:
-                stateful.load_state_dict(copy.deepcopy(key["state"]))
-                self.dataset.start = self.dataset.skip = 0
-            else:
-                self.dataset.start, self.dataset.skip = current.rounds, current.cut.samples
+            self.dataset.start, self.dataset.skip = current.rounds, current.cut.samples
         elif isinstance(self.dataset, Stream):
             seek = self._seek_workers(current)
         else:
@@ -419,11 +455,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
     def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
         """Batches of a pass of unknown length: the next one is read before the last can be told."""
-        nothing, state, stateful = object(), None, self._stateful()
+        nothing = object()
         batch = next(source, nothing)
         while batch is not nothing:
-            if stateful is not None:
-                state = copy.deepcopy(stateful.state_dict())  # before it reads on
+            key = self._reader_key(current.done + 1)
             following = next(source, nothing)
             valid = -1
             if isinstance(batch, Marked):
@@ -436,8 +471,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 if sampler is not None:
                     self.remainder = self._rows(sampler.tail(current), batch)
             current.done += 1
-            if stateful is not None:
-                current.key = {"kind": "stateful", "rounds": current.done, "state": state}
+            if key is not None:
+                current.key = key
             yield batch
             batch = following
 
@@ -449,6 +484,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
+
+
+def _always(state: Any) -> bool:
+    return True
 
 
 def shares_itself(dataset: Any) -> bool:

@@ -128,8 +128,11 @@ class SeededOrder:
 
     def draw(self, epoch: int, share: Share) -> Key:
         """Rank 0's seed and the epoch."""
-        seed = share(torch.tensor(self.sampler.initial_seed, dtype=torch.int64))
-        return {"kind": self.kind, "seed": int(seed.item()), "epoch": epoch}
+        seed = self.sampler.initial_seed
+        if seed >= 2**63:  # torch's own first seed has 64 bits; a generator takes it as a negative number as well
+            seed -= 2**64
+        shared = share(torch.tensor(seed, dtype=torch.int64))
+        return {"kind": self.kind, "seed": int(shared.item()), "epoch": epoch}
 
     def indices(self, key: Mapping[str, Any]) -> Indices | None:
         """The permutation of ``seed + epoch``."""

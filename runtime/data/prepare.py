@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from orc.runtime.compat.availability import require_stateful_dataloader
 from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
 from orc.runtime.data.iterable import IterableDatasetShard, MarkedCollate, Stream
@@ -38,6 +39,7 @@ _KEPT = (
     "persistent_workers",
     "pin_memory_device",
     "in_order",
+    "snapshot_every_n_steps",
 )
 _DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "fsdp", "ddp")
 
@@ -86,15 +88,19 @@ def prepare_data_loader(
         use_seedable_sampler: make a random sampler a `SeedableRandomSampler`.
         data_seed: its seed.
         non_blocking: copy to the device asynchronously.
-        use_stateful_dataloader: accepted; every prepared loader is stateful.
+        use_stateful_dataloader: the loader is a torchdata `StatefulDataLoader` as well, which knows the state of a
+            stream in worker processes, see `orc.runtime.data.stateful`; all others have a position too.
         torch_device_mesh: ranks that differ in its data dimensions alone get different shares.
         context: the run; the current one by default.
 
     Raises:
         ValueError: batches that cannot be shared this way; the message says what to change.
+        ImportError: *use_stateful_dataloader* without torchdata.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
+    if use_stateful_dataloader:
+        require_stateful_dataloader()
     if context is None:
         from orc.runtime.core.context import current_context
 
@@ -122,10 +128,11 @@ def prepare_data_loader(
             "divide its batch_size by the number of processes and leave split_batches out"
         )
     generator = dataloader.generator if isinstance(dataloader.generator, torch.Generator) else None
+    known = {*inspect.signature(DataLoader.__init__).parameters}
+    if use_stateful_dataloader:
+        known.add("snapshot_every_n_steps")
     kept: dict[str, Any] = {
-        name: getattr(dataloader, name)
-        for name in _KEPT
-        if hasattr(dataloader, name) and name in inspect.signature(DataLoader.__init__).parameters
+        name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name) and name in known
     }
     if dataloader.num_workers > 0:
         kept["worker_init_fn"] = WorkerStart(dataloader.worker_init_fn)

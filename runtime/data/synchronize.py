@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,17 +20,22 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def share_in(context: RunContext, *, simulated: bool = False) -> Share:
     """A function that gives every rank of *context* rank 0's CPU tensor; what it gets where there are no peers."""
-    if context.world_size == 1 or simulated:
-        return _same
+    return _same if context.world_size == 1 or simulated else FromFirst(context)
 
-    def share(tensor: torch.Tensor) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class FromFirst:
+    """A `Share` that gives every rank of *context* rank 0's CPU tensor."""
+
+    context: RunContext
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's *tensor*."""
         import torch.distributed as dist
 
         shared = tensor.clone()
-        dist.broadcast(shared, src=0, group=context.require_group("aligning random number generators"))
+        dist.broadcast(shared, src=0, group=self.context.require_group("aligning random number generators"))
         return shared
-
-    return share
 
 
 def align(rng_types: Sequence[str], generator: torch.Generator | None, context: RunContext) -> None:

@@ -27,6 +27,16 @@ def select_device(launch: LaunchEnvironment, *, cpu: bool = False) -> torch.devi
     return torch.device("cpu")
 
 
+def default_device() -> torch.device:
+    """Return the kind of device that this machine offers: MPS, CUDA, XPU, or the CPU."""
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    for kind in ("cuda", "xpu"):
+        if getattr(torch, kind).is_available():
+            return torch.device(kind)
+    return torch.device("cpu")
+
+
 def _cuda_index(launch: LaunchEnvironment, count: int) -> int:
     if launch.local_rank < count:
         return launch.local_rank

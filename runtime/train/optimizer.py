@@ -139,20 +139,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the run it belongs to, and without the counter that torch's schedulers put around `step`.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient", "_engine", "step")}
+        # Without the engine that trains here, and without the counter that torch's schedulers put around `step`.
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_gradient", "_engine", "step")}
+        return {**own, "ctx": self._engine.ctx}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from orc.runtime.core.context import Prepared, current_context
+        from orc.runtime.core.context import Prepared
         from orc.runtime.engine import engine_for
 
-        self.__dict__.update(state)
-        ctx = current_context()
+        ctx = state["ctx"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "ctx"})
         self._gradient, self._engine = ctx.gradient, engine_for(ctx, prepared=Prepared(scaler=self.scaler))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
-        own = {name: value for name, value in self.__getstate__().items() if name != "scaler"}
+        own = {name: value for name, value in self.__getstate__().items() if name not in ("scaler", "ctx")}
         twin.__dict__.update(copy.deepcopy(own, memo))
         twin._gradient, twin._engine, twin.scaler = self._gradient, self._engine, self.scaler  # of the same run
         return twin

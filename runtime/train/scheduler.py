@@ -96,7 +96,8 @@ class AcceleratedScheduler:
         from orc.runtime.core.context import current_context
 
         self.__dict__.update(state)
-        self._gradient = current_context().gradient
+        found = [one._gradient for one in self.optimizers if hasattr(one, "_gradient")]
+        self._gradient = found[0] if found else current_context().gradient
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))

@@ -7,6 +7,7 @@ from orc.runtime import (
     Accelerator,
     AcceleratorState,
     ContextError,
+    DataLoaderConfiguration,
     GradientState,
     PartialState,
     RunContext,
@@ -172,3 +173,26 @@ def test_plug_ins_of_later_engines_are_absent_and_asking_for_one_is_an_error():
     for method in (state.get_deepspeed_plugin, state.select_deepspeed_plugin):
         with pytest.raises(ContextError, match="no DeepSpeed plug-in 'student'"):
             method("student")
+
+
+def test_the_shared_state_tells_libraries_whether_the_process_is_set_up():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == AcceleratorState._shared_state == GradientState._shared_state == {}
+    PartialState()
+    assert PartialState._shared_state["num_processes"] == 1
+    assert AcceleratorState._shared_state == {}
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert AcceleratorState._shared_state["mixed_precision"] == "bf16"
+    accelerator.gradient_state._set_sync_gradients(False)
+    assert (accelerator.sync_gradients, GradientState().sync_gradients) == (False, False)
+    assert PartialState().default_device.type in ("cpu", "cuda", "mps", "xpu")
+
+
+def test_the_options_of_loaders_can_be_set_before_preparing():
+    accelerator = Accelerator()
+    accelerator.dataloader_config.dispatch_batches = False
+    accelerator.use_seedable_sampler = True
+    assert (accelerator.dispatch_batches, accelerator.dataloader_config.use_seedable_sampler) == (False, True)
+    accelerator.dataloader_config = DataLoaderConfiguration(data_seed=4)
+    assert (accelerator.dispatch_batches, accelerator.dataloader_config.data_seed) == (None, 4)
+    assert accelerator.parallelism_config is None
