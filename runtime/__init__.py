@@ -7,7 +7,13 @@ public name is one line of `HOMES`; ``make exports`` then writes ``__init__.pyi`
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+OLDEST_PYTHON = (3, 10)
+if sys.version_info < OLDEST_PYTHON:
+    version = ".".join(map(str, sys.version_info[:3]))
+    raise ImportError(f"orc.runtime needs Python 3.10 or newer; {sys.executable} is {version}")
 
 # Every public name and the module below this package that it comes from.
 HOMES: dict[str, str] = {
@@ -48,6 +54,7 @@ HOMES: dict[str, str] = {
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
     "DDPCommunicationHookType": "core.enums",
+    "debug_launcher": "launchers",
     "DeepSpeedEngineWrapper": "engine.deepspeed.wrappers",
     "DeepSpeedOptimizerWrapper": "engine.deepspeed.wrappers",
     "DeepSpeedPlugin": "engine.deepspeed.plugin",
@@ -176,6 +183,7 @@ HOMES: dict[str, str] = {
     "MODEL_NAME": "checkpoint.format.layout",
     "MultiProcessAdapter": "logging",
     "named_module_tensors": "weights.sizes",
+    "notebook_launcher": "launchers",
     "offload_state_dict": "weights.offload",
     "offload_weight": "weights.offload",
     "on_main_process": "tracking",

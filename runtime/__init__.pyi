@@ -170,6 +170,8 @@ from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as D
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from orc.runtime.launch.numa import override_numa_affinity as override_numa_affinity
 from orc.runtime.launch.numa import set_numa_affinity as set_numa_affinity
+from orc.runtime.launchers import debug_launcher as debug_launcher
+from orc.runtime.launchers import notebook_launcher as notebook_launcher
 from orc.runtime.logging import MultiProcessAdapter as MultiProcessAdapter
 from orc.runtime.logging import get_logger as get_logger
 from orc.runtime.observe.profiling import ProfileKwargs as ProfileKwargs
@@ -273,6 +275,7 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DDPCommunicationHookType",
+    "debug_launcher",
     "DeepSpeedEngineWrapper",
     "DeepSpeedOptimizerWrapper",
     "DeepSpeedPlugin",
@@ -401,6 +404,7 @@ __all__ = [
     "MODEL_NAME",
     "MultiProcessAdapter",
     "named_module_tensors",
+    "notebook_launcher",
     "offload_state_dict",
     "offload_weight",
     "on_main_process",

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ from orc.runtime.train.preparing import Preparation
 from orc.runtime.train.seeding import set_seed
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.enums import LoggerType
     from orc.runtime.core.options import Options

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import current_context, peek_context
 from orc.runtime.launch.environment import detect
 
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:  # not generic in the oldest Python of a rank
+    _Adapter = logging.LoggerAdapter
 
-class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+
+class MultiProcessAdapter(_Adapter):
     """A logger with two more keywords on every call.
 
     ``main_process_only`` (default `True`): log on rank 0 only. ``in_order`` (default `False`): with

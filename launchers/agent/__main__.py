@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
         kill_attempt(rest[0])
         return 0
-    options = dict(zip(rest[1::2], rest[2::2]))  # noqa: B905 - Python 3.9
+    options = dict(zip(rest[1::2], rest[2::2]))
     known = {
         "node": {"--owner", "--node-rank", "--restart", "--master-host"},
         "gang": {"--owner"},

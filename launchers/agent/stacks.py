@@ -266,7 +266,7 @@ def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
 def main(arguments: Sequence[str]) -> int:
     """Request stacks, wait, print one JSON object: ``{"id", "answers", "missing"}``."""
     directory, *rest = arguments
-    options = dict(zip(rest[::2], rest[1::2]))  # noqa: B905 - Python 3.9
+    options = dict(zip(rest[::2], rest[1::2]))
     config = load_config(os.path.join(directory, "agent.json"))
     make_private()
     request = f"{time.time_ns()}-{os.getpid()}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
+from orc.launchers.oldest_python import python_problem
 from orc.launchers.remote.programs import Program
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def compare_hosts(facts_by_host: Sequence[HostFacts], *, gpus: int = 0, environm
             silent = isinstance(one.error, BackendUnreachable)
             found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
         else:
-            found += _alone(one, gpus)
+            found += _alone(one, gpus, environment)
     answered = [one for one in facts_by_host if one.error is None]
     found += _clocks(answered)
     found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
@@ -119,13 +120,12 @@ def unusable_hosts(findings: Iterable[Finding]) -> list[str]:
     return list(dict.fromkeys(f.where for f in findings if f.level == "error" and f.where))
 
 
-def _alone(one: HostFacts, gpus: int) -> list[Finding]:
+def _alone(one: HostFacts, gpus: int, environment: bool) -> list[Finding]:
     """Return the findings about one host, whatever the others are like."""
     facts, found = one.facts, []
-    if tuple(facts["python"]) < (3, 9):
-        version = ".".join(map(str, facts["python"]))
-        what = f"{facts['executable']} is Python {version}; 3.9 or newer is needed"
-        found.append(Finding("error", what, one.name, "Set `python:` of the cluster, or of this host."))
+    if problem := python_problem(facts["python"], environment=environment):
+        hint = "Set `python:` of the cluster, or of this host, to a newer one; or give the job an `environment:`."
+        found.append(Finding("error", f"{facts['executable']} is {problem}", one.name, hint))
     if not facts["writable"]:
         hint = "Set `root:` of the cluster, or of this host, to a directory that you can write."
         found.append(Finding("error", f"{facts['root']} cannot be written", one.name, hint))

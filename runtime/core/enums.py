@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import sys
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum
+else:
+    from enum import Enum
+
+    class StrEnum(str, Enum):
+        """Enumeration whose members are their values, as in newer Pythons."""
+
+        __str__ = str.__str__
+        __format__ = str.__format__
 
 
 class DistributedType(StrEnum):

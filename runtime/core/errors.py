@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
+from collections.abc import Sequence
+
 
 class OrcRuntimeError(RuntimeError):
     """Base of everything the runtime raises on purpose (configuration errors are `ConfigError`, a `ValueError`)."""
@@ -9,6 +13,10 @@ class OrcRuntimeError(RuntimeError):
 
 class LaunchError(OrcRuntimeError):
     """The process was started in a way that cannot work: missing or contradicting rank variables, no usable device."""
+
+
+class RankFailure(OrcRuntimeError, AssertionError):
+    """A rank raised, died, or did not finish in time; the text has every failing rank's traceback."""
 
 
 class ContextError(OrcRuntimeError):
@@ -28,3 +36,20 @@ class DistributedOperationException(OrcRuntimeError):
 
     Raised on all of them before anything is sent that another does not expect, so that nothing hangs or is ended.
     """
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add the line *note* to what *error* says; in Python 3.10, whose exceptions have no notes, to its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def group_errors(what: str, errors: Sequence[Exception]) -> Exception:
+    """Return one exception for several; in Python 3.10, which has no groups, the first with the others as notes."""
+    if sys.version_info >= (3, 11):
+        return builtins.ExceptionGroup(what, errors)
+    for error in errors[1:]:
+        add_note(errors[0], f"{what}; also {type(error).__name__}: {error}")
+    return errors[0]

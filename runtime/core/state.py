@@ -6,7 +6,7 @@ All instances of a class show the same state, which is made on first use. ``_res
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.context import PreparedLoader, RunContext, current_context, peek_context, reset_default
 from orc.runtime.core.errors import ContextError
@@ -15,6 +15,8 @@ from orc.runtime.core.process_control import ProcessControl
 from orc.runtime.train.accumulation import apply_plugin
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     import torch
 
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin

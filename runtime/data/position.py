@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+
+if TYPE_CHECKING:
+    from typing import NotRequired  # newer than the oldest Python of a rank
 
 Key = dict[str, Any]
 Share = Callable[[torch.Tensor], torch.Tensor]

@@ -76,6 +76,15 @@ def load() -> Modules:
     return modules
 
 
+def launch(function: Callable[..., Any], args: tuple[Any, ...] = (), *, one: bool = False) -> None:
+    """Run ``function(*args)`` in one process for each chip of this machine, forked from this one; with *one*, in it."""
+    load().root.launch(_without_index, args=(function, *args), start_method="fork", debug_single_process=one)
+
+
+def _without_index(_index: int, function: Callable[..., Any], *args: Any) -> None:
+    function(*args)
+
+
 def xla_model() -> Any:
     """``torch_xla.core.xla_model``. Raises `LaunchError` as `load` does."""
     return _imported("torch_xla.core.xla_model")

@@ -6,21 +6,15 @@ See docs/how-to/test-distributed-code.md.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
 import os
-import socket
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core import context as context_module
 from orc.runtime.core.context import RunContext, use_context
-from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.core.errors import RankFailure, add_note
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +22,6 @@ if TYPE_CHECKING:
     from orc.runtime.collectives.in_memory import InMemoryWorld
 
 __all__ = ["InMemoryWorld", "RankFailure", "fake_context", "isolated", "reset", "run_ranks", "run_threads"]
-
-
-class RankFailure(OrcRuntimeError, AssertionError):
-    """A rank raised, died, or did not finish in time; the text has every failing rank's traceback."""
 
 
 def __getattr__(name: str) -> Any:
@@ -191,7 +181,7 @@ def run_threads(
     if failures:
         causes = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)] or list(failures)
         error = failures[causes[0]]
-        error.add_note(f"on rank {causes[0]} of {world_size}")
+        add_note(error, f"on rank {causes[0]} of {world_size}")
         raise error
     return results
 
@@ -225,131 +215,14 @@ def run_ranks(
     """
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
-    call = _pickled((function, args))
-    spawning = multiprocessing.get_context("forkserver")
-    spawning.set_forkserver_preload(["orc.runtime.accelerator", "torch._dynamo"])  # imported once, not by every rank
-    ranks: list[tuple[Any, Connection]] = []
-    answers: list[tuple[str, Any] | None] = [None] * world_size
-    holder, port = _held_port()
-    try:
+    from orc.runtime.launch import ranks
+
+    with ranks.held_port() as port:
+        variables = []
         for rank in range(world_size):
             more = env[rank] if isinstance(env, Sequence) else env or {}
-            variables = _launch_variables(rank, world_size, nodes, port) | dict(more)
-            mine, theirs = spawning.Pipe()
-            process = spawning.Process(target=_rank, args=(call, variables, theirs))
-            process.start()
-            theirs.close()
-            ranks.append((process, mine))
-        answers = _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_s)
-    finally:
-        holder.close()
-        for (process, pipe), answer in zip(ranks, answers, strict=False):
-            pipe.close()  # a rank leaves when it sees this: nobody closes a connection that others still use
-            process.join(0 if answer is None else 5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    failed = []
-    for rank, ((process, _), answer) in enumerate(zip(ranks, answers, strict=True)):
-        if answer is None:
-            failed.append(f"--- rank {rank}\nno result within {timeout_s:g} s (exit status {process.exitcode})")
-        elif answer[0] == "error":
-            failed.append(f"--- rank {rank}\n{answer[1]}")
-    if failed:
-        raise RankFailure("\n".join(failed))
-    return [_unpickled(answer[1]) for answer in answers if answer is not None]
-
-
-def _launch_variables(rank: int, world_size: int, nodes: int, port: int) -> dict[str, str]:
-    local = world_size // nodes
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % local),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_RANK": str(rank // local),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _held_port() -> tuple[socket.socket, int]:
-    """A TCP port on loopback that nobody else is given while the socket is open."""
-    holder = socket.socket()
-    # Bound, but not listened on: who sets this option too, as torch's store does, can listen there all the same.
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder, int(holder.getsockname()[1])
-
-
-def _pickler() -> Any:
-    import importlib
-    import importlib.util
-
-    return importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
-
-
-def _pickled(value: Any) -> bytes:
-    pickler = _pickler()
-    function = value[0] if isinstance(value, tuple) else None
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    # Test modules are often imported in a way that another process cannot repeat.
-    by_value = module is not None and pickler.__name__ == "cloudpickle" and not _importable(module.__name__)
-    if by_value:
-        pickler.register_pickle_by_value(module)
-    try:
-        return bytes(pickler.dumps(value))
-    except Exception as error:
-        raise RankFailure(
-            f"{getattr(function, '__qualname__', type(value).__name__)} or its arguments cannot be pickled for another "
-            f"process ({error}); define the function at the top of a module, or install cloudpickle"
-        ) from error
-    finally:
-        if by_value:
-            pickler.unregister_pickle_by_value(module)
-
-
-def _importable(module: str) -> bool:
-    import importlib.machinery
-
-    return importlib.machinery.PathFinder.find_spec(module.partition(".")[0]) is not None
-
-
-def _unpickled(data: bytes) -> Any:
-    return _pickler().loads(data)
-
-
-def _rank(call: bytes, variables: Mapping[str, str], answer: Connection) -> None:
-    """The life of one rank."""
-    for name in list(os.environ):
-        if name.startswith(("ORC_", "ACCELERATE_", "SLURM_", "OMPI_")):
-            del os.environ[name]
-    os.environ.update(variables)
-    try:
-        import torch
-
-        torch.set_num_threads(1)  # as under a launcher: the ranks share this machine
-        function, args = _unpickled(call)
-        result: tuple[str, Any] = ("ok", _pickler().dumps(function(*args)))
-    except BaseException:  # noqa: BLE001 (it is raised again by the caller's process)
-        result = ("error", traceback.format_exc())
-    answer.send(result)
-    caller = multiprocessing.parent_process()
-    multiprocessing.connection.wait([answer, *([caller.sentinel] if caller else [])])  # until it has all results
-    os._exit(0)
-
-
-def _collect(pipes: Sequence[Connection], deadline: float) -> list[tuple[str, Any] | None]:
-    """Return the ranks' answers before *deadline*. After a failure the others get two more seconds: they may hang."""
-    answers: list[tuple[str, Any] | None] = [None] * len(pipes)
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for ready in multiprocessing.connection.wait(list(waiting), left):
-            assert isinstance(ready, Connection)
-            rank = waiting.pop(ready)
-            with contextlib.suppress(EOFError, ConnectionResetError):
-                answers[rank] = ready.recv()
-            found = answers[rank]
-            if found is None or found[0] == "error":
-                deadline = min(deadline, time.monotonic() + 2)
-    return answers
+            own = ranks.launch_variables(rank, world_size, world_size // nodes, "127.0.0.1", port)
+            variables.append(own | dict(more))
+        return ranks.run(
+            variables, function, args, start_method="forkserver", timeout_s=timeout_s, clean=True, results=True
+        )

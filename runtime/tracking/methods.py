@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.core.errors import add_note, group_errors
+
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.enums import LoggerType
@@ -146,7 +148,7 @@ class Tracking:
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            raise ExceptionGroup("several trackers could not finish", errors)
+            raise group_errors("several trackers could not finish", errors)
 
 
 @contextmanager
@@ -154,7 +156,7 @@ def _named(tracker: GeneralTracker, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"in {what} of the tracker {tracker.name!r}")
+        add_note(error, f"in {what} of the tracker {tracker.name!r}")
         raise
 
 

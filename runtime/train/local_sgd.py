@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     from torch import Tensor, nn
 
     from orc.runtime.accelerator import Accelerator

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from orc.runtime.collectives.tree import send_to_device
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     from orc.runtime.core.context import GradientRecord
     from orc.runtime.engine import Engine
 

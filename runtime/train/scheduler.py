@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.train.schedule_jump import jump
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     from orc.runtime.core.context import GradientRecord
 
 

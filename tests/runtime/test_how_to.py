@@ -39,6 +39,7 @@ def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch
         "track-experiments",
         "profile",
         "local-sgd",
+        "notebooks",
         "test-distributed-code",
         "../reference/utilities",
         "../explanation/runtime-core",

@@ -26,6 +26,7 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
+from orc.launchers.oldest_python import python_problem
 from orc.launchers.plan import Plan, PlanCommand
 from orc.launchers.strict_modes import VARIABLE
 
@@ -150,6 +151,9 @@ class LocalBackend(Backend):
         python = config["python"]
         if python and shutil.which(python) is None:
             findings.append(Finding("error", f"{python}: no such program", self.cluster.name, "Correct `python:`."))
+        elif python and (problem := _python_problem(python, environment=bool(config.get("environment")))):
+            hint = "Correct `python:`, or give the job an `environment:`."
+            findings.append(Finding("error", problem, self.cluster.name, hint))
         processes = config["nnodes"] * config["nproc"]
         cores = len(os.sched_getaffinity(0))
         if processes > cores:
@@ -390,3 +394,21 @@ def _lost_reason(records: AttemptRecords) -> str:
         return "the agents were killed before they started anything"
     silent = [str(node) for node in range(records.nnodes) if node not in records.exits]
     return f"the agent of node {', '.join(silent)} was killed"
+
+
+def _python_problem(python: str, *, environment: bool) -> str | None:
+    """Return the reason why ranks cannot start under *python*, which is there; `None` when they can."""
+    import subprocess
+
+    if python == sys.executable:
+        return None
+    look = (python, "-I", "-S", "-c", "import sys; print(*sys.version_info[:3])")
+    try:
+        done = subprocess.run(look, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+        version = tuple(map(int, done.stdout.split()))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"{python} cannot be started: {error}"
+    if done.returncode or not version:
+        return f"{python} cannot be started: {(done.stderr.strip().splitlines() or ['it printed no version'])[-1]}"
+    problem = python_problem(version, environment=environment)
+    return f"{python} is {problem}" if problem else None

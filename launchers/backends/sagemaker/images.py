@@ -61,7 +61,6 @@ REGISTRIES = {
     "eu-south-1": "692866216735",
     "me-south-1": "217643126080",
 }
-OLDEST_PYTHON = (3, 9)  # of the agents
 _PENDING = "<image "
 
 

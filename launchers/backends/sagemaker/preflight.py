@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.sagemaker.images import OLDEST_PYTHON, is_pending, pending, python_of
+from orc.launchers.backends.sagemaker.images import is_pending, pending, python_of
 from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
 from orc.launchers.backends.sagemaker.rendering import local_mode, request_of
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
+from orc.launchers.oldest_python import python_problem
 
 if TYPE_CHECKING:
     from orc.launchers.backends.sagemaker.service import Service
@@ -55,10 +56,10 @@ def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
 def _python(image: str, cluster: str) -> Iterator[Finding]:
     """An image in which no agent can start."""
     python = python_of(image)
-    if python is not None and python < OLDEST_PYTHON:
+    if python is not None and (problem := python_problem(python)):
         yield Finding(
             "error",
-            f"the image has Python {python[0]}.{python[1]}; orc's agents need 3.9 or later to start",
+            f"the image has {problem}",
             cluster,
             "Ask for a later pytorch_version or transformers_version, or give an image_uri.",
         )

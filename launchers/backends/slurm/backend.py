@@ -168,18 +168,27 @@ class SlurmBackend(Backend):
         return (self._settings.program("sbatch"), "--parsable", *(f"--{k}={v}" for k, v in places), script)
 
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Check that Slurm answers, that the partition exists, and that the root can be written."""
+        """Check that Slurm answers, the partition exists, the root can be written, and ranks can start."""
         from orc.launchers.backends.slurm.preflight import check
 
-        return check(self._client, self._transport, plan, str(self.layout.root), self.cluster.name)
+        found = check(self._client, self._transport, plan, str(self.layout.root), self.cluster.name)
+        if any(finding.level == "error" for finding in found):
+            return found
+        environment = json.loads(plan.files[0].content).get("environment") or {}
+        if environment.get("kind") == "container":  # `python` is a path in the image
+            return found
+        return [*(one for one in self._python(bool(environment)) if one.level == "error"), *found]
 
     def check(self) -> list[Finding]:
-        """Check that the cluster's Python can run agents, and that it has torch."""
+        """Check that the cluster's Python has torch; `preflight` has checked that it starts."""
+        return [finding for finding in self._python() if finding.level != "error"]
+
+    def _python(self, environment: bool = False) -> list[Finding]:
         from orc.launchers.backends.slurm.python_check import check_python
 
         options = read_options(self.cluster.options, {}, cluster_where=self._options_where)
         python = self.cluster.python or DEFAULT_PYTHON
-        return check_python(self._transport, python, options.modules, self.cluster.name)
+        return check_python(self._transport, python, options.modules, self.cluster.name, environment=environment)
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the one store, reached where the cluster is entered."""

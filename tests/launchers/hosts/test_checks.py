@@ -75,7 +75,8 @@ def test_equal_hosts_are_fine() -> None:
         ({"free": 10**8}, ("error", "node2", "only 100 MB are free in /home/me/orc")),
         ({"free": 10**9}, ("warning", "node2", "only 1000 MB are free in /home/me/orc")),
         ({"writable": False}, ("error", "node2", "/home/me/orc cannot be written")),
-        ({"python": [3, 8, 2]}, ("error", "node2", "/opt/venv/bin/python is Python 3.8.2; 3.9 or newer is needed")),
+        ({"python": [3, 8, 2]}, ("error", "node2", "/opt/venv/bin/python is Python 3.8.2; ranks need 3.10 or newer")),
+        ({"python": [3, 9, 18]}, ("error", "node2", "/opt/venv/bin/python is Python 3.9.18; ranks need 3.10 or newer")),
         ({"gpu_error": "No devices were found"}, ("error", "node2", "nvidia-smi: No devices were found")),
     ],
 )

@@ -24,7 +24,7 @@ def program(path: Path, text: str) -> str:
     [
         (None, "error", "cannot be started"),
         ("exit 3", "error", "cannot be started: exit status 3"),
-        ("echo 3.8 torch", "error", "is 3.8, agents need 3.9 or newer"),
+        ("echo 3.9 torch", "error", "is Python 3.9; ranks need 3.10 or newer"),
         ("echo 3.12 -", "warning", "has no torch"),
         ("echo 3.12 torch", None, ""),
     ],

@@ -1,0 +1,63 @@
+"""The oldest Python of ranks: what travels to nodes uses nothing newer, and hosts with older ones are refused."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import orc.runtime
+from orc.launchers.oldest_python import OLDEST_FOR_AGENT, OLDEST_PYTHON, python_problem
+from orc.launchers.snapshot.runtime_tree import runtime_files
+
+ROOT = Path(__file__).parent.parent
+FILES = {path: Path(os.fsdecode(source)) for path, source in runtime_files().items()}
+# Of the standard library, newer than the oldest Python: all that this code base could be tempted to use.
+NEWER = {
+    *("typing.Self", "typing.NotRequired", "typing.Required", "typing.assert_never", "typing.LiteralString"),
+    *("typing.Never", "typing.Unpack", "typing.TypeVarTuple", "typing.override", "typing.reveal_type"),
+    *("enum.StrEnum", "enum.verify", "enum.ReprEnum", "datetime.UTC", "asyncio.timeout", "asyncio.TaskGroup"),
+    *("contextlib.chdir", "hashlib.file_digest", "itertools.batched", "operator.call", "math.exp2", "math.cbrt"),
+    *("logging.getLevelNamesMapping", "sys.exception", "tomllib", ".add_note", "ExceptionGroup", "LoggerAdapter[]"),
+}
+
+
+def too_new(tree: ast.AST) -> set[str]:
+    """Names of `NEWER` that are used outside of ``if TYPE_CHECKING`` and of a branch for newer versions."""
+    used: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        if isinstance(node, ast.If) and ("TYPE_CHECKING" in test or "version_info" in test):
+            for other in node.orelse:
+                used |= too_new(other)
+            continue
+        if isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            used |= {f".{node.attr}", f"{ast.unparse(node.value)}.{node.attr}"}
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.ClassDef):
+            bases = [base.value for base in node.bases if isinstance(base, ast.Subscript)]
+            used |= {f"{base.attr}[]" for base in bases if isinstance(base, ast.Attribute)}
+        used |= too_new(node)
+    return used & NEWER
+
+
+def test_what_travels_uses_nothing_newer_than_the_oldest_python():
+    for path, source in FILES.items():
+        oldest = OLDEST_FOR_AGENT if path.startswith("lib/") or "/" not in path else OLDEST_PYTHON
+        tree = ast.parse(source.read_bytes(), feature_version=oldest)
+        assert not too_new(tree), f"{source}: {too_new(tree)}"
+    newer = ast.parse("from typing import Self\ndef f(e): e.add_note('')")
+    assert too_new(newer) == {"typing.Self", ".add_note"}
+
+
+def test_a_python_that_is_too_old_is_refused_with_what_it_would_need():
+    assert python_problem((3, 10)) is None
+    assert python_problem((3, 9, 18)) == "Python 3.9.18; ranks need 3.10 or newer"
+    assert python_problem((3, 9, 18), environment=True) is None
+    assert python_problem((3, 8), environment=True) == "Python 3.8; orc's agents need 3.9 or newer"
+    assert orc.runtime.OLDEST_PYTHON == OLDEST_PYTHON
