@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.config import RuntimeConfig, check, resolve
@@ -24,6 +24,8 @@ from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import ContextError, SettingConflict
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
