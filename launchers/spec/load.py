@@ -23,6 +23,7 @@ from orc.runtime.core.config import JOB_KEYS
 if TYPE_CHECKING:
     from orc.launchers.spec.problems import Problem
 
+_OF_ACCELERATE = ("compute_environment", "distributed_type", "num_processes", "num_machines")
 # Where standard input and `<(...)` have their names: no places beside which anything of the job could lie.
 _STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _TEXTUAL = frozenset({"name", "script", "module", "command", "cluster", "env", "secrets", "setup", "tags", "workdir"})
@@ -54,6 +55,7 @@ def load_job(
     """
     source_path = Path("/dev/stdin" if path == "-" else path)
     document = source.parse(source.read_file(source_path, "job file"), str(source_path), reading)
+    _refuse_accelerate(document, source_path)
     if overrides or cluster is not None:
         from orc.launchers.spec import overrides as overriding
 
@@ -68,6 +70,17 @@ def load_job(
     _complain([*_check_kinds(spec, document), *_check_files(loaded, document)])
     _place_options(spec, document)
     return loaded
+
+
+def _refuse_accelerate(document: Document, path: Path) -> None:
+    """Raise `SpecError` for a configuration file of Accelerate, which says how to launch but not what."""
+    found = [key for key in _OF_ACCELERATE if key in document.data]
+    if found and not any(key in document.data for key in ("script", "module", "command")):
+        raise SpecError(
+            "is a configuration file of Accelerate, not a job file",
+            where=document.origin((found[0],), key=True).where,
+            hint=f"`orc config convert {path} --out DIR` makes a job file of it",
+        )
 
 
 def _base_dir(path: Path) -> Path:

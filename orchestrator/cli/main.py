@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Set up": {
         "init": "Copy a starter job.",
+        "config": "Ask how to train here, or convert a file of Accelerate.",
         "merge-weights": "Merge the shards of a model into one file.",
         "to-fsdp2": "Convert FSDP settings of a file to version 2.",
         "clusters": "Show and check the clusters.",

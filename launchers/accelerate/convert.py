@@ -1,0 +1,280 @@
+"""Conversion of a configuration file of Accelerate to ``job.yaml`` and an entry of ``clusters.yaml``.
+
+Every value of the file either becomes a key there or a note that says why it does not, or what else to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orc.launchers.accelerate import places
+from orc.launchers.accelerate.config_file import AccelerateConfig
+from orc.launchers.accelerate.keys import of_group
+from orc.launchers.accelerate.notes import Note, Notes
+from orc.launchers.errors import SpecError
+from orc.runtime.core.config import KEYS, ConfigError, check
+
+_SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_ON_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+# What orc decides for every attempt, and a file of one machine says for nothing.
+_DECIDED = {
+    "machine_rank": "orc numbers the nodes of each attempt; one job file serves all of them",
+    "main_process_port": "node 0 takes a free port for each attempt",
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Job and clusters that a configuration became, as data, and the notes about what has no equivalent."""
+
+    config: AccelerateConfig
+    job: Mapping[str, Any]
+    clusters: Mapping[str, Mapping[str, Any]]
+    notes: tuple[Note, ...]
+
+    def job_text(self) -> str:
+        """Return the text of ``job.yaml``, its notes at the top."""
+        return _header(f"Converted from {self.config.path.name}", self.notes) + _yaml(self.job)
+
+    def clusters_text(self) -> str:
+        """Return the text of ``clusters.yaml``; empty where the cluster ``local`` does."""
+        if not self.clusters:
+            return ""
+        return _header(f"Converted from {self.config.path.name}; add it to your clusters.yaml", ()) + _yaml(
+            self.clusters
+        )
+
+
+@dataclass
+class Draft:
+    """Job and clusters while they are written."""
+
+    config: AccelerateConfig
+    notes: Notes
+    job: dict[str, Any]
+    runtime: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    launcher: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return the value of the option *name*, for which this accounts."""
+        self.notes.settle(name)
+        return self.config.get(name, default)
+
+
+def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | None = None) -> Conversion:
+    """Return the job of *config* that runs *script*, called *name* (the name of the file unless given).
+
+    Raises:
+        SpecError: values that exclude each other, with the place.
+    """
+    title = name or job_name(config.path.stem)
+    draft = Draft(config, Notes(config), {"name": title, "script": script})
+    draft.take("compute_environment")
+    kind = draft.take("distributed_type", "NO")
+    if kind == "MEGATRON_LM":
+        draft.notes.add("distributed_type", "orc.runtime has no Megatron-LM engine; the job trains replicas (DDP)")
+    _runtime(draft)
+    _sharding(draft, kind)
+    _parallelism(draft)
+    if config.sagemaker:
+        places.sagemaker(draft, title)
+    elif config.tpu:
+        places.tpu(draft, title)
+    else:
+        _processes(draft, kind)
+        _launcher(draft)
+        places.machines(draft, title)
+    draft.notes.settle_rest()
+    if draft.launcher:
+        draft.job["launcher"] = _short(draft.launcher)
+    sections = {"resources": draft.resources, "env": draft.env, "setup": draft.setup, "runtime": draft.runtime}
+    draft.job |= {key: part for key, part in sections.items() if part}
+    return Conversion(config, draft.job, draft.clusters, draft.notes.all())
+
+
+def job_name(text: str) -> str:
+    """Return *text* as the name of a job or cluster: letters, digits, dots, dashes, underscores."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")[:60]
+    return name or "job"
+
+
+def _short(launcher: Mapping[str, Any]) -> Any:
+    kind = launcher.get("kind", "torchrun")
+    return {"kind": kind, "options": launcher["options"]} if launcher.get("options") else kind
+
+
+def _runtime(draft: Draft) -> None:
+    """Settings of the runtime that a file has outside its sections."""
+    precision = draft.take("mixed_precision", "no")
+    if precision not in _precisions():
+        draft.notes.add("mixed_precision", f"orc.runtime does not train in {precision}; the job has bf16 instead")
+        precision = "bf16"
+    if precision != "no":
+        draft.runtime["mixed_precision"] = precision
+    for name in ("cpu", "debug", "downcast_bf16"):
+        if draft.take(name):
+            draft.runtime[str(_setting(draft, name))] = True
+    for option in of_group("dynamo"):
+        if option.setting and not option.says_nothing(value := draft.take(option.name)):
+            draft.runtime[option.setting] = value.lower() if isinstance(value, str) else value
+    backend = draft.runtime.get("dynamo_backend")
+    if not backend:
+        for key in [key for key in draft.runtime if key.startswith("dynamo_")]:
+            del draft.runtime[key]  # of a compilation that is off
+    if draft.take("enable_cpu_affinity"):
+        draft.env["ACCELERATE_CPU_AFFINITY"] = "1"
+
+
+def _precisions() -> tuple[str, ...]:
+    found = []
+    for name in ("no", "fp16", "bf16", "fp8"):
+        try:
+            found.append(str(KEYS["mixed_precision"].parse(name)))
+        except ValueError:
+            continue
+    return tuple(found)
+
+
+def _setting(draft: Draft, name: str) -> str | None:
+    return draft.config.given[name].option.setting
+
+
+def _sharding(draft: Draft, kind: str) -> None:
+    """``fsdp_config`` and ``deepspeed_config``, each where the kind of the run is its own."""
+    for of, section in _SHARDED.items():
+        given = {
+            option.name: draft.config.get(option.name)
+            for option in of_group(section)
+            if option.job and option.job.startswith(f"runtime.{section}.") and option.name in draft.config.given
+        }
+        for name in given:
+            draft.notes.settle(name)
+            if kind != of:
+                draft.notes.add(name, f"has no effect: distributed_type is {kind}, not {of}")
+        if kind == of:
+            values = {
+                name.removeprefix("fsdp_"): ",".join(value) if isinstance(value, list) else value
+                for name, value in given.items()
+            }
+            if section == "deepspeed" and "gradient_accumulation_steps" in draft.config.given:
+                values["gradient_accumulation_steps"] = draft.take("gradient_accumulation_steps")
+            try:
+                check(section, values)
+            except ConfigError as error:
+                raise SpecError(str(error), where=draft.config.where("distributed_type")) from None
+            draft.runtime[section] = values
+    if (steps := draft.take("gradient_accumulation_steps")) and kind != "DEEPSPEED" and steps != 1:
+        draft.runtime["gradient_accumulation_steps"] = steps
+    file = draft.config.get("deepspeed_config_file")
+    if kind == "DEEPSPEED" and file and set(draft.runtime["deepspeed"]) - {"deepspeed_config_file", "zero3_init_flag"}:
+        what = "other values of the section fill what is `auto` in it; ranks refuse one that is set in both"
+        draft.notes.add("deepspeed_config_file", what)
+    if kind == "DEEPSPEED" and file and file.startswith(("/", "~")):
+        draft.notes.add(
+            "deepspeed_config_file",
+            "only the workdir travels to the nodes: copy the file beside the script and give its relative path",
+        )
+
+
+def _parallelism(draft: Draft) -> None:
+    sizes = {
+        str(option.variable): str(value)
+        for option in of_group("parallelism")
+        if option.effect == "done" and (value := draft.take(option.name, 1)) != 1
+    }
+    if sizes:
+        draft.env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}
+
+
+def _processes(draft: Draft, kind: str) -> None:
+    """Machines and processes as nodes and processes per node."""
+    nodes, total = draft.take("num_machines", 1), draft.take("num_processes", None)
+    per_node = max((total or nodes) // nodes, 1)
+    draft.resources |= {"nodes": nodes, "procs_per_node": per_node}
+    if kind in _ON_GPUS and not draft.config.get("cpu"):
+        draft.resources["gpus_per_node"] = per_node
+    if threads := draft.take("num_cpu_threads_per_process"):
+        draft.resources["cpus_per_proc"] = threads
+    ids = draft.take("gpu_ids", [])
+    if ids and ids != ["all"]:
+        draft.notes.add(
+            "gpu_ids", "a job says how many GPUs it needs (resources.gpus_per_node) and gets some that are free"
+        )
+
+
+def _launcher(draft: Draft) -> None:
+    """The launcher of the ranks and its options."""
+    options: dict[str, Any] = {}
+    if draft.config.get("mpirun_hostfile") or draft.config.get("mpirun_ccl"):
+        # Intel's MPI is what the documentation has with oneCCL; `auto` finds out which one is there.
+        if threads := draft.take("mpirun_ccl"):
+            options["ccl_worker_count"] = threads
+        draft.launcher |= {"kind": "mpirun", "options": options}
+        draft.notes.settle("rdzv_backend")
+        return
+    runner = draft.take("deepspeed_multinode_launcher", "standard")
+    filters = {
+        key: value
+        for key, name in (("include", "deepspeed_inclusion_filter"), ("exclude", "deepspeed_exclusion_filter"))
+        if (value := draft.take(name))
+    }
+    if filters or runner not in ("standard", "pdsh"):
+        chosen = runner if runner in ("pdsh", "openmpi", "mpich", "impi", "slurm") else "pdsh"
+        draft.launcher |= {"kind": "deepspeed", "options": {"launcher": chosen, **filters}}
+        draft.notes.settle("rdzv_backend")
+        return
+    restarts = draft.take("max_restarts", 0)
+    if draft.take("rdzv_backend", "static") == "c10d" or restarts:
+        options["rdzv_backend"] = "c10d"
+    if restarts:
+        options["max_restarts"] = restarts
+    for name in ("rdzv_conf", "monitor_interval"):
+        if (value := draft.take(name)) is not None:
+            options[name] = value
+    if options:
+        draft.launcher |= {"kind": "torchrun", "options": options}
+
+
+def cluster_name(title: str, suffix: str) -> str:
+    """Return the name of the cluster of the job *title*."""
+    return title if suffix in title else f"{title[: 62 - len(suffix)]}-{suffix}"
+
+
+def decided(draft: Draft) -> None:
+    """Account for what orc decides itself; with several machines a note says so."""
+    for name, why in _DECIDED.items():
+        if draft.take(name) is not None and draft.config.get("num_machines", 1) > 1:
+            draft.notes.add(name, why)
+    draft.notes.settle("same_network")
+
+
+def _header(title: str, notes: tuple[Note, ...]) -> str:
+    import textwrap
+
+    lines = [f"# {title}."]
+    keys: dict[str, list[str]] = {}
+    for note in notes:
+        keys.setdefault(note.text, []).append(note.key)
+    for text, those in keys.items():
+        wrapped = textwrap.wrap(f"{', '.join(those)}: {text}", 110, break_on_hyphens=False, break_long_words=False)
+        lines += [f"{'#  ' if number else '# -'} {line}" for number, line in enumerate(wrapped)]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(data: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(_plain(data), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,124 @@
+"""Clusters for converted configurations: hosts over SSH, a TPU, Amazon SageMaker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.accelerate.keys import of_group
+
+if TYPE_CHECKING:
+    from orc.launchers.accelerate.convert import Draft
+
+# What a file does not say, and the user has to write.
+PROJECT = "my-project"
+ZONE = "us-central2-b"
+OLDEST = (3, 10)  # Python of ranks
+
+
+def machines(draft: Draft, title: str) -> None:
+    """The cluster of a run on this machine, which is ``local``, or of one on several, which are hosts over SSH."""
+    from orc.launchers.accelerate.convert import cluster_name, decided
+
+    decided(draft)
+    files = [name for name in ("mpirun_hostfile", "deepspeed_hostfile") if draft.config.get(name)]
+    for name in ("mpirun_hostfile", "deepspeed_hostfile"):
+        draft.notes.settle(name)
+    nodes, first = draft.resources["nodes"], draft.take("main_process_ip")
+    if nodes == 1 and not files:
+        draft.job["cluster"] = "local"
+        return
+    name = cluster_name(title, "hosts")
+    draft.job["cluster"] = name
+    options: dict[str, Any] = {}
+    if files and (hostfile := Path(draft.config.get(files[0])).expanduser()).is_file():
+        options["hostfile"] = str(hostfile.absolute())
+    else:
+        options["hosts"] = [first or "node-0.example", *(f"node-{number}.example" for number in range(1, nodes))]
+        what = f"there is no such file here; list the {nodes} machines in the cluster, or give it as `hostfile`"
+        if files:
+            draft.notes.add(files[0], what)
+        else:
+            draft.notes.add(
+                "num_machines", f"write the names of the {nodes} machines into the cluster, instead of *.example"
+            )
+    draft.clusters[name] = {"kind": "ssh", "options": options}
+
+
+def tpu(draft: Draft, title: str) -> None:
+    """The cluster of kind tpu, and the launcher with one process for each chip."""
+    from orc.launchers.accelerate.convert import cluster_name, decided
+
+    decided(draft)
+    for name in ("tpu_cluster", "main_process_ip", "rdzv_backend"):
+        draft.notes.settle(name)
+    nodes = draft.take("num_machines", 1)
+    if draft.take("num_processes") is not None:
+        draft.notes.add("num_processes", "each machine of the TPU gets one process for each of its chips")
+    name = cluster_name(title, "tpu")
+    draft.job["cluster"] = name
+    draft.launcher["kind"] = "xla"
+    zone = draft.take("tpu_zone")
+    options: dict[str, Any] = {"project": PROJECT, "zones": [zone or ZONE], "accelerator_type": f"v4-{8 * nodes}"}
+    missing = "its Google Cloud project and accelerator_type" + ("" if zone else ", and its zone")
+    if tpu_name := draft.take("tpu_name"):
+        options["name"] = tpu_name
+    draft.notes.add("tpu_name" if tpu_name else "distributed_type", f"the file does not say {missing}: write them")
+    for pair in draft.take("env", []):
+        key, _, value = str(pair).partition("=")
+        draft.env[key] = value
+    if file := draft.take("command_file"):
+        path = Path(file).expanduser()
+        if path.is_file():
+            draft.setup += [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            draft.notes.add("command_file", "there is no such file here; its commands go into `setup`")
+    draft.setup += draft.take("commands", [])
+    if draft.config.get("tpu_use_sudo"):
+        draft.notes.add("tpu_use_sudo", "ranks run as the user who logs in: `user: root` in the cluster's options")
+    draft.clusters[name] = {"kind": "tpu", "options": options}
+
+
+def sagemaker(draft: Draft, title: str) -> None:
+    """The cluster of kind sagemaker; what belongs to the one job stays with the job."""
+    from orc.launchers.accelerate.convert import cluster_name
+
+    for name in ("num_processes", "machine_rank", "rdzv_backend", "same_network"):
+        draft.notes.settle(name)
+    draft.resources["nodes"] = draft.take("num_machines", 1)
+    given = {option.name: draft.take(option.name) for option in of_group("sagemaker")}
+    options = {name: value for name, value in given.items() if value not in (None, {})}
+    own: dict[str, Any] = {}
+    if base := options.pop("base_job_name", None):
+        own["base_job_name"] = base
+    kind = draft.config.get("distributed_type", "NO")
+    if kind != "NO":
+        own["distributed_type"] = kind
+    _supported_image(draft, options)
+    if own:
+        draft.resources["options"] = {"sagemaker": own}
+    name = cluster_name(title, "sagemaker")
+    draft.job["cluster"] = name
+    draft.clusters[name] = {"kind": "sagemaker", "options": options}
+
+
+def _supported_image(draft: Draft, options: dict[str, Any]) -> None:
+    """Replace versions of a stock image whose Python orc cannot start on by those of the newest image."""
+    from orc.launchers.backends.sagemaker import images
+
+    if "image_uri" in options:
+        return
+    torch, transformers = options.get("pytorch_version"), options.get("transformers_version")
+    python = options.get("py_version") or images.PYTORCH.get(str(torch))
+    found = tuple(map(int, (python[2:3], python[3:]))) if python else None
+    if found is None or found >= OLDEST:
+        return
+    newest_transformers, newest_torch = list(images.HUGGINGFACE)[-1]
+    if transformers:
+        options["transformers_version"] = newest_transformers
+    options["pytorch_version"] = newest_torch
+    options["py_version"] = images.PYTORCH[newest_torch]
+    shown = f"Python {found[0]}.{found[1]}, and ranks need {OLDEST[0]}.{OLDEST[1]}; the newest image instead"
+    for name in ("py_version", "pytorch_version", "transformers_version"):
+        if name in draft.config.given:
+            draft.notes.add(name, f"the stock image has {shown}")

@@ -1,0 +1,242 @@
+"""`orc config`: the wizard, the default file, an update, and the conversion of configuration files of Accelerate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orc.launchers.accelerate.config_file import AccelerateConfig
+    from orc.launchers.accelerate.convert import Conversion
+
+
+def _hyphens(option: str) -> str:
+    return option.replace("_", "-")  # the documented spelling, --config_file, works too
+
+
+_SETTINGS: dict[str, Any] = {"token_normalize_func": _hyphens}
+_file_option = click.option(
+    "--config-file", metavar="FILE", type=click.Path(path_type=Path), help="Instead of the default file."
+)
+_force_option = click.option("--force", is_flag=True, help="Replace the file that is there.")
+
+
+def _target(given: Path | None) -> Path:
+    from orc.launchers.accelerate.config_file import default_path
+
+    return given.expanduser() if given is not None else default_path(os.environ)
+
+
+def _read(given: Path | None) -> AccelerateConfig:
+    """Return the configuration that is there. Raises `SpecError` that says where it was looked for."""
+    from orc.launchers.accelerate.config_file import default_path, find_default, read_config
+    from orc.launchers.errors import SpecError
+
+    path = given or find_default(os.environ)
+    if path is None:
+        hint = "`orc config` asks and writes one; `orc config default` writes one without asking"
+        raise SpecError("there is no configuration file", where=str(default_path(os.environ)), hint=hint)
+    return read_config(path)
+
+
+def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "") -> None:
+    if as_json:
+        from orc.orchestrator.cli.ui.output import echo_json
+
+        echo_json({"file": str(path.absolute()), "values": values})
+        return
+    echo(f"configuration saved at {path}")
+    if after:
+        echo(after)
+
+
+@click.group("config", invoke_without_command=True, context_settings=_SETTINGS)
+@_file_option
+@click.option("--plain", is_flag=True, help="Plain questions, without arrow keys; so it is without a terminal.")
+@_force_option
+@json_option
+@click.pass_context
+def command(ctx: click.Context, config_file: Path | None, plain: bool, force: bool, as_json: bool) -> None:
+    """Ask how this machine trains, and write the configuration file that `orc launch` reads.
+
+    The file is one of Hugging Face Accelerate: default_config.yaml below $HF_HOME/accelerate, or
+    $XDG_CACHE_HOME/huggingface/accelerate, or ~/.cache/huggingface/accelerate, unless --config-file names another.
+    """
+    if ctx.invoked_subcommand is not None:
+        ctx.obj = {"config_file": config_file, "force": force, "as_json": as_json}
+        return
+    from orc.launchers.accelerate.defaults import write_config
+    from orc.launchers.accelerate.wizard import interview
+    from orc.launchers.errors import SpecError
+    from orc.orchestrator.cli.ui.prompts import PlainPrompts, prompts
+
+    path, ask = _target(config_file), prompts(plain)
+    if path.exists() and not force:
+        if isinstance(ask, PlainPrompts):
+            hint = "--force replaces it, --config-file FILE writes another, `orc config update` keeps its values"
+            raise SpecError("is there already, and stays as it is", where=str(path), hint=hint)
+        force = ask.confirm(f"{path} is there already. Replace it?")
+        if not force:
+            raise click.Abort
+    values = interview(ask)
+    write_config(values, path, overwrite=force)
+    elsewhere = values["compute_environment"] == "AMAZON_SAGEMAKER" or values.get("distributed_type") == "TPU"
+    further = elsewhere or values.get("num_machines", 1) > 1
+    after = f"next: orc config convert {path} --out DIR makes a job of it" if further else "next: orc launch SCRIPT"
+    _written(path, values, as_json, after)
+
+
+def _inherit(
+    ctx: click.Context, config_file: Path | None, force: bool, as_json: bool
+) -> tuple[Path | None, bool, bool]:
+    """Return the options, also where they stand before the name of the sub-command."""
+    before = ctx.obj or {}
+    return (
+        config_file or before.get("config_file"),
+        force or before.get("force", False),
+        as_json or before.get("as_json", False),
+    )
+
+
+@command.command("default", short_help="Write a file for this machine without asking.", context_settings=_SETTINGS)
+@_file_option
+@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no", show_default=True)
+@_force_option
+@json_option
+@click.pass_context
+def default_command(
+    ctx: click.Context, config_file: Path | None, mixed_precision: str, force: bool, as_json: bool
+) -> None:
+    """Write a configuration for this machine, with all of its GPUs, without a question.
+
+    A file that is there stays as it is.
+    """
+    from orc.launchers.accelerate.defaults import basic_config, write_config
+    from orc.launchers.hosts.probe import gpu_count
+
+    config_file, force, as_json = _inherit(ctx, config_file, force, as_json)
+    path = _target(config_file)
+    if path.exists() and not force:
+        echo(f"{path} is there already, and stays as it is; --force replaces it", err=True)
+        if as_json:
+            from orc.orchestrator.cli.ui.output import echo_json
+
+            echo_json({"file": None})
+        return
+    values = basic_config(mixed_precision, gpu_count() or 0)
+    write_config(values, path, overwrite=force)
+    _written(path, values, as_json)
+
+
+@command.command("update", short_help="Add the defaults that a file does not have yet.", context_settings=_SETTINGS)
+@_file_option
+@json_option
+@click.pass_context
+def update_command(ctx: click.Context, config_file: Path | None, as_json: bool) -> None:
+    """Add the defaults that a configuration file does not have yet; its values stay, under today's names."""
+    from orc.launchers.accelerate.defaults import updated, write_config
+
+    config_file, _, as_json = _inherit(ctx, config_file, False, as_json)
+    config = _read(config_file)
+    values = updated(config)
+    write_config(values, config.path, overwrite=True)
+    added = sorted(set(values) - set(config.document.data))
+    _written(config.path, values, as_json, f"added: {', '.join(added)}" if added else "nothing was missing")
+
+
+@command.command("show", short_help="Print the file that a launch reads.", context_settings=_SETTINGS)
+@_file_option
+@json_option
+@click.pass_context
+def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) -> None:
+    """Print the configuration file that a launch reads, checked, and where it is."""
+    config_file, _, as_json = _inherit(ctx, config_file, False, as_json)
+    config = _read(config_file)
+    if as_json:
+        from orc.orchestrator.cli.ui.output import echo_json
+
+        echo_json({"file": str(config.path.absolute()), "values": config.document.data, "notes": list(config.notes)})
+        return
+    import yaml
+
+    echo(f"# {config.path}")
+    echo(yaml.safe_dump(config.document.data, sort_keys=True, allow_unicode=True).rstrip())
+    for note in config.notes:
+        echo(f"note: {note}", err=True)
+
+
+@command.command("convert", short_help="Convert a file to job.yaml and clusters.yaml.", context_settings=_SETTINGS)
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Write job.yaml and clusters.yaml there.")
+@click.option("--script", metavar="PATH", default="train.py", show_default=True, help="What the job runs.")
+@click.option("--name", metavar="NAME", help="The job's name; that of FILE unless given.")
+@json_option
+@click.pass_context
+def convert_command(
+    ctx: click.Context, file: Path | None, out: Path | None, script: str, name: str | None, as_json: bool
+) -> None:
+    """Convert a configuration FILE of Accelerate to a job file, and an entry of clusters.yaml where one is needed.
+
+    Without FILE it is the default file. A note says what becomes of each key without an equivalent.
+    """
+    from orc.launchers.accelerate.convert import convert
+
+    config_file, _, as_json = _inherit(ctx, file, False, as_json)
+    made = convert(_read(config_file), script=script, name=name)
+    files = _write_all(made, out) if out is not None else []
+    if as_json:
+        _print_json(made, files)
+        return
+    if files:
+        echo(f"wrote {', '.join(map(str, files))}")
+        for note in made.notes:
+            echo(f"note: {note.where}: {note.key}: {note.text}", err=True)
+        assert out is not None
+        clusters = f"ORC_CLUSTERS={out / 'clusters.yaml'} " if made.clusters else ""
+        echo(f"next: put {script} into {out}, then {clusters}orc render {out / 'job.yaml'}")
+        return
+    echo(made.job_text().rstrip("\n"))
+    if made.clusters:
+        echo("---")
+        echo(made.clusters_text().rstrip("\n"))
+
+
+def _write_all(made: Conversion, folder: Path) -> list[Path]:
+    """Write the files into *folder*, none over another. Raises `LaunchError`; then nothing was written."""
+    from orc.launchers.errors import LaunchError
+
+    texts: dict[Path, Callable[[], str]] = {folder / "job.yaml": made.job_text}
+    if made.clusters:
+        texts[folder / "clusters.yaml"] = made.clusters_text
+    if taken := [str(path) for path in texts if path.exists()]:
+        raise LaunchError(f"would overwrite {', '.join(taken)}; nothing was written", hint="choose another --out DIR")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text())
+    except OSError as error:
+        raise LaunchError(f"cannot write: {error.strerror}", where=str(error.filename or folder)) from None
+    return list(texts)
+
+
+def _print_json(made: Conversion, files: list[Path]) -> None:
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    echo_json(
+        {
+            "job": made.job,
+            "clusters": made.clusters,
+            "notes": [{"key": note.key, "where": note.where, "text": note.text} for note in made.notes],
+            "remarks": list(made.config.notes),
+            "files": [str(path.absolute()) for path in files],
+        }
+    )

@@ -1,0 +1,114 @@
+"""Questions on the terminal: with arrow keys where there is one, as plain lines that can be piped in elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orc.orchestrator.cli.ui.output import echo
+
+_YES, _NO = ("yes", "y", "true", "1"), ("no", "n", "false", "0")
+
+
+class PlainPrompts:
+    """Questions as lines on stderr, answers as lines of stdin; an empty one takes the default."""
+
+    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
+        """Return one of *choices*, answered by its number, its name or the beginning of its name."""
+        listed = ", ".join(f"[{number}] {choice}" for number, choice in enumerate(choices))
+
+        def parse(text: str) -> str:
+            lowered = text.lower()
+            exact = [one for one in choices if one.lower() == lowered]
+            near = exact or [one for one in choices if one.lower().startswith(lowered)]
+            if len(near) == 1:
+                return near[0]
+            if text.isdecimal() and int(text) < len(choices):
+                return choices[int(text)]
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+
+        return str(self._ask(f"{question} ({listed}) [{default}]: ", default, parse))
+
+    def confirm(self, question: str, default: bool = False) -> bool:
+        """Return yes or no."""
+
+        def parse(text: str) -> bool:
+            if text.lower() in (*_YES, *_NO):
+                return text.lower() in _YES
+            raise ValueError(f"{text!r} is neither yes nor no")
+
+        return bool(self._ask(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", default, parse))
+
+    def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
+        """Return the parsed text, or *default* for an empty line; without a default there has to be one."""
+        return self._ask(f"{question} [{default}]: " if default is not None else f"{question} ", default, parse)
+
+    def say(self, text: str) -> None:
+        """Print a remark."""
+        echo(text, err=True)
+
+    def _ask(self, question: str, default: Any, parse: Callable[[str], Any]) -> Any:
+        while True:
+            echo(question, err=True, nl=False)
+            line = sys.stdin.readline()
+            if not sys.stdin.isatty():
+                echo(line.rstrip("\n"), err=True)  # so that the record of a run reads like a conversation
+            if not line:
+                from orc.launchers.errors import LaunchError
+
+                raise LaunchError(f"the answers end before the question: {question.strip()}")
+            text = line.strip()
+            if not text and default is not None:
+                return parse(default) if isinstance(default, str) else default
+            try:
+                if not text:
+                    raise ValueError("an answer is needed")
+                return parse(text)
+            except ValueError as error:
+                echo(f"  {error}", err=True)
+
+
+class TerminalPrompts:
+    """Questions with arrow keys, on a terminal."""
+
+    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
+        """Return the choice that is picked."""
+        import questionary
+
+        return str(questionary.select(question, list(choices), default=default).unsafe_ask())
+
+    def confirm(self, question: str, default: bool = False) -> bool:
+        """Return yes or no."""
+        import questionary
+
+        return bool(questionary.confirm(question, default=default).unsafe_ask())
+
+    def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
+        """Return the parsed text, or *default* for an empty one; what *parse* refuses cannot be sent off."""
+        import questionary
+
+        def valid(text: str) -> bool | str:
+            if not text.strip():
+                return default is not None or "an answer is needed"
+            try:
+                parse(text.strip())
+            except ValueError as error:
+                return str(error)
+            return True
+
+        label = f"{question} [{default}]" if default is not None else question
+        answer = questionary.text(label, validate=valid).unsafe_ask().strip()
+        return parse(answer) if answer else parse(default) if isinstance(default, str) else default
+
+    def say(self, text: str) -> None:
+        """Print a remark."""
+        echo(text, err=True)
+
+
+def prompts(plain: bool) -> PlainPrompts | TerminalPrompts:
+    """Return the questions for this terminal; plain ones where there is none, or *plain* says so."""
+    import os
+
+    terminal = sys.stdin.isatty() and sys.stderr.isatty() and sys.stdout.isatty()
+    return TerminalPrompts() if terminal and not plain and os.environ.get("TERM") != "dumb" else PlainPrompts()
