@@ -158,3 +158,14 @@ def test_every_key_of_the_table_is_taken_in_a_file(tmp_path: Path) -> None:
         section, _, key = path.rpartition(".")
         file.write_text(f"{section}:\n  {key}: null\n" if section else f"{key}: null\n")
         assert read_config(file).given == {}
+
+
+def test_the_reference_has_every_key_and_what_becomes_of_it() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "accelerate-config.md").read_text()
+    rows = {line.split("|")[1].split()[0].strip("`"): line for line in page.splitlines() if line.startswith("| `")}
+    options = {str(option.key): option for option in CONFIG_KEYS.values()}
+    assert rows.keys() == options.keys()
+    for key, option in options.items():
+        assert all(f"(`{other}`)" in rows[key] for other in option.keys)
+        assert f"| {f'`{option.job}`' if option.job else '–'} |" in rows[key], key
+        assert option.does.replace("|", "\\|") in rows[key], key
