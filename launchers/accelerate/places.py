@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 PROJECT = "my-project"
 ZONE = "us-central2-b"
 OLDEST = (3, 10)  # Python of ranks
+# The newest image with Transformers that the tables of `orc.launchers.backends.sagemaker.images` have; a test compares.
+NEWEST_IMAGE = {"py_version": "py312", "pytorch_version": "2.9.0", "transformers_version": "5.3.0"}
 
 
 def machines(draft: Draft, title: str) -> None:
@@ -103,22 +106,19 @@ def sagemaker(draft: Draft, title: str) -> None:
 
 
 def _supported_image(draft: Draft, options: dict[str, Any]) -> None:
-    """Replace versions of a stock image whose Python orc cannot start on by those of the newest image."""
-    from orc.launchers.backends.sagemaker import images
-
-    if "image_uri" in options:
+    """Replace versions of a stock image whose Python is too old for ranks by those of the newest image."""
+    torch, python = options.get("pytorch_version"), options.get("py_version")
+    old = (
+        int(python[3:]) < OLDEST[1]
+        if python and re.fullmatch(r"py3[0-9]+", python)
+        else torch is not None and torch.partition(".")[0] in ("0", "1")  # images of PyTorch 1 have Python 3.9 at most
+    )
+    if "image_uri" in options or not old:
         return
-    torch, transformers = options.get("pytorch_version"), options.get("transformers_version")
-    python = options.get("py_version") or images.PYTORCH.get(str(torch))
-    found = tuple(map(int, (python[2:3], python[3:]))) if python else None
-    if found is None or found >= OLDEST:
-        return
-    newest_transformers, newest_torch = list(images.HUGGINGFACE)[-1]
-    if transformers:
-        options["transformers_version"] = newest_transformers
-    options["pytorch_version"] = newest_torch
-    options["py_version"] = images.PYTORCH[newest_torch]
-    shown = f"Python {found[0]}.{found[1]}, and ranks need {OLDEST[0]}.{OLDEST[1]}; the newest image instead"
-    for name in ("py_version", "pytorch_version", "transformers_version"):
-        if name in draft.config.given:
-            draft.notes.add(name, f"the stock image has {shown}")
+    text = (
+        f"the stock image has a Python older than {OLDEST[0]}.{OLDEST[1]}, which ranks need; the newest image instead"
+    )
+    given = [name for name in NEWEST_IMAGE if name in options]
+    for name in given:
+        draft.notes.add(name, text)
+    options |= {name: NEWEST_IMAGE[name] for name in {*given, "pytorch_version"}}

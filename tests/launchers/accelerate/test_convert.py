@@ -9,6 +9,8 @@ import yaml
 
 from orc.launchers.accelerate.config_file import read_config
 from orc.launchers.accelerate.convert import Conversion, convert
+from orc.launchers.accelerate.places import NEWEST_IMAGE
+from orc.launchers.backends.sagemaker.images import HUGGINGFACE
 from orc.launchers.errors import SpecError
 from orc.launchers.plan import Plan
 from orc.launchers.spec import load_job
@@ -102,7 +104,9 @@ def test_sagemaker_settings_go_to_the_cluster_and_what_is_the_jobs_stays_with_it
     assert made.notes == ()
     old = conversion("sagemaker-data-parallel")  # the documented image, too old for any Python that ranks need
     assert {note.key for note in old.notes} == {"py_version", "pytorch_version", "transformers_version"}
-    assert old.clusters["sagemaker-data-parallel"]["options"]["py_version"] == "py312"
+    assert old.clusters["sagemaker-data-parallel"]["options"].items() >= NEWEST_IMAGE.items()
+    (transformers, torch), (python, _) = list(HUGGINGFACE.items())[-1]
+    assert list(NEWEST_IMAGE.values()) == [python, torch, transformers]
     assert old.job["resources"]["options"]["sagemaker"]["distributed_type"] == "DATA_PARALLEL"
 
 
