@@ -23,11 +23,12 @@ def write_basic_config(
 ) -> Path | bool:
     """Write a configuration for this machine alone, with all of its GPUs or else its CPU.
 
-    A job of orc needs no such file: its job file says all of it. What is there already is not overwritten.
+    `orc launch` reads it; a job needs none, because its job file says all of it. A file that is there stays as it is.
 
     Args:
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
-        save_location: the file, JSON; ``default_config.json`` in `default_config_folder` by default.
+        save_location: the file, YAML, or JSON where it ends in ``.json``; ``default_config.yaml`` in
+            `default_config_folder` by default.
         use_xpu: count Intel GPUs where there is no CUDA.
 
     Returns:
@@ -39,15 +40,16 @@ def write_basic_config(
     chosen = str(mixed_precision).lower()
     if chosen not in PRECISIONS:
         raise ValueError(f"`mixed_precision` should be one of {', '.join(PRECISIONS)}; received {mixed_precision}")
-    path = (
-        Path(save_location) if save_location is not None else default_config_folder(os.environ) / "default_config.json"
-    )
+    given = Path(save_location).expanduser() if save_location is not None else None
+    path = given or default_config_folder(os.environ) / "default_config.yaml"
     if path.exists():
         print(f"{path} exists already and is left alone; remove it, or pass another save_location")  # noqa: T201
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(basic_config(chosen, *_devices(use_xpu)), indent=2, sort_keys=True) + "\n")
+    values = basic_config(chosen, *_devices(use_xpu))
+    as_json = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    temporary.write_text(as_json if path.suffix == ".json" else _yaml(values))
     temporary.replace(path)
     return path
 
@@ -67,6 +69,11 @@ def basic_config(mixed_precision: str, kind: str, devices: int) -> dict[str, obj
         "same_network": False,
         "use_cpu": devices == 0,
     }
+
+
+def _yaml(values: Mapping[str, object]) -> str:
+    """Return flat *values* as YAML, which quotes texts as JSON does; without a library for it."""
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in sorted(values.items()))
 
 
 def _devices(use_xpu: bool) -> tuple[str, int]:

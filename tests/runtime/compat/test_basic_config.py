@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from orc.launchers.accelerate.config_file import read_config
 from orc.runtime import write_basic_config
 from orc.runtime.compat.basic_config import default_config_folder
 
@@ -20,9 +22,10 @@ def test_a_machine_without_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     path = write_basic_config()
-    assert path == tmp_path / "accelerate/default_config.json"
-    config = json.loads(path.read_text())
-    assert (config["distributed_type"], config["use_cpu"], config["num_processes"]) == ("NO", True, 1)
+    assert path == tmp_path / "accelerate/default_config.yaml"
+    config = read_config(path).values  # what `orc launch` reads
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "no"  # by the rules of any version of YAML
+    assert (config["distributed_type"], config["cpu"], config["num_processes"]) == ("NO", True, 1)
 
 
 def test_all_gpus_are_used(tmp_path, monkeypatch):

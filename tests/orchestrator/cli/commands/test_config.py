@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import stat
 import subprocess
 import sys
@@ -311,3 +313,16 @@ def test_a_configuration_given_as_a_job_is_recognised(command: str, orc: Run, pl
     assert result.code == 2
     assert "configuration file of Accelerate" in result.err
     assert "orc config convert config.yaml --out DIR" in result.err
+
+
+def test_the_how_to_shows_what_happens(orc: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file, its conversion and the piped answers of the page are as the page has them."""
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "accelerate-configs.md").read_text()
+    source, job, clusters = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (place / "fsdp.yaml").write_text(source)
+    assert orc("config", "convert", "fsdp.yaml", "--out", "job").code == 0
+    assert (place / "job" / "job.yaml").read_text() == job
+    assert (place / "job" / "clusters.yaml").read_text() == clusters
+    (line,) = re.findall(r"^printf '%s\\n' (.*) \| orc config", page, re.MULTILINE)
+    made = answered(orc, monkeypatch, place, "|".join(shlex.split(line)))
+    assert (made["distributed_type"], made["num_processes"], made["mixed_precision"]) == ("MULTI_CPU", 2, "bf16")
