@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from orc.launchers.snapshot.scan import scan
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("runtime", "launchers", "orchestrator", "templates")
+ROOMS = ("launch", "runtime", "launchers", "orchestrator", "templates")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from orc.launchers.accelerate.keys import CONFIG_KEYS, SECTIONS, Option
+from orc.launchers.accelerate.location import default_path
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
 from orc.launchers.spec.problems import Problem, SpecProblems, at, dotted, nearest
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
-NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 # Texts as they are written: 1.10 is a version and no number.
 _TEXTUAL = {
@@ -77,20 +77,6 @@ class AccelerateConfig:
     def tpu(self) -> bool:
         """True for a run on a TPU."""
         return self.get("distributed_type") in ("TPU", "XLA") or bool(self.get("tpu_cluster"))
-
-
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """Return the documented folder: below ``HF_HOME``, else ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    if home := env.get("HF_HOME"):
-        return Path(home).expanduser() / "accelerate"
-    cache = env.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "accelerate"
-
-
-def default_path(env: Mapping[str, str]) -> Path:
-    """Return the default file: the one that is there, or ``default_config.yaml`` where it would be written."""
-    folder = cache_folder(env)
-    return next((folder / name for name in NAMES if (folder / name).is_file()), folder / NAMES[0])
 
 
 def find_default(env: Mapping[str, str]) -> Path | None:

@@ -41,7 +41,7 @@ def _deepspeed() -> Iterator[Option]:
             doc=one.doc,
             parse=one.parse,
             effect="job" if elsewhere else "done",
-            does=elsewhere or "Sets it, with --use_deepspeed.",
+            does=f"belongs to DeepSpeed's launcher: {elsewhere}" if elsewhere else "Sets it, with --use_deepspeed.",
             flags=(f"--{one.name}",),
             key=f"deepspeed_config.{one.name}",
             variable=one.variable,

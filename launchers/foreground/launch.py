@@ -29,14 +29,17 @@ from orc.launchers.agent.processes import (
 from orc.launchers.agent.procfs import children
 from orc.launchers.agent.signals import next_signal, release_signals, signal_process, take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S
-from orc.launchers.agent.variables import DERIVED, prepend_path, rank_variables
+from orc.launchers.agent.variables import DERIVED, prepend_path
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
+from orc.launchers.foreground.world import World, alone
 from orc.launchers.rank_hooks.startup import GATE, PRELOAD, modules_in
 
 _TERMINAL = 0x80  # SI_KERNEL: sent by the terminal, to every process of the foreground group
 _TERM_GRACE_S = 30.0
 _REACTION_S = 3600.0  # nothing to watch but signals
+
+Streams = int | Mapping[int, int]
 
 
 def _current_directory() -> str:
@@ -57,6 +60,10 @@ class LocalLaunch:
     python: str = field(default_factory=lambda: sys.executable)
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None  # each rank's output goes to rank-<n>.log there as well
+    tee: Streams = 3  # which of its streams: 1 stdout, 2 stderr, 3 both; or one such number for each local rank
+    redirects: Streams = 0  # which of them go there alone
+    quiet: bool = False  # no line about the failing rank
+    world: World | None = None  # what these ranks are a part of; None: they are all
     max_restarts: int = 0
     grace_s: float = _TERM_GRACE_S
 
@@ -115,11 +122,11 @@ def launch(request: LocalLaunch) -> int:
     try:
         for restart in range(request.max_restarts + 1):
             end = _Round(request, argv, env, restart).run()
-            if end.what:
-                _log_stderr(end.what)
+            if end.what and not request.quiet:
+                log_stderr(end.what)
             if end.status == 0 or end.interrupted or restart == request.max_restarts:
                 break
-            _log_stderr(f"restart {restart + 1} of {request.max_restarts}")
+            log_stderr(f"restart {restart + 1} of {request.max_restarts}")
         return end.status
     except LaunchFailure as error:
         raise LaunchError(str(error)) from None
@@ -127,7 +134,8 @@ def launch(request: LocalLaunch) -> int:
         release_signals()
 
 
-def _log_stderr(text: str) -> None:
+def log_stderr(text: str) -> None:
+    """Say *text* on standard error, in the launcher's name."""
     sys.stderr.write(f"orc launch: {escape_controls(text)}\n")
     sys.stderr.flush()
 
@@ -168,8 +176,8 @@ def _environment(request: LocalLaunch) -> dict[str, str]:
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
-    env.update(network.on_loopback(env))
-    if request.nprocs > 1:
+    env.update(request.world.listening(env) if request.world else network.on_loopback(env))
+    if request.nprocs > 1 or (request.world and request.world.local_size > 1):
         env.setdefault("OMP_NUM_THREADS", "1")
         env["ORC_WHOLE_LINES"] = "1"  # launchers/rank_hooks/startup.py
     prepend_path(env, str(runtime_path()))
@@ -211,12 +219,10 @@ class _Round:
         self.interrupted: signal.Signals | None = None
 
     def run(self) -> _End:
-        port = network.Port()
+        port = None if self.request.world else network.Port()
         try:
-            self.ranks = [
-                rank_variables(rank, rank, 0, 1, self.request.nprocs, "127.0.0.1", port.number)
-                for rank in range(self.request.nprocs)
-            ]
+            world = self.request.world or alone(self.request.nprocs, port.number if port else 0)
+            self.ranks = [world.variables(index) for index in range(self.request.nprocs)]
             if _may_preload(self.request, self.env):
                 self._preload()
             else:
@@ -225,14 +231,18 @@ class _Round:
                 self._tick()
         finally:
             self._clean_up()
-            port.close()
+            if port is not None:
+                port.close()
         if self.failed is None:
             return _End(0) if self.interrupted is None or self.started else self._never_started()
         rank, code, name = self.failed
         status = shell_exit_status(code, name)
         if self.interrupted is not None:
             return _End(status, f"stopped by {self.interrupted.name}", interrupted=True)
-        return _End(status, f"rank {rank} {describe_exit(code, name)}")
+        return _End(status, f"rank {self._number(rank)} {describe_exit(code, name)}")
+
+    def _number(self, index: int) -> int:
+        return index + (self.request.world.first_rank if self.request.world else 0)
 
     def _never_started(self) -> _End:
         number = self.interrupted or signal.SIGTERM
@@ -282,8 +292,8 @@ class _Round:
                     self.argv,
                     {**self.env, **own, **gate_variable},
                     stdin=null if rank else None,
-                    output=output[0],
-                    errors=output[1],
+                    output=1 if output[1] and not output[0] else output[0],  # both, or neither
+                    errors=2 if output[0] and not output[1] else output[1],
                     session=False,
                     keep=keep,
                 )
@@ -294,27 +304,41 @@ class _Round:
             for fd in (null, gate, opener):
                 os.close(fd)
 
-    def _tee(self, rank: int) -> tuple[int, int]:
-        """Two pipes (stdout, stderr) into a small process that copies them to ours and to the rank's log."""
+    def _tee(self, index: int) -> tuple[int | None, int | None]:
+        """The ends (stdout, stderr) that a rank writes to, where they are others than ours.
+
+        What is copied goes through a small process, to ours and to the rank's log; what is redirected to the log alone.
+        """
         directory = self.request.log_dir
         if directory is None:
             raise AssertionError("no log directory")
-        path = directory / f"rank-{rank}.log"
+        copied, redirected = chosen(self.request.tee, index), chosen(self.request.redirects, index)
+        if not copied | redirected:
+            return None, None
+        path = directory / f"rank-{self._number(index)}.log"
         try:
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise LaunchError(f"the log cannot be opened: {error.strerror}", where=str(path)) from None
-        (out_read, out), (err_read, err) = os.pipe(), os.pipe()
+        ends: dict[int, int] = {}
+        pipes: dict[int, int] = {}
+        for stream in (1, 2):
+            if redirected & stream:
+                ends[stream] = os.dup(log)
+            elif copied & stream:
+                read, ends[stream] = os.pipe()
+                pipes[read] = stream
 
         def copy() -> None:
-            os.close(out)
-            os.close(err)
-            _copy({out_read: 1, err_read: 2}, log)
+            for fd in ends.values():
+                os.close(fd)
+            _copy(pipes, log)
 
-        self.tees.append(background(copy))
-        for fd in (out_read, err_read, log):
+        if pipes:
+            self.tees.append(background(copy))
+        for fd in (*pipes, log):
             os.close(fd)
-        return out, err
+        return ends.get(1), ends.get(2)
 
     def _tick(self) -> None:
         left = _REACTION_S if self.kill_at is None else self.kill_at - time.monotonic()
@@ -367,6 +391,11 @@ class _Round:
                 if time.monotonic() > deadline:
                     signal_process(pid, signal.SIGKILL)
                 next_signal(0.05)
+
+
+def chosen(streams: Streams, index: int) -> int:
+    """Return the streams of the local rank *index*: 0 none, 1 stdout, 2 stderr, 3 both."""
+    return streams if isinstance(streams, int) else streams.get(index, 0)
 
 
 def _copy(pipes: Mapping[int, int], log: int) -> None:

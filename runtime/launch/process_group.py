@@ -20,9 +20,11 @@ from orc.runtime.core.compute import TORCH
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
+from orc.runtime.core.parsing import switched_on
 from orc.runtime.launch import listening, xla
 from orc.runtime.launch.device import collective_backend, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
+from orc.runtime.launch.numa import CPU_AFFINITY, set_numa_affinity
 from orc.runtime.launch.platform_collectives import platform_backend
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ def open_context(
     device = select_device(launch, cpu=cpu or config.use_cpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if switched_on(env, CPU_AFFINITY):
+            set_numa_affinity(device.index)
     if backend is None or (backend == "nccl" and device.type != "cuda"):  # the documented default says nccl
         backend = collective_backend(device)
     if dist.is_initialized():

@@ -30,14 +30,15 @@ _force_option = click.option("--force", is_flag=True, help="Replace the file tha
 
 
 def _target(given: Path | None) -> Path:
-    from orc.launchers.accelerate.config_file import default_path
+    from orc.launchers.accelerate.location import default_path
 
     return given.expanduser() if given is not None else default_path(os.environ)
 
 
 def _read(given: Path | None) -> AccelerateConfig:
     """Return the configuration that is there. Raises `SpecError` that says where it was looked for."""
-    from orc.launchers.accelerate.config_file import default_path, find_default, read_config
+    from orc.launchers.accelerate.config_file import find_default, read_config
+    from orc.launchers.accelerate.location import default_path
     from orc.launchers.errors import SpecError
 
     path = given or find_default(os.environ)

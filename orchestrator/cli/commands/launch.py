@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.accelerate.keys import GROUPS, OPTIONS, Option
 from orc.orchestrator.cli.options import SECONDS, json_option
-from orc.runtime.core import deepspeed_keys
-from orc.runtime.core.fsdp_settings import SETTINGS
 
-
-def pairs(texts: tuple[str, ...]) -> dict[str, str]:
-    """``NAME=VALUE`` texts as a mapping. Raises `click.UsageError`."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise click.UsageError(f"--env takes NAME=VALUE, not {text!r}", click.get_current_context())
-        found[name] = value
-    return found
+if TYPE_CHECKING:
+    from orc.launchers.accelerate.merge import Values
+    from orc.launchers.foreground.launch import LocalLaunch
 
 
 @contextmanager
@@ -38,98 +29,108 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def fsdp_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--use-fsdp`` and an option for every setting of sharded data parallelism; values are checked all at once."""
-    for setting in reversed(SETTINGS.values()):
-        names = [f"--fsdp-{name.replace('_', '-')}" for name in (setting.key, setting.also) if name]
-        option = click.option(*names, f"fsdp_{setting.key}", metavar="VALUE", help=setting.doc)
-        function = option(function)
-    return click.option("--use-fsdp", is_flag=True, help="Shard the model over the processes (FSDP).")(function)
+class _Checked(click.ParamType[Any]):
+    """Value that the table of documented options parses."""
+
+    def __init__(self, option: Option) -> None:
+        self.option = option
+        self.name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.option.parse(value)
+        except ValueError as error:
+            return self.fail(f"{value!r}: {error}", param, ctx)
 
 
-def fsdp_settings(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the given settings of sharded data parallelism; `None` without ``--use-fsdp``.
+class _Documented(click.Option):
+    """Option of the table, which stands in its group of ``--help``."""
 
-    Raises `click.UsageError` for settings without it, and for those that cannot be.
-    """
-    given = {key: value for key in SETTINGS if (value := options[f"fsdp_{key}"]) is not None}
-    if not options["use_fsdp"]:
-        if given:
-            name = next(iter(given)).replace("_", "-")
-            raise click.UsageError(f"--fsdp-{name} has no effect without --use-fsdp", click.get_current_context())
-        return None
-    from orc.runtime.core.config import ConfigError, check
-
-    try:
-        checked: dict[str, Any] = check("fsdp", given)
-    except ConfigError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
-    return checked
+    def __init__(self, option: Option) -> None:
+        help_text = option.doc if option.effect == "done" else f"{option.doc} [{_SHORT[option.effect]}]"
+        if option.switch:
+            super().__init__([*option.flags, option.name], is_flag=True, default=None, help=help_text)
+        elif option.name == "env":
+            super().__init__([*option.flags, option.name], multiple=True, metavar="NAME=VALUE", help=help_text)
+        else:
+            shown = f"[{'|'.join(option.choices)}]" if option.choices else "VALUE"
+            super().__init__([*option.flags, option.name], type=_Checked(option), metavar=shown, help=help_text)
+        self.group = option.group
 
 
-def deepspeed_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--use-deepspeed`` and an option for every setting of DeepSpeed; values are checked all at once."""
-    for key in reversed(deepspeed_keys.KEYS.values()):
-        if key.name != "gradient_accumulation_steps":  # an option of every run
-            function = click.option(f"--{key.name.replace('_', '-')}", metavar="VALUE", help=key.doc)(function)
-    return click.option("--use-deepspeed", is_flag=True, help="Train with DeepSpeed.")(function)
+_SHORT = {"ignored": "no effect here", "job": "for jobs", "refused": "not available"}
+_OWN = "orc"
 
 
-def deepspeed_settings(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the given settings of DeepSpeed; `None` without ``--use-deepspeed``.
+class _Grouped(click.Command):
+    """Command with the documented options in groups, after those of orc."""
 
-    Raises `click.UsageError` for settings without it, and for those that cannot be.
-    """
-    given = {name: value for name in deepspeed_keys.KEYS if (value := options[name]) is not None}
-    if not options["use_deepspeed"]:
-        if name := next((name for name in given if name != "gradient_accumulation_steps"), None):
-            flag = name.replace("_", "-")
-            raise click.UsageError(f"--{flag} has no effect without --use-deepspeed", click.get_current_context())
-        return None
-    if options["use_fsdp"]:
-        raise click.UsageError("--use-deepspeed and --use-fsdp exclude each other", click.get_current_context())
-    try:
-        return deepspeed_keys.normalise(given)
-    except ValueError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.params += [_Documented(one) for one in OPTIONS.values() if one.flags]
 
-
-def stand_ins(packages: tuple[str, ...]) -> str | None:
-    """Return the value of ``ORC_STAND_IN``; `None` without packages. Raises `click.UsageError`."""
-    if not packages:
-        return None
-    from orc.runtime.core.config import ConfigError, check
-
-    try:
-        return str(check("stand_in", ",".join(packages)))
-    except ConfigError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                groups.setdefault(getattr(param, "group", _OWN), []).append(record)
+        for name, title in {_OWN: "Options", **GROUPS}.items():
+            if name in groups:
+                with formatter.section(title):
+                    formatter.write_dl(groups[name])
 
 
-# Documented options have underscores in Accelerate and hyphens here: both spellings are taken.
-_EITHER_SPELLING = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
+def _file_values(path: str | None) -> tuple[dict[str, Any], str]:
+    """Return the values of a configuration file of Accelerate and where it is: *path*, or the default one if any."""
+    from orc.launchers.accelerate.location import default_path
+
+    if path is None and not default_path(os.environ).is_file():
+        return {}, ""
+    from orc.launchers.accelerate.config_file import find_default, read_config
+
+    found = path if path is not None else find_default(os.environ)
+    if found is None:
+        return {}, ""
+    config = read_config(found)
+    return config.values, str(found)
 
 
-@click.command("launch", context_settings=_EITHER_SPELLING)
-@click.option("-n", "--nproc", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
-@click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
+def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> None:
+    """Become mpirun, but in a process that mpirun has started."""
+    from dataclasses import replace
+
+    from orc.launchers.accelerate.variables import variables
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.foreground import mpirun
+
+    if not mpirun.wanted(values, os.environ):
+        return
+    if nproc is not None:
+        raise LaunchError("-n is the number of processes here; with --mpirun_hostfile it is --num_processes")
+    env = {**variables(values), **request.env}
+    mpirun.start(
+        replace(request, env=env, module=values.on("module"), no_python=values.on("no_python")), values, os.environ
+    )
+
+
+# Documented options have underscores in Accelerate and hyphens are taken as well.
+_EITHER_SPELLING = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "help_option_names": ["-h", "--help"],
+}
+
+
+@click.command("launch", cls=_Grouped, context_settings=_EITHER_SPELLING)
+@click.option(
+    "-n", "--nproc", type=click.IntRange(1), metavar="N", help="Processes of this machine. [default: its GPUs, or 1]"
+)
 @click.option("--python", metavar="PATH", help="The interpreter; the one that runs orc by default.")
-@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), help="Precision of forward and backward.")
-@click.option("--gradient-accumulation-steps", type=click.IntRange(1), metavar="N", help="Batches per optimizer step.")
-@click.option("--cpu", is_flag=True, help="Train on the CPU even where an accelerator is present.")
-@click.option("--debug", is_flag=True, help="Check shapes and structure before every collective.")
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of Python, NumPy and torch.")
 @click.option(
     "--stand-in", multiple=True, metavar="PACKAGE", help="Run SCRIPT on orc.runtime although it imports accelerate."
 )
-@click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="A variable for the script. Repeatable.")
-@click.option(
-    "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Also write one log file per rank there."
-)
-@fsdp_options
-@deepspeed_options
-@click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Start again after a failure.")
 @click.option("--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="From SIGTERM to SIGKILL.")
 @json_option
 @click.argument("program", metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -137,39 +138,34 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run SCRIPT on this machine, on N processes.
 
     Everything after SCRIPT is SCRIPT's own, options included. The exit status is that of the first failing process.
+    Flags have either spelling, --num_processes or --num-processes. What they do here: docs/reference/launch.md.
     """
-    if options["module"] and options["no_python"]:
-        raise click.UsageError("--module and --no-python exclude each other", click.get_current_context())
-    from orc.launchers.foreground.launch import LocalLaunch, launch
-    from orc.runtime.core.config import to_env
+    from orc.launchers.accelerate.merge import merge
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.foreground.documented import documented
+    from orc.launchers.foreground.launch import LocalLaunch, launch, log_stderr
+    from orc.runtime.core.config import ConfigError, to_env
 
-    settings = {
-        "mixed_precision": options["mixed_precision"],
-        "gradient_accumulation_steps": options["gradient_accumulation_steps"],
-        "use_cpu": options["cpu"] or None,
-        "debug_mode": options["debug"] or None,
-        "seed": options["seed"],
-        "stand_in": stand_ins(options["stand_in"]),
-        "fsdp": fsdp_settings(options),
-        "deepspeed": deepspeed_settings(options),
-    }
-    interpreter = {"python": options["python"]} if options["python"] else {}
-    request = LocalLaunch(
-        program,
-        nprocs=options["nproc"],
-        module=options["module"],
-        no_python=options["no_python"],
-        env={**to_env(settings), **pairs(options["variables"])},
-        log_dir=options["log_dir"],
-        max_restarts=options["max_restarts"],
-        grace_s=options["grace"],
-        **interpreter,
-    )
+    own = {name: options.pop(name) for name in ("nproc", "python", "seed", "grace", "stand_in")}
+    options["env"] = list(options["env"]) or None
+    file, where = _file_values(options["config_file"])
+    try:
+        values = merge(options, file, os.environ, where)
+        interpreter = {"python": own["python"]} if own["python"] else {}
+        settings = {"seed": own["seed"], "stand_in": ",".join(own["stand_in"]) or None}
+        request = LocalLaunch(program, env=to_env(settings), grace_s=own["grace"], **interpreter)
+        if values.get("mpirun_hostfile"):
+            _through_mpirun(request, values, own["nproc"])
+        described = documented(request, values, os.environ, nproc=own["nproc"])
+    except (LaunchError, ConfigError) as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+    for note in described.notes if not described.request.quiet else ():
+        log_stderr(note)
     if not as_json:
-        return launch(request)
+        return launch(described.request)
     from orc.orchestrator.cli.ui.output import echo_json
 
     with _stdout_to_stderr():
-        status = launch(request)
+        status = launch(described.request)
     echo_json({"exit_status": status})
     return status

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from orc.runtime.launch.environment import openmpi, orc, single, slurm, torchrun
+from orc.runtime.launch.environment import hydra, openmpi, orc, single, slurm, torchrun
 from orc.runtime.launch.environment.base import JobFacts, LaunchEnvironment, Platform
 
 # The innermost launcher wins: torchrun inside an srun step sets RANK, and those ranks are the ones that train.
-PLATFORMS: tuple[Platform, ...] = cast("tuple[Platform, ...]", (orc, torchrun, openmpi, slurm, single))
+PLATFORMS: tuple[Platform, ...] = cast("tuple[Platform, ...]", (orc, torchrun, openmpi, hydra, slurm, single))
 
 
 def detect(env: Mapping[str, str]) -> LaunchEnvironment:

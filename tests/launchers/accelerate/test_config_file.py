@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.accelerate.config_file import default_path, find_default, read_config
+from orc.launchers.accelerate.config_file import find_default, read_config
 from orc.launchers.accelerate.keys import CONFIG_KEYS
+from orc.launchers.accelerate.location import default_path
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.problems import SpecProblems
 

@@ -1,0 +1,5 @@
+"""`python -m orc.launch`."""
+
+from orc.launch import main
+
+main()

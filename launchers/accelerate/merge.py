@@ -1,0 +1,134 @@
+"""Values of documented options, put together: a configuration file, over it the environment, over it the flags.
+
+The environment is over the file because a value of the file is dropped where its variable is set; the script reads the
+variable itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orc.launchers.accelerate.keys import OPTIONS, PARADIGMS, Option
+from orc.launchers.errors import LaunchError
+
+_KINDS = ("use_fsdp", "use_deepspeed", "use_megatron_lm")
+_HARDWARE = ("cpu", "multi_gpu", "tpu")
+# Options of a paradigm, and the switch without which they mean nothing.
+NEEDS: Mapping[str, str] = {
+    "fsdp": "use_fsdp",
+    "deepspeed": "use_deepspeed",
+    "megatron": "use_megatron_lm",
+    "parallelism": "use_parallelism_config",
+}
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values by the option's name; *given* are those that flags have said."""
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of the option *name*, or *default* where nobody says."""
+        value = self.found.get(name)
+        return default if value is None else value
+
+    def on(self, name: str) -> bool:
+        """Return True where the switch *name* is on."""
+        return bool(self.found.get(name))
+
+    def of_group(self, group: str) -> dict[str, Any]:
+        """Return the values of a group of options."""
+        return {name: value for name, value in self.found.items() if OPTIONS[name].group == group}
+
+
+def merge(flags: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, str], where: str = "") -> Values:
+    """Return the values that hold.
+
+    Args:
+        flags: what the command line says, by the option's name; `None` is not said.
+        file: the same of a configuration file, which *where* names.
+        env: the environment.
+
+    Raises:
+        LaunchError: values that exclude each other, or that nothing here can do: with what to write into a job file.
+    """
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    found = _of_file(given, file, env)
+    found.update(given)
+    _check_together(found, given)
+    for name, value in found.items():
+        option = OPTIONS[name]
+        if option.effect in ("refused", "job") and not option.says_nothing(value):
+            _refuse(option, where if name not in given else "")
+    if found.get("mixed_precision") == "fp8":
+        _refuse(OPTIONS["mixed_precision"], where if "mixed_precision" not in given else "", "mixed_precision fp8")
+    return Values(found, frozenset(given))
+
+
+def _of_file(given: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file says and neither the environment nor the choice of another paradigm overrules."""
+    if file.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise LaunchError(
+            "the configuration file is one of Amazon SageMaker, and orc launch runs on this machine",
+            hint="`orc config convert FILE` makes a job of it; --config_file names another file.",
+        )
+    kind = PARADIGMS.get(str(file.get("distributed_type")))
+    found = dict(file)
+    rivals = _KINDS if kind in _KINDS else _HARDWARE
+    if kind is not None and not any(given.get(name) for name in rivals):
+        found[kind] = True
+    if file.get("distributed_type") == "MULTI_CPU" and not any(given.get(name) for name in _HARDWARE):
+        found["cpu"] = True
+    if any(name.startswith("parallelism_config_") and value not in (None, 1) for name, value in found.items()):
+        found["use_parallelism_config"] = True
+    if given.get("cpu"):
+        found.pop("multi_gpu", None)
+        found.pop("gpu_ids", None)
+    chosen = {**found, **given}
+    for name in list(found):
+        option = OPTIONS[name]
+        idle = (switch := NEEDS.get(option.group)) is not None and not chosen.get(switch)
+        if option.group in ("fp8", "sagemaker") or idle or found[name] is None or _is_set(option, env):
+            del found[name]
+    return found
+
+
+def _is_set(option: Option, env: Mapping[str, str]) -> bool:
+    names = (option.variable, f"ORC_{option.setting.upper()}" if option.setting else None)
+    return any(name in env for name in names if name is not None)
+
+
+def _check_together(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    def on(name: str) -> bool:
+        return bool(found.get(name))
+
+    for first, second in (
+        ("cpu", "multi_gpu"),
+        ("cpu", "tpu"),
+        ("cpu", "use_xpu"),
+        ("multi_gpu", "tpu"),
+        ("use_fsdp", "use_deepspeed"),
+        ("use_fsdp", "use_megatron_lm"),
+        ("use_deepspeed", "use_megatron_lm"),
+        ("module", "no_python"),
+    ):
+        if on(first) and on(second):
+            raise LaunchError(f"{OPTIONS[first].flag} and {OPTIONS[second].flag} exclude each other")
+    if on("cpu") and found.get("gpu_ids") not in (None, ["all"]):
+        raise LaunchError("--cpu and --gpu_ids exclude each other")
+    for name in given:
+        option = OPTIONS[name]
+        switch = NEEDS.get(option.group)
+        if switch and not on(switch) and option.effect == "done":
+            flag = name.replace("_", "-")
+            raise LaunchError(f"--{flag} has no effect without {OPTIONS[switch].flag.replace('_', '-')}")
+
+
+def _refuse(option: Option, where: str, what: str = "") -> None:
+    name = what or (option.key if where and option.key else option.flag)
+    hint = f"In a job file: {option.job}. `orc submit` runs it." if option.effect == "job" and option.job else ""
+    raise LaunchError(f"{name} cannot be done by orc launch: {option.does.rstrip('.')}", where=where, hint=hint)

@@ -1,0 +1,142 @@
+"""Documented options of `accelerate launch`, turned into a foreground launch: its ranks, their world and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orc.launchers.accelerate.merge import Values
+from orc.launchers.accelerate.variables import variables
+from orc.launchers.errors import LaunchError
+from orc.launchers.foreground.gpus import visible_gpus
+from orc.launchers.foreground.launch import LocalLaunch, Streams
+from orc.launchers.foreground.world import World, joined, of_machines
+
+
+@dataclass
+class Documented:
+    """Launch that documented options describe: the request, and what people should be told about it."""
+
+    request: LocalLaunch
+    notes: list[str] = field(default_factory=list)
+
+
+def documented(
+    request: LocalLaunch,
+    values: Values,
+    env: Mapping[str, str],
+    *,
+    nproc: int | None = None,
+    count: Callable[[Mapping[str, str]], int] = visible_gpus,
+) -> Documented:
+    """Return *request* with everything that *values* say.
+
+    Args:
+        request: the program and what no documented option says.
+        values: see `orc.launchers.accelerate.merge`.
+        env: the environment of this process.
+        nproc: processes of this machine, where that was said.
+        count: gives the number of GPUs that an environment sees.
+
+    Raises:
+        LaunchError: settings that cannot be, or processes that do not fit the machines, the GPUs or an MPI step.
+    """
+    own = {**variables(values), **request.env}
+    found = Documented(request)
+    world, nprocs = _ranks(found, values, env, {**env, **own}, nproc, count)
+    if values.get("tee") is not None or values.get("redirects") is not None or values.get("log_dir") is not None:
+        request = _logs(request, values, found.notes)
+    found.request = replace(
+        request,
+        nprocs=nprocs,
+        world=world,
+        env=own,
+        module=values.on("module"),
+        no_python=values.on("no_python"),
+        quiet=values.on("quiet"),
+        max_restarts=values.get("max_restarts", 0),
+    )
+    return found
+
+
+def _ranks(
+    found: Documented,
+    values: Values,
+    env: Mapping[str, str],
+    seen: Mapping[str, str],
+    nproc: int | None,
+    count: Callable[[Mapping[str, str]], int],
+) -> tuple[World | None, int]:
+    """Return the world of the ranks, if they are not all of it, and their number here."""
+    total, machines = values.get("num_processes"), values.get("num_machines", 1)
+    if nproc is not None and "num_processes" in values.given and nproc * machines != total:
+        raise LaunchError(f"-n {nproc} on each of {machines} machines, and --num_processes {total} in all")
+    total = nproc * machines if nproc is not None else total
+    step = joined(env)
+    if step is not None and (machines == 1 or total == step.size or step.size != machines):
+        asked = nproc is not None or "num_processes" in values.given
+        if asked and total != step.size:
+            raise LaunchError(
+                f"mpirun or srun has started {step.size} of these launches, and {total} processes were asked for",
+                hint="Leave the number out: each launch below mpirun or srun is one process of the run.",
+            )
+        return step, 1
+    gpus = 0 if values.on("cpu") else count(seen)
+    if values.on("multi_gpu") and not gpus:
+        raise LaunchError(
+            "--multi_gpu: this machine has no GPU that the processes could see", hint="--cpu trains on it."
+        )
+    if total is None:
+        total = max(gpus, 1) * machines
+        if gpus > 1:
+            found.notes.append(f"{gpus} GPUs, one process on each; --num_processes takes another number")
+    elif values.on("multi_gpu") and (here := -(-total // machines)) > gpus:
+        raise LaunchError(f"--multi_gpu: {here} processes, and this machine has {gpus} GPUs")
+    if machines > 1:
+        rank = values.get("machine_rank", 0)
+        if step is not None and "machine_rank" not in values.given:
+            rank = step.first_rank  # srun has started one launch on each machine
+        ip = values.get("main_process_ip") or env.get("MASTER_ADDR") or (step.addr if step else None)
+        port = values.get("main_process_port") or _port(env)
+        world = of_machines(total, machines, rank, ip, port)
+        return world, world.local_size
+    if port := values.get("main_process_port"):
+        return World(total, 0, total, values.get("main_process_ip") or "127.0.0.1", port), total
+    return None, total
+
+
+def _port(env: Mapping[str, str]) -> int | None:
+    text = env.get("MASTER_PORT", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _logs(request: LocalLaunch, values: Values, notes: list[str]) -> LocalLaunch:
+    tee, redirects = values.get("tee"), values.get("redirects")
+    folder = values.get("log_dir")
+    if folder is None:
+        import tempfile
+
+        folder = tempfile.mkdtemp(prefix="orc-launch-")
+        notes.append(f"logs are in {folder}; --log_dir takes another folder")
+    # Without a choice both streams of every rank are copied; a choice of redirects alone copies nothing else.
+    copied = streams("--tee", tee or "0") if tee is not None or redirects is not None else request.tee
+    return replace(request, log_dir=Path(folder), tee=copied, redirects=streams("--redirects", redirects or "0"))
+
+
+def streams(flag: str, text: Any) -> Streams:
+    """Return the streams that ``--tee`` or ``--redirects`` choose: ``3``, or ``0:1,1:3`` by local rank.
+
+    Raises `LaunchError`.
+    """
+    parts = str(text).split(",")
+    if parts == [parts[0]] and parts[0] in ("0", "1", "2", "3"):
+        return int(parts[0])
+    found: dict[int, int] = {}
+    for part in parts:
+        rank, colon, stream = part.partition(":")
+        if not colon or not rank.strip().isdecimal() or stream.strip() not in ("0", "1", "2", "3"):
+            raise LaunchError(f"{flag} {text!r}: expected 0, 1, 2 or 3, or such a number by rank: 0:3,1:1")
+        found[int(rank)] = int(stream)
+    return found

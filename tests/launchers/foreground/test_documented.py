@@ -1,0 +1,132 @@
+"""Processes of a launch: from flags, from the GPUs of the machine, and from what has started it."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orc.launchers.accelerate.merge import merge
+from orc.launchers.errors import LaunchError
+from orc.launchers.foreground.documented import Documented, documented, streams
+from orc.launchers.foreground.gpus import visible_gpus
+from orc.launchers.foreground.launch import LocalLaunch
+from orc.launchers.foreground.mpirun import command_line
+
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {
+    f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")
+}
+SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_JOB_ID": "7",
+}
+
+
+def described(
+    flags: dict[str, Any], env: dict[str, str] | None = None, gpus: int = 0, nproc: int | None = None
+) -> Documented:
+    env = env or {}
+    return documented(LocalLaunch(["s.py"]), merge(flags, {}, env), env, nproc=nproc, count=lambda _env: gpus)
+
+
+def test_all_gpus_are_used_and_it_is_said() -> None:
+    found = described({}, gpus=4)
+    assert found.request.nprocs == 4
+    assert found.notes == ["4 GPUs, one process on each; --num_processes takes another number"]
+    for flags, nprocs in (({"num_processes": 2}, 2), ({"cpu": True}, 1), ({"multi_gpu": True, "num_processes": 3}, 3)):
+        quiet = described(flags, gpus=4)
+        assert (quiet.request.nprocs, quiet.notes) == (nprocs, [])
+    assert described({}).request.nprocs == 1
+    chosen = described({"gpu_ids": ["0", "2"]})
+    assert chosen.request.env["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == 2
+    counts = {"": 0, "0,1,3": 3, "1,-1,2": 1, "GPU-8932f937-d72c,MIG-1/2": 2, "none": 0}
+    for text, count in counts.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}, tmp_path) == count
+    (tmp_path / "empty").mkdir()
+    assert visible_gpus({"PATH": str(tmp_path)}, tmp_path / "empty") == 0
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: GPU-1)'; echo '  MIG 1g'; echo 'GPU 1: A (UUID: GPU-2)'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert visible_gpus({"PATH": f"{tmp_path}:/bin"}, tmp_path / "empty") == 2
+
+
+def test_processes_are_numbered_over_machines() -> None:
+    flags = {"num_processes": 6, "num_machines": 3, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
+    world = described({**flags, "main_process_port": 29400}).request.world
+    assert world is not None
+    assert [world.variables(index)["RANK"] for index in range(2)] == ["2", "3"]
+    one = world.variables(1)
+    assert (one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) == ("1", "6", "2", "1")
+    assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "29400")
+    # srun starts one launch on each machine: its variables say which, and where the first one is
+    joined = described({"num_machines": 2, "num_processes": 8}, SRUN).request
+    assert (joined.nprocs, joined.world and joined.world.first_rank, joined.world and joined.world.addr) == (4, 4, "n1")
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, SRUN])
+def test_below_mpirun_and_srun_a_launch_is_one_process_of_the_run(env: dict[str, str]) -> None:
+    for flags in ({}, {"num_processes": 2}):
+        request = described(flags, env, gpus=8).request
+        assert request.nprocs == 1
+        assert request.world is not None
+        assert (request.world.size, request.world.first_rank) == (2, 1)
+    # a rank of a job that starts something of its own, and a step of one process
+    assert described({"num_processes": 3}, {**env, "ORC_MARKER": "m"}).request.world is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "gpus", "message"),
+    [
+        ({"multi_gpu": True}, {}, 0, "--multi_gpu: this machine has no GPU"),
+        ({"multi_gpu": True, "num_processes": 4}, {}, 2, "4 processes, and this machine has 2 GPUs"),
+        ({"num_machines": 2, "num_processes": 3, "main_process_ip": "h"}, {}, 0, "not a multiple of --num_machines 2"),
+        ({"num_machines": 2, "machine_rank": 2, "main_process_ip": "h"}, {}, 0, "machines count from 0"),
+        ({"num_machines": 2}, {}, 0, "needs --main_process_ip, the address of machine 0"),
+        ({"num_processes": 3}, OPEN_MPI, 0, "has started 2 of these launches, and 3 processes were asked for"),
+        ({"tee": "4"}, {}, 0, "--tee '4': expected 0, 1, 2 or 3"),
+        ({"env": ["NAME"]}, {}, 0, "--env takes NAME=VALUE, not 'NAME'"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(
+    flags: dict[str, Any], env: dict[str, str], gpus: int, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        described(flags, env, gpus)
+
+
+def test_streams_are_chosen_for_all_ranks_or_by_rank(tmp_path: Path) -> None:
+    assert streams("--tee", "3") == 3
+    assert streams("--tee", "0:1,2:3") == {0: 1, 2: 3}
+    request = described({"redirects": "2", "log_dir": str(tmp_path)}).request
+    assert (request.tee, request.redirects, request.log_dir) == (0, 2, tmp_path)
+    assert described({"log_dir": str(tmp_path)}).request.tee == 3
+
+
+def test_mpirun_is_given_what_its_kind_understands(tmp_path: Path) -> None:
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("# ours\nnode0 slots=4\nnode1 slots=4\n")
+    values = merge({"mpirun_hostfile": str(hosts), "num_processes": 8, "num_machines": 2, "mpirun_ccl": 4}, {}, {})
+    request = LocalLaunch(["s.py", "-n"], python="py", env={"ORC_SEED": "1"}, module=True)
+    words, env = command_line(request, values, {"PATH": "/bin"}, "mpirun (Open MPI) 4.1.4")
+    assert words[:7] == ["mpirun", "--hostfile", str(hosts), "-n", "8", "--map-by", "ppr:4:node"]
+    assert words[-7:] == ["py", "-m", "orc.launch", "--module", "--", "s.py", "-n"]
+    assert [words[i + 1] for i, word in enumerate(words) if word == "-x"] == [
+        "ORC_SEED", "MASTER_ADDR", "MASTER_PORT", "CCL_WORKER_COUNT", "CCL_ATL_TRANSPORT",
+    ]  # fmt: skip
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["CCL_ATL_TRANSPORT"]) == ("node0", "29500", "ofi")
+    intel, _ = command_line(request, values, {}, "Intel(R) MPI Library for Linux* OS")
+    assert intel[:7] == ["mpirun", "-f", str(hosts), "-n", "8", "-ppn", "4"]
