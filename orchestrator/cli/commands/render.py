@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,9 +45,12 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
     return backend.render(spec, snapshot, attempt), list(code.findings)
 
 
-def text(plan: Plan) -> str:
-    """Return the plan for people: every file and command as it would be sent."""
+def text(plan: Plan, workdir: str) -> str:
+    """Return the plan for people: what runs, then every file and command as it would be sent."""
+    from orc.orchestrator.cli.ui.command_lines import as_text
+
     lines = [
+        *as_text(plan, workdir),
         f"# plan {plan.marker} for cluster {plan.cluster} ({plan.backend})",
         f"# digest {plan.digest}",
         *(f"# {name} tree {digest}" for name, digest in sorted(plan.trees.items())),
@@ -67,8 +71,10 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def write(plan: Plan, folder: Path) -> list[Path]:
+def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the plan into *folder*, which must not exist or be empty: ``plan.json``, ``commands.sh``, ``files/...``.
+
+    *document* is the plan as JSON.
 
     Raises `LaunchError`; the folder appears complete or not at all.
     """
@@ -80,7 +86,6 @@ def write(plan: Plan, folder: Path) -> list[Path]:
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError("is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR")
-    document = plan.to_dict() | {"digest": plan.digest}
     contents = {Path("plan.json"): (json.dumps(document, indent=2, ensure_ascii=False) + "\n", 0o644)}
     steps = [f"cd {shlex.quote(c.cwd)} && {c}" if c.cwd else str(c) for c in plan.commands]
     contents[Path("commands.sh")] = ("\n".join(["#!/bin/sh", "set -e", *steps, ""]), 0o755)
@@ -112,6 +117,33 @@ def _umask() -> int:
     return mask
 
 
+def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
+    """Print the plan of a job as *form*: text, json, or dir, which writes it to *output* and prints the paths."""
+    from orc.orchestrator.cli.ui.command_lines import command_lines
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    plan, findings = plan_of(loaded)
+    for finding in findings:
+        from orc.orchestrator.cli.ui.reporting import warn
+
+        warn(finding)
+    workdir = os.path.normpath(loaded.workdir)
+    document = plan.to_dict() | {
+        "digest": plan.digest,
+        "command_lines": [line.to_dict() for line in command_lines(plan, workdir)],
+    }
+    if output is not None:
+        written = write(plan, document, output)
+        if form == "json":
+            echo_json({"directory": str(output.absolute()), "files": [str(p.absolute()) for p in written]})
+        else:
+            echo("\n".join(str(path) for path in written))
+    elif form == "json":
+        echo_json(document)
+    else:
+        echo(text(plan, workdir))
+
+
 @click.command("render")
 @job_file_argument
 @cluster_option
@@ -124,26 +156,14 @@ def _umask() -> int:
 def command(
     job_file: str, cluster: str | None, overrides: tuple[str, ...], form: str, output: Path | None, as_json: bool
 ) -> None:
-    """Print exactly what `orc submit JOB.yaml` would send. Touches no network and changes nothing."""
+    """Print what would run, as lines for a shell, and exactly what `orc submit` would send. Touches no network.
+
+    JOB.yaml is ./job.yaml unless given.
+    """
     if output is not None and form != "dir":
         raise click.UsageError("--output needs --format dir", click.get_current_context())
     if form == "dir" and output is None:
         raise click.UsageError("--format dir needs --output DIR", click.get_current_context())
     from orc.launchers.spec import load_job
-    from orc.orchestrator.cli.ui.output import echo_json
 
-    plan, findings = plan_of(load_job(job_file, overrides, cluster=cluster))
-    for finding in findings:
-        from orc.orchestrator.cli.ui.reporting import warn
-
-        warn(finding)
-    if form == "dir" and output is not None:
-        written = write(plan, output)
-        if as_json:
-            echo_json({"directory": str(output.absolute()), "files": [str(p.absolute()) for p in written]})
-        else:
-            echo("\n".join(str(path) for path in written))
-    elif as_json or form == "json":
-        echo_json(plan.to_dict() | {"digest": plan.digest})
-    else:
-        echo(text(plan))
+    show(load_job(job_file, overrides, cluster=cluster), "json" if as_json else form, output)
