@@ -121,8 +121,10 @@ class Client(FunctionCalls):
 
         Args:
             loaded: The job, from `orc.launchers.spec.load.load_job`.
-            on_progress: Called with ``("scan", {files})``, ``("snapshot", {bytes, done})``, ``("finding", {level, what,
-                ...})``, ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and
+            on_progress: Called with ``("size", {files, bytes, folders, limit})`` before a file is read (what it raises
+                then ends the submission), ``("hash", {bytes, done})``, ``("scan", {files})``,
+                ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
+                ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and
                 ``("submit", {})``.
 
         Returns:

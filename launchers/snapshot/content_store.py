@@ -12,7 +12,7 @@ from orc.launchers.findings import Finding
 from orc.launchers.snapshot.hashing import hash_file
 from orc.launchers.snapshot.listing import encode
 from orc.launchers.snapshot.manifest import EXECUTABLE, SYMLINK, Bundle, Entry
-from orc.launchers.snapshot.scan import SourceTree, format_size, scan
+from orc.launchers.snapshot.scan import ScanWatch, SourceTree, format_size, scan
 from orc.launchers.snapshot.tree_store import FULL, DamagedContent, TreeStore, read_chunks, side_by_side, write_content
 
 Progress = Callable[[int, int], None]
@@ -27,14 +27,19 @@ class ContentStore(TreeStore):
         return self.root / "scan-cache"
 
     def snapshot(
-        self, workdir: str | Path, exclude: Iterable[str] = (), *, on_progress: Progress | None = None
+        self,
+        workdir: str | Path,
+        exclude: Iterable[str] = (),
+        *,
+        on_progress: Progress | None = None,
+        watch: ScanWatch | None = None,
     ) -> SourceTree:
         """Scan *workdir* and store it, leaving out the cluster root if it lies inside. Raises `BundleError`.
 
-        A file that changes between the scan and the copy makes for a second scan.
+        A file that changes between the scan and the copy makes for a second scan, which *watch* is not told about.
         """
         patterns, skip = tuple(exclude), (self.root.parent, self.root)
-        tree = scan(workdir, patterns, cache=self.scan_cache, skip=skip)
+        tree = scan(workdir, patterns, cache=self.scan_cache, skip=skip, watch=watch)
         try:
             self.ingest(tree, on_progress=on_progress)
         except DamagedContent:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orc.launchers.errors import BundleError
@@ -27,11 +27,11 @@ def stamp(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def hash_file(path: bytes) -> tuple[str, os.stat_result]:
+def hash_file(path: bytes, on_read: Callable[[int], None] | None = None) -> tuple[str, os.stat_result]:
     """Return SHA-256 and status of a regular file, consistent with each other.
 
-    A file that changes while it is read is read once more. Raises `BundleError` when it does not hold still, `OSError`
-    when it cannot be read.
+    *on_read* is called with the number of bytes of each piece that was read. A file that changes while it is read is
+    read once more. Raises `BundleError` when it does not hold still, `OSError` when it cannot be read.
     """
     for _ in range(2):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -42,6 +42,8 @@ def hash_file(path: bytes) -> tuple[str, os.stat_result]:
             while size <= before.st_size and (chunk := os.read(fd, min(before.st_size + 1, _CHUNK))):
                 hashed.update(chunk)
                 size += len(chunk)
+                if on_read is not None:
+                    on_read(len(chunk))
             after = os.fstat(fd)
         finally:
             os.close(fd)
@@ -81,13 +83,17 @@ class StatCache:
             with contextlib.suppress(OSError):
                 self._save(self._file)
 
-    def digest(self, key: str, path: bytes, status: os.stat_result) -> tuple[str, os.stat_result]:
-        """Return SHA-256 and status of the file at *path*, whose last status was *status*. Raises as `hash_file`."""
+    def digest(
+        self, key: str, path: bytes, status: os.stat_result, on_read: Callable[[int], None] | None = None
+    ) -> tuple[str, os.stat_result]:
+        """Return SHA-256 and status of the file at *path*, whose last status was *status*. As `hash_file`."""
         known = self._old.get(key)
         if known is not None and tuple(known[:4]) == stamp(status) and isinstance(known[4], str):
             self._new[key] = known
+            if on_read is not None:
+                on_read(status.st_size)
             return known[4], status
-        digest, status = hash_file(path)
+        digest, status = hash_file(path, on_read)
         if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - RACY_NS:
             self._new[key] = [*stamp(status), digest]
             self._changed = True

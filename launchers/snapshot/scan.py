@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,23 @@ from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.listing import encode, list_tree
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
 
-__all__ = ["Bundle", "Entry", "Preview", "SourceTree", "preview", "scan", "size_findings"]
+__all__ = [
+    "Bundle",
+    "Entry",
+    "Preview",
+    "ScanWatch",
+    "SourceTree",
+    "TreeSize",
+    "preview",
+    "scan",
+    "size_findings",
+    "tree_size",
+]
 
 _EXCLUDE_HINT = "Exclude it in .orcignore or workdir.exclude"
 TOTAL_WARNING = 100 * 1000**2  # bytes
 FILE_WARNING = 50 * 1000**2
+_NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,39 @@ class Preview:
         return f"{self.files} file{'' if self.files == 1 else 's'}, {format_size(self.size)}"
 
 
+@dataclass(frozen=True)
+class TreeSize:
+    """Size of a tree before a byte of it is read."""
+
+    files: int
+    size: int  # bytes
+    folders: tuple[tuple[str, int], ...]  # the largest ones with their bytes, largest first
+
+
+@dataclass(frozen=True)
+class ScanWatch:
+    """Functions that a scan calls: `listed` before anything is read, `hashed` with bytes done and bytes in all.
+
+    What `listed` raises ends the scan.
+    """
+
+    listed: Callable[[TreeSize], None]
+    hashed: Callable[[int, int], None]
+
+
 def scan(
-    workdir: str | Path, exclude: Sequence[str] = (), *, cache: Path | None = None, skip: Sequence[Path] = ()
+    workdir: str | Path,
+    exclude: Sequence[str] = (),
+    *,
+    cache: Path | None = None,
+    skip: Sequence[Path] = (),
+    watch: ScanWatch | None = None,
 ) -> SourceTree:
     """Return the working tree at *workdir* as git sees it, uncommitted work included, less what ``.orcignore`` names.
 
     *exclude* are further patterns in gitignore syntax. *cache* is a directory for hashes of unchanged files. *skip*
-    are directories that are left out silently. An empty tree is fine. Raises `BundleError` for a tree that cannot be
+    are directories that are left out silently; *watch* is told how large it is and how far it has come. An empty tree
+    is fine. Raises `BundleError` for a tree that cannot be
     read completely, names that are not UTF-8, and symbolic links that lead out of the tree.
     """
     root = os.path.realpath(os.fsencode(workdir))
@@ -70,6 +108,7 @@ def scan(
     listing = list_tree(root, exclude, [os.path.realpath(os.fsencode(path)) for path in skip])
     entries: list[Entry] = []
     sources: dict[str, bytes] = {}
+    on_read = _announce(watch, listing.files) if watch is not None else None
     with StatCache(cache_file(cache, root)) as hashes:
         for path, status in listing.files.items():
             full = os.path.join(root, encode(path))
@@ -78,7 +117,7 @@ def scan(
                 if stat.S_ISLNK(status.st_mode):
                     entries.append(_link(path, os.readlink(full)))
                     continue
-                digest, status = hashes.digest(path, full, status)
+                digest, status = hashes.digest(path, full, status, on_read)
             except FileNotFoundError:
                 continue  # deleted since the tree was listed
             except OSError as error:
@@ -94,6 +133,45 @@ def scan(
     bundle = Bundle.of(entries)
     findings = (*listing.findings, *dangling, *size_findings(bundle), *credential_findings(sources))
     return SourceTree(bundle, sources, findings)
+
+
+def _announce(watch: ScanWatch, files: Mapping[str, os.stat_result]) -> Callable[[int], None]:
+    """Tell *watch* how large the *files* are; return what counts the bytes that are read, a hundred times at most."""
+    found = tree_size({path: status.st_size for path, status in files.items()})
+    watch.listed(found)
+    done = told = 0
+
+    def on_read(count: int) -> None:
+        nonlocal done, told
+        done = min(done + count, found.size)
+        if done - told >= found.size / 100:
+            told = done
+            watch.hashed(done, found.size)
+
+    return on_read
+
+
+def tree_size(sizes: Mapping[str, int], largest: int = 3) -> TreeSize:
+    """Return the size of files of these *sizes* (bytes by path), and the *largest* folders among them.
+
+    A folder that is nearly all of the one above it is named instead of that one.
+    """
+    folders: dict[str, int] = {}
+    for path, size in sizes.items():
+        folder = path.rpartition("/")[0]
+        while folder:
+            folders[folder] = folders.get(folder, 0) + size
+            folder = folder.rpartition("/")[0]
+    inner: dict[str, list[str]] = {}
+    for folder in folders:
+        inner.setdefault(folder.rpartition("/")[0], []).append(folder)
+    named = []
+    for folder in inner.get("", ()):
+        while deeper := [f for f in inner.get(folder, ()) if folders[f] >= _NEARLY_ALL * folders[folder] > 0]:
+            folder = deeper[0]
+        named.append((folder, folders[folder]))
+    named.sort(key=lambda item: (-item[1], item[0]))
+    return TreeSize(len(sizes), sum(sizes.values()), tuple(named[:largest]))
 
 
 def preview(bundle: Bundle, largest: int = 5) -> Preview:

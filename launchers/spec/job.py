@@ -125,6 +125,10 @@ class Workdir(FrozenModel):
     path: Text = Field(".", description="Relative to the job file.")
     exclude: tuple[Text, ...] = Field((), description="Patterns (gitignore syntax) of what stays at home.")
 
+    limit: Annotated[str, BeforeValidator(grammar.memory)] | None = Field(
+        None, description="Size above which `orc submit` asks first, like 10G; 2 GB when not given."
+    )
+
     @field_validator("path")
     @classmethod
     def _given(cls, path: str) -> str:
@@ -149,7 +153,7 @@ class Retry(FrozenModel):
     on: tuple[Literal["crash", "node_failure", "preempted", "timeout"], ...] = Field(
         ("node_failure", "preempted"), description="Causes that are worth another attempt."
     )
-    backoff: Duration = Field(10.0, description="Seconds before the second attempt; doubles each time, 600 at most.")
+    backoff: Duration = Field(10, description="Seconds before the second attempt; doubles each time, 600 at most.")
 
     @model_validator(mode="before")
     @classmethod
@@ -210,7 +214,7 @@ class JobSpec(FrozenModel):
     runtime: Runtime = Field({}, description="Settings of orc.runtime.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct, description="Saving and resuming.")
     retry: Retry = Field(default_factory=Retry.model_construct, description="When to try again.")
-    grace: Duration = Field(30.0, description="Seconds between SIGTERM and SIGKILL.")
+    grace: Duration = Field(30, description="Seconds between SIGTERM and SIGKILL.")
     tags: dict[Name, Text] = Field({}, description="To find jobs by.")
 
     @property

@@ -42,6 +42,14 @@ class LoadedJob(NamedTuple):
         return self.base_dir / self.spec.workdir.path
 
 
+class Examined(NamedTuple):
+    """Everything that a job file by itself says: its document, what is wrong, and the job that the rest describes."""
+
+    document: Document
+    problems: list[Problem]
+    loaded: LoadedJob | None  # of what is right; `None` where nothing can be made of that
+
+
 def load_job(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
@@ -53,6 +61,22 @@ def load_job(
     *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them; *env* answers
     ``${env:NAME}`` and is the process's environment unless given. Raises `SpecError` with everything that is wrong.
     """
+    found = examine(path, overrides, env, cluster)
+    _complain(found.problems)
+    assert found.loaded is not None
+    return found.loaded
+
+
+def examine(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    cluster: str | None = None,
+) -> Examined:
+    """Return all that is wrong with a job file at once; arguments as for `load_job`.
+
+    Raises `SpecError` for what cannot be read as YAML, and for an override that cannot be applied.
+    """
     source_path = Path("/dev/stdin" if path == "-" else path)
     document = source.parse(source.read_file(source_path, "job file"), str(source_path), reading)
     _refuse_accelerate(document, source_path)
@@ -63,13 +87,24 @@ def load_job(
             overriding.apply(document, override, reading)
         if cluster is not None:
             overriding.put(document, ("cluster",), cluster, f"--cluster {cluster}")
-    if document.has_references():
-        _interpolate(document, os.environ if env is None else env)
-    spec = validate(document)
-    loaded = LoadedJob(spec, source_path, _base_dir(source_path))
-    _complain([*_check_kinds(spec, document), *_check_files(loaded, document)])
+    base = _base_dir(source_path)
+    problems = _interpolate(document, os.environ if env is None else env) if document.has_references() else []
+    spec: JobSpec | None
+    try:
+        spec = JobSpec.model_validate(document.data)
+    except ValidationError as error:
+        from orc.launchers.spec.problems import translate
+        from orc.launchers.spec.salvage import salvaged
+
+        places = {problem.where for problem in problems}  # a reference that is no value yet is no value of a wrong kind
+        problems += [found for found in translate(error, document, suggest) if found.where not in places]
+        spec = salvaged(document.data, error)
+    if spec is None:
+        return Examined(document, problems, None)
+    loaded = LoadedJob(spec, source_path, base)
+    problems += [*_check_kinds(spec, document), *_check_files(loaded, document)]
     _place_options(spec, document)
-    return loaded
+    return Examined(document, problems, loaded)
 
 
 def _refuse_accelerate(document: Document, path: Path) -> None:
@@ -154,12 +189,12 @@ def _default(path: KeyPath) -> Any:
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _interpolate(document: Document, env: Mapping[str, str]) -> None:
+def _interpolate(document: Document, env: Mapping[str, str]) -> list[Problem]:
     from orc.launchers.spec.interpolation import Interpolation
 
     listed = document.data.get("secrets")
     secrets = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
-    _complain(Interpolation(document, env, secrets, reading, _default).run())
+    return Interpolation(document, env, secrets, reading, _default).run()
 
 
 def _complain(problems: Sequence[Problem]) -> None:

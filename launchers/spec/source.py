@@ -7,6 +7,7 @@ deviation: ``007`` is text, because whoever writes it means an account or a date
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -207,6 +208,12 @@ def compose(text: str, where: str) -> Any:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if quote := _open_quote(text, error):
+            raise SpecError(
+                "not valid YAML: this quote is not closed, or closed by one that was meant to open another text",
+                where=_place(where, quote),
+                hint='close the quote on its line; inside \'...\' a quote is written twice, inside "..." as \\"',
+            ) from None
         place = _place(where, mark) if mark else where
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise SpecError(f"not valid YAML: {what}", where=place, hint=_syntax_hint(what, text, mark)) from None
@@ -224,6 +231,22 @@ def compose(text: str, where: str) -> Any:
 
 def _place(where: str, mark: Any) -> str:
     return f"{where}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _open_quote(text: str, error: yaml.MarkedYAMLError) -> Any:
+    """Return the mark of a quote that *error* comes from: one that is never closed, or lines below; `None` for none."""
+    if "quoted scalar" in (error.context or ""):
+        return error.context_mark
+    last = None
+    with contextlib.suppress(yaml.YAMLError):
+        for token in yaml.scan(text, Loader=_Loader):
+            quoted = isinstance(token, yaml.ScalarToken) and token.style in ("'", '"')
+            if quoted and token.start_mark.line != token.end_mark.line:
+                last = token
+            if error.problem_mark and token.end_mark.line > error.problem_mark.line:
+                break
+    same_line = last is not None and error.problem_mark and last.end_mark.line == error.problem_mark.line
+    return last.start_mark if last is not None and same_line else None
 
 
 def _syntax_hint(what: str, text: str, mark: Any) -> str:

@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "prune": "Delete what jobs have left in the cloud.",
         "doctor": "Check this machine, the state directory and the clusters.",
         "completion": "Print the shell completion script.",
+        "schema": "Print the JSON Schema of job.yaml or clusters.yaml.",
         "version": "Print the version.",
     },
 }
@@ -84,14 +85,12 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; for a name that is none, suggest the nearest."""
+        """Find a command; for a name that is none, say what does the same, or the nearest name."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            import difflib
+            from orc.orchestrator.cli.foreign_verbs import hint
 
-            near = difflib.get_close_matches(name, self.list_commands(ctx), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "`orc --help` lists the commands"
-            raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
+            raise click.UsageError(f"no such command {name!r}; {hint(name, self.list_commands(ctx))}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -137,6 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if instruction := os.environ.get("_ORC_COMPLETE"):
         from click.shell_completion import shell_complete
 
+        if instruction == "bash_complete" and "=" in os.environ.get("COMP_WORDS", ""):
+            from orc.orchestrator.cli.bash_words import join_assignments
+
+            join_assignments()
         return shell_complete(cli, {}, "orc", "_ORC_COMPLETE", instruction)
     if argv is None:
         _take_interrupts()

@@ -23,7 +23,48 @@ class _Seconds(click.FloatRange):
 
 SECONDS = _Seconds(0, 10 * 366 * 86400)
 
+JOB_FILE = "job.yaml"
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/reference/cli.md).")
+STATES = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
+LIVE_STATES = STATES[:5]
+
+
+def output_options(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``-o FORM`` (one of *forms*; parameter *form*), and ``--json``, which is short for ``-o json``."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        option = click.option("-o", "--output", "form", type=click.Choice(forms), help="How to print.")
+        short = click.option(
+            "--json", "form", flag_value="json", default=None, help="The same as -o json (docs/reference/cli.md)."
+        )
+        return option(short(function))
+
+    return add
+
+
+def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--state`` (of *states*), ``--name``, ``--tag``: parameters *states*, *name* and *tags*."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        choice = click.Choice(states, case_sensitive=False)
+        for option in (
+            click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="With this tag. May be repeated."),
+            click.option("--name", help="Jobs of this name."),
+            click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
+def tag_pairs(texts: tuple[str, ...]) -> dict[str, str] | None:
+    """Return ``--tag`` options as a mapping, `None` without any. Raises `click.UsageError`."""
+    for text in texts:
+        if not text.partition("=")[0] or "=" not in text:
+            raise click.UsageError(f"--tag takes key=value, not {text!r}", click.get_current_context())
+    return {key: value for key, _, value in (text.partition("=") for text in texts)} or None
 
 
 def _complete_jobs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -47,13 +88,34 @@ def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: 
 
 
 job_argument = click.argument("job", shell_complete=_complete_jobs)
-jobs_argument = click.argument("jobs", metavar="JOB...", nargs=-1, required=True, shell_complete=_complete_jobs)
+newest_job_argument = click.argument("job", metavar="[JOB]", default="@last", shell_complete=_complete_jobs)
 optional_jobs_argument = click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=_complete_jobs)
 cluster_option = click.option(
     "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Cluster to use instead of the job file's."
 )
 cluster_argument = click.argument("name", shell_complete=complete_clusters)
-job_file_argument = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
+
+
+def _job_file_here(ctx: click.Context, _param: click.Parameter, given: str | None) -> str | None:
+    """Return the job file that was *given*, or the one of the current directory. Raises `click.UsageError`."""
+    import os
+
+    if given is not None or ctx.resilient_parsing:
+        return given
+    if not os.path.lexists(JOB_FILE):
+        raise click.UsageError(f"give a job file: there is no {JOB_FILE} in the current directory", ctx)
+    return JOB_FILE
+
+
+job_file_argument = click.argument(
+    "job_file", metavar="[JOB.yaml]", required=False, type=click.Path(), callback=_job_file_here
+)
+
+
+def _complete_setting(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from orc.orchestrator.cli.settings import complete
+
+    return complete(incomplete)
 
 
 def set_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,5 +125,6 @@ def set_option(function: Callable[..., Any]) -> Callable[..., Any]:
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
+        shell_complete=_complete_setting,
         help="Override a key of the job file, like resources.nodes=4. May be repeated.",
     )(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,10 @@ from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
 from orc.launchers.snapshot.ignore import patterns_of
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
-from orc.launchers.snapshot.scan import Bundle
+from orc.launchers.snapshot.scan import Bundle, ScanWatch
+
+DEFAULT_LIMIT = 2 * 1000**3
+LIMIT_VARIABLE = "ORC_SNAPSHOT_LIMIT"
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
@@ -30,10 +34,17 @@ def take(
     """Store what *loaded* needs on the cluster of *backend*, and return it: its code, this installation's runtime, and
     the environment that it brings along. Raises `BundleError`, `SpecError`.
     """
+    limit = size_limit(loaded.spec)
     code = store.snapshot(
         loaded.workdir,
         code_exclude(loaded, backend),
         on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}),
+        watch=ScanWatch(
+            lambda tree: progress(
+                "size", {"files": tree.files, "bytes": tree.size, "folders": tree.folders, "limit": limit}
+            ),
+            lambda done, size: progress("hash", {"done": done, "bytes": size}),
+        ),
     )
     progress("scan", {"files": len(code.bundle.entries), "bytes": code.bundle.size})
     for finding in code.findings:
@@ -42,6 +53,22 @@ def take(
         )
     check_script(loaded.spec, code.bundle)
     return with_code(store, loaded, code.bundle, backend, progress)
+
+
+def size_limit(job: JobSpec) -> int:
+    """Return the bytes above which a snapshot is worth a question: the job's, the user's, or `DEFAULT_LIMIT`.
+
+    Raises `SpecError` for a variable that is no size.
+    """
+    from orc.launchers.spec import grammar
+
+    given = job.workdir.limit
+    if given is None and (text := os.environ.get(LIMIT_VARIABLE)):
+        try:
+            given = grammar.memory(text)
+        except ValueError as error:
+            raise SpecError(str(error), where=LIMIT_VARIABLE) from None
+    return grammar.memory_bytes(given) if given else DEFAULT_LIMIT
 
 
 def with_code(

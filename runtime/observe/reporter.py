@@ -25,17 +25,20 @@ if TYPE_CHECKING:
     from orc.runtime.engine import Engine
 
 FILE = "metrics.jsonl"
+# The first window is short, so that a run shows a curve soon; each is longer than the one before, up to the interval.
+FIRST_WINDOW_S = 1.0
+WINDOW_GROWTH = 1.5
 Window = dict[str, Any]
 
 
 class Reporter:
-    """Writes a line to *path* about every *interval_s* seconds in which steps were taken.
+    """Writes a line to *path* about every *interval_s* seconds in which steps were taken, at first more often.
 
     Args:
         context: of the run.
         meter: what to report of.
         path: the file, on rank 0; `None` on the other ranks.
-        interval_s: seconds between lines.
+        interval_s: seconds between lines; the first ones come `FIRST_WINDOW_S` and then ever longer apart.
         peak: TFLOP/s of one device, for MFU.
     """
 
@@ -51,7 +54,8 @@ class Reporter:
         self._windows: dict[int, Window] = {}
         self._from = self._totals()
         self._step = 0
-        self._due = time.monotonic() + interval_s
+        self._window_s = min(FIRST_WINDOW_S, interval_s)
+        self._due = time.monotonic() + self._window_s
         self._waiting = False
 
     @classmethod
@@ -78,8 +82,11 @@ class Reporter:
             self._write()
         if time.monotonic() < self._due:
             return
-        self._due = time.monotonic() + self.interval_s
-        if not self._measure():
+        measured = self._measure()
+        if measured:
+            self._window_s = min(self._window_s * WINDOW_GROWTH, self.interval_s)
+        self._due = time.monotonic() + self._window_s
+        if not measured:
             return
         if store is not None:
             store.set(f"{prefix}/window/{self.context.rank}", json.dumps(self._windows[self.context.rank]))

@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from orc.orchestrator.cli.options import SECONDS, jobs_argument, json_option
+from orc.orchestrator.cli.options import (
+    LIVE_STATES,
+    SECONDS,
+    filter_options,
+    optional_jobs_argument,
+    output_options,
+    tag_pairs,
+)
 from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
 
 
 @click.command("cancel")
-@jobs_argument
+@optional_jobs_argument
+@filter_options(LIVE_STATES)
 @click.option("--grace", type=SECONDS, metavar="SECONDS", help="Between SIGTERM and SIGKILL.")
-@json_option
-def command(jobs: tuple[str, ...], grace: float | None, as_json: bool) -> None:
-    """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are."""
+@click.option("-y", "--yes", is_flag=True, help="Do not ask about the jobs that --state, --name and --tag choose.")
+@output_options("json", "yaml", "name")
+def command(
+    jobs: tuple[str, ...],
+    states: tuple[str, ...],
+    name: str | None,
+    tags: tuple[str, ...],
+    grace: float | None,
+    yes: bool,
+    form: str | None,
+) -> None:
+    """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are.
+
+    Instead of naming them, choose with --state, --name and --tag among those that have not ended.
+    """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import jobtext, output, reporting
 
+    context = click.get_current_context()
+    filtered = bool(states or name is not None or tags)
+    if jobs and filtered:
+        raise click.UsageError("give JOBs, or choose them with --state, --name and --tag", context)
+    if not jobs and not filtered:
+        raise click.UsageError("which JOBs? `orc list` shows them; @last is the newest", context)
+    wanted = tag_pairs(tags)
     client = open_client()
+    if filtered:
+        rows = client.jobs(states=states or LIVE_STATES, name=name, tags=wanted, limit=None)
+        ids = [row.id for row in rows]
+        if ids and not yes:
+            _agree(client, ids)
+        elif not ids:
+            echo("no job that has not ended is like that", err=True)
+    else:
+        ids = [client.resolve(job) for job in jobs]
     untold: dict[str, str] = {}
-    views = client.cancel([client.resolve(job) for job in jobs], grace_s=grace, on_unreachable=untold.update)
+    views = client.cancel(ids, grace_s=grace, on_unreachable=untold.update) if ids else []
     reporting.warn_unreachable(untold, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")
-    if as_json:
-        output.echo_json({"jobs": [view.to_dict() for view in views]})
+    if output.document({"jobs": [view.to_dict() for view in views]}, form):
         return
     for view in views:
         asked = "asked to stop" if view.cluster not in untold else "to be stopped, not told yet"
-        echo(f"{jobtext.headline(view)}" + ("" if view.ended else f"  {asked}; `orc wait` waits for the end"))
+        headline = f"{jobtext.headline(view)}" + ("" if view.ended else f"  {asked}; `orc wait` waits for the end")
+        echo(view.id if form == "name" else headline)
+
+
+def _agree(client: Client, ids: list[str]) -> None:
+    """Print the jobs that are about to be cancelled, and ask.
+
+    Raises `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
+    """
+    from orc.orchestrator.cli.ui import asking, jobtext
+
+    echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
+    deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"
+    if not asking.can_ask():
+        raise click.UsageError(f"--yes is needed to {deed} where nobody can be asked", click.get_current_context())
+    asking.ask(deed)

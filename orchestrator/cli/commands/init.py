@@ -24,6 +24,7 @@ GROUPS = {
     "libraries": "Programs of other libraries",
     "platforms": "For one platform",
 }
+SCHEMA = "job.schema.json"
 
 
 def starters() -> dict[str, Path]:
@@ -54,9 +55,10 @@ def copy(source: Path, target: Path) -> list[str]:
     from orc.launchers.errors import LaunchError
 
     files = [path.relative_to(source) for path in _files(source)]
+    files_made = [*files, Path(SCHEMA)]
     if target.exists() and not target.is_dir():
         raise LaunchError("there is a file of that name", where=str(target), hint="choose another directory")
-    if taken := [str(file) for file in files if (target / file).exists()]:
+    if taken := [str(file) for file in files_made if (target / file).exists()]:
         raise LaunchError(
             f"would overwrite {', '.join(taken)}; nothing was written",
             where=str(target),
@@ -72,13 +74,29 @@ def copy(source: Path, target: Path) -> list[str]:
             made.append(target / file)
             with (source / file).open("rb") as origin, (target / file).open("xb") as written:
                 shutil.copyfileobj(origin, written)
+        made.append(target / SCHEMA)
+        _add_schema(target)
     except OSError as error:
         for path in reversed(made):
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         raise LaunchError(
             f"cannot write: {error.strerror}", where=str(error.filename or target), hint="choose another directory"
         ) from None
-    return [str(file) for file in files]
+    return [str(file) for file in files_made]
+
+
+def _add_schema(target: Path) -> None:
+    """Write the schema of job files beside the job file, and name it there for editors, below the first line."""
+    import json
+
+    from orc.launchers.spec.json_schema import job_schema
+
+    (target / SCHEMA).write_text(json.dumps(job_schema(), indent=1) + "\n", encoding="utf-8")
+    job = target / "job.yaml"
+    text = job.read_text(encoding="utf-8")
+    first, rest = text.split("\n", 1)
+    if "yaml-language-server:" not in text:
+        job.write_text(f"{first}\n# yaml-language-server: $schema={SCHEMA}\n{rest}", encoding="utf-8")
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -2,60 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import filter_options, output_options, tag_pairs
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
     from orc.orchestrator.views import JobRow
 
 STALE_S = 60.0  # a state that is older is asked for again, the detached reconciler having failed to
 WITHIN_S = 2.0
-STATES = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
-
-
-def tag_pair(text: str) -> tuple[str, str]:
-    """``key=value`` as a pair. Raises `click.UsageError`."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise click.UsageError(f"--tag takes key=value, not {text!r}", click.get_current_context())
-    return key, value
+INTERVAL_S = 2.0
 
 
 @click.command("list")
-@click.option(
-    "--state", "states", multiple=True, type=click.Choice(STATES, case_sensitive=False), help="May be repeated."
-)
-@click.option("--name", help="Jobs of this name.")
-@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Jobs with this tag. May be repeated.")
+@filter_options()
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many at most.")
+@click.option("-w", "--watch", "watching", is_flag=True, help="Show it again whenever it changes, until Ctrl-C.")
 @click.option("--refresh/--no-refresh", default=True, help="Ask, for 2 s at most, about states that are old.")
-@json_option
+@output_options("json", "yaml", "wide", "name")
 def command(
-    states: tuple[str, ...], name: str | None, tags: tuple[str, ...], limit: int, refresh: bool, as_json: bool
+    states: tuple[str, ...],
+    name: str | None,
+    tags: tuple[str, ...],
+    limit: int,
+    watching: bool,
+    refresh: bool,
+    form: str | None,
 ) -> None:
     """List jobs, newest first, as the ledger has them, with the age of what is not final (`orc status` asks)."""
-    import time
-
     from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import jobtext, output
 
-    wanted = dict(tag_pair(tag) for tag in tags)
+    if watching and form in ("json", "yaml", "name"):
+        raise click.UsageError(f"--watch shows a table, and -o {form} is none", click.get_current_context())
+    wanted = tag_pairs(tags)
     client = open_client()
 
     def read_rows() -> list[JobRow]:
-        return client.jobs(states=states or None, name=name, tags=wanted or None, limit=limit)
+        return client.jobs(states=states or None, name=name, tags=wanted, limit=limit)
+
+    rows = fresh(client, read_rows) if refresh else read_rows()
+    if watching:
+        watch(lambda: fresh(client, read_rows) if refresh else read_rows(), rows, form == "wide")
+    else:
+        show(client, rows, form)
+
+
+def fresh(client: Client, read_rows: Callable[[], list[JobRow]]) -> list[JobRow]:
+    """Return the rows, after the clusters of those with old states were asked."""
+    import time
 
     rows = read_rows()
     stale = [row.id for row in rows if row.age_from is not None and time.time() - row.age_from > STALE_S]
-    if stale and refresh:
+    if stale:
         client.refresh_within(stale, WITHIN_S)
         rows = read_rows()
-    if as_json:
-        output.echo_json({"jobs": [job.to_dict() for job in rows]})
+    return rows
+
+
+def show(client: Client, rows: Sequence[JobRow], form: str | None) -> None:
+    """Print the rows as *form*: json, yaml, name, wide or a table."""
+    from orc.orchestrator.cli.ui import output
+
+    if output.document({"jobs": [job.to_dict() for job in rows]}, form):
         return
     if not rows:
         echo("no jobs", err=True)
@@ -63,18 +76,61 @@ def command(
 
         if lost := unknown(client.workspace):
             echo(f"jobs that have a directory here and are not in the ledger: {len(lost)}; `orc adopt`", err=True)
-        return
+    elif form == "name":
+        echo("\n".join(job.id for job in rows))
+    else:
+        echo(table(rows, form == "wide"))
+
+
+def table(rows: Sequence[JobRow], wide: bool = False) -> str:
+    """Return the rows as a table; a *wide* one has more columns, and none is cut to the terminal."""
+    import time
+
+    from orc.orchestrator.cli.ui import jobtext, output
+
     now = time.time()
-    cells = [
-        (
+    header = ["JOB", "STATE", "CLUSTER", "CREATED", "TIME", "SEEN"]
+    if wide:
+        header += ["NAME", "BACKEND", "ATTEMPTS", "HOSTS", "TAGS"]
+    cells = []
+    for job in rows:
+        row = [
             job.id,
             output.state(job.state),
             job.cluster,
             output.clock(job.created_at),
             output.duration((job.ended_at or now) - job.created_at),
             "-" if job.age_from is None else f"{output.duration(now - job.age_from)} ago",
-            jobtext.first_line(job.reason),
-        )
-        for job in rows
-    ]
-    echo(output.table(("JOB", "STATE", "CLUSTER", "CREATED", "TIME", "SEEN", "REASON"), cells))
+        ]
+        if wide:
+            tags = ",".join(f"{key}={value}" for key, value in sorted(job.tags.items()))
+            row += [job.name, job.backend, str(job.attempts), ",".join(job.hosts) or "-", tags or "-"]
+        cells.append([*row, jobtext.first_line(job.reason)])
+    return output.table([*header, "REASON"], cells, fit=not wide)
+
+
+def watch(read_rows: Callable[[], list[JobRow]], rows: list[JobRow], wide: bool) -> None:
+    """Show the table whenever it changes: in its place on a terminal, as lines of what has changed elsewhere."""
+    import sys
+    import time
+
+    if sys.stdout.isatty():
+        from rich.live import Live
+        from rich.text import Text
+
+        from orc.orchestrator.cli.ui.output import rendered
+
+        with Live(auto_refresh=False, vertical_overflow="crop") as screen:
+            while True:
+                screen.update(Text.from_ansi(rendered(table(rows, wide)), no_wrap=True), refresh=True)
+                time.sleep(INTERVAL_S)
+                rows = read_rows()
+    shown: dict[str, tuple[str, str]] = {}
+    while True:
+        if changed := [row for row in rows if shown.get(row.id) != (row.state, row.reason)]:
+            lines = table(changed, wide)
+            echo(lines if not shown else lines.partition("\n")[2])
+            sys.stdout.flush()
+        shown |= {row.id: (row.state, row.reason) for row in rows}
+        time.sleep(INTERVAL_S)
+        rows = read_rows()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.options import json_option, newest_job_argument
 
 if TYPE_CHECKING:
     from orc.launchers.errors import LaunchError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command("logs")
-@job_argument
+@newest_job_argument
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only this rank. May be repeated.")
 @click.option(
@@ -38,7 +38,7 @@ def command(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the logs of JOB, byte for byte; several ranks are told apart by a prefix.
+    """Print the logs of JOB, the newest unless given, byte for byte; several ranks are told apart by a prefix.
 
     On a terminal control characters are shown (\\x1b) instead of obeyed, except with --raw.
 

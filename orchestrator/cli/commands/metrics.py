@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.options import json_option, newest_job_argument
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 @click.command("metrics")
-@job_argument
+@newest_job_argument
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
 @click.option("--name", "wanted", multiple=True, help="Draw this measurement instead of the loss. May be repeated.")
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option
 def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
-    """Show what the training of JOB measures: its newest values as a table, its loss as a curve.
+    """Show what the training of JOB (the newest unless given) measures: a table of its values, its loss as a curve.
 
     With --json every line of the job's metrics.jsonl is printed, over all attempts and hosts.
     """

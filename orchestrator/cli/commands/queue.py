@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.options import complete_clusters, output_options
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.option(
     "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This one; all that have a queue unless given."
 )
-@json_option
-def command(cluster: str | None, as_json: bool) -> int:
+@output_options("json", "yaml")
+def command(cluster: str | None, form: str | None) -> int:
     """Show the queues of clusters: partitions, why our jobs wait, and when they are expected to start.
 
     Exit status 1 when a cluster did not answer; the others are shown.
@@ -42,9 +42,7 @@ def command(cluster: str | None, as_json: bool) -> int:
             if cluster is not None:
                 raise
             errors[name] = error
-    if as_json:
-        output.echo_json({"clusters": _to_list(reports, errors)})
-    else:
+    if not output.document({"clusters": _to_list(reports, errors)}, form):
         echo("\n\n".join(_text(name, report, len(names) > 1) for name, report in reports.items()))
         for silent in errors.values():
             echo(f"\n{silent}", err=True)

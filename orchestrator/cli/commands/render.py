@@ -164,6 +164,6 @@ def command(
         raise click.UsageError("--output needs --format dir", click.get_current_context())
     if form == "dir" and output is None:
         raise click.UsageError("--format dir needs --output DIR", click.get_current_context())
-    from orc.launchers.spec import load_job
+    from orc.orchestrator.engine.validation import load_checked
 
-    show(load_job(job_file, overrides, cluster=cluster), "json" if as_json else form, output)
+    show(load_checked(job_file, overrides, cluster=cluster), "json" if as_json else form, output)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import json_option, optional_jobs_argument
+from orc.orchestrator.cli.options import LIVE_STATES, optional_jobs_argument, output_options
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 def unended(client: Client) -> list[str]:
     """Ids of the jobs that have not ended, newest first."""
-    states = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING")
-    return [row.id for row in client.jobs(states=states, limit=1000)]
+    return [row.id for row in client.jobs(states=LIVE_STATES, limit=1000)]
 
 
 @click.command("status")
 @optional_jobs_argument
 @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
-@json_option
-def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
+@output_options("json", "yaml", "wide", "name")
+def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import jobtext, output, reporting
@@ -36,10 +35,12 @@ def command(jobs: tuple[str, ...], refresh: bool, as_json: bool) -> None:
         # What the ledger knows is still worth showing; that it may be old must be said.
         reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
     views = [client.job(job_id) for job_id in ids]
-    if as_json:
-        output.echo_json({"jobs": [view.to_dict() for view in views]})
-    elif not views:
+    if output.document({"jobs": [view.to_dict() for view in views]}, form):
+        return
+    if not views:
         echo("no job is under way; `orc list` shows the ended ones", err=True)
+    elif form == "name":
+        echo("\n".join(view.id for view in views))
     else:
         echo("\n\n".join(jobtext.details(view, checkpoint_dir(client, view)) for view in views))
 

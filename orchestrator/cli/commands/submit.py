@@ -39,6 +39,9 @@ reconciler_option = click.option(
 )
 
 
+yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+
+
 @click.command("submit")
 @job_file_argument
 @cluster_option
@@ -48,31 +51,42 @@ reconciler_option = click.option(
     is_flag=True,
     help="On a cluster of kind sagemaker: run it here, in containers like SageMaker's; AWS is not asked.",
 )
+@click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @follow_options
 @reconciler_option
+@yes_option
 @json_option
 def command(
     job_file: str,
     cluster: str | None,
     overrides: tuple[str, ...],
     local_contract: bool,
+    dry_run: bool,
     following: bool,
     ranks: tuple[int, ...],
     all_ranks: bool,
     reconciler: bool,
+    yes: bool,
     as_json: bool,
 ) -> int:
-    """Send the job in JOB.yaml to its cluster and print its id; it runs on when this command ends.
+    """Send the job in JOB.yaml (./job.yaml unless given) to its cluster and print its id.
+
+    It runs on when this command ends.
 
     With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
     """
-    from orc.launchers.spec import load_job
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.engine.validation import load_checked
 
-    loaded = load_job(job_file, overrides, cluster=cluster)
+    loaded = load_checked(job_file, overrides, cluster=cluster)
     if local_contract:
         overrides = (*overrides, _local_contract(loaded.spec.cluster))
-        loaded = load_job(job_file, overrides, cluster=cluster)
+        loaded = load_checked(job_file, overrides, cluster=cluster)
+    if dry_run:
+        from orc.orchestrator.cli.commands.render import show
+
+        show(loaded, "json" if as_json else "text", None)
+        return 0
     client = open_client(reconciler=reconciler)
     return run(
         client,
@@ -81,6 +95,7 @@ def command(
         ranks=ranks,
         all_ranks=all_ranks,
         as_json=as_json,
+        yes=yes,
     )
 
 
@@ -102,9 +117,16 @@ def _local_contract(name: str) -> str:
 
 
 def run(
-    client: Client, submit: Submit, *, following: bool, ranks: tuple[int, ...], all_ranks: bool, as_json: bool
+    client: Client,
+    submit: Submit,
+    *,
+    following: bool,
+    ranks: tuple[int, ...],
+    all_ranks: bool,
+    as_json: bool,
+    yes: bool = False,
 ) -> int:
-    """Submit, print the result, follow with *--follow*; return the exit status."""
+    """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
     from orc.launchers.findings import Finding
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.ui.display import describe, display
@@ -121,6 +143,9 @@ def run(
                     return
                 with shown.aside():
                     warn(Finding(values["level"], values["what"], values["where"], values["hint"]))
+            elif event == "size" and values["bytes"] > values["limit"] and not yes:
+                with shown.aside():
+                    _agree_to_size(values)
             else:
                 shown.show(*describe(event, values))
 
@@ -141,6 +166,24 @@ def run(
         echo(f"{view.state} on {view.cluster}{waits}", err=True)
         echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
     return int(of_states([view.state]))
+
+
+def _agree_to_size(values: Mapping[str, Any]) -> None:
+    """Ask whether a large snapshot is meant. Raises `SpecError` where nobody can be asked, and as `ask`."""
+    from orc.launchers.errors import SpecError
+    from orc.orchestrator.cli.ui import asking
+    from orc.orchestrator.cli.ui.output import size
+    from orc.orchestrator.cli.ui.reporting import block
+
+    folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
+    what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"
+    what += f", more than {size(values['limit'])}"
+    where = folders and f"largest folders: {folders}"
+    hint = "name in .orcignore what the job does not need, or raise workdir.limit in the job file"
+    if not asking.can_ask():
+        raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
+    echo(block({"what": what, "where": where, "do": hint}, "warning"), err=True)
+    asking.ask("take a snapshot of that size")
 
 
 def _follow(client: Client, view: JobView, selection: Selection, as_json: bool) -> JobView:

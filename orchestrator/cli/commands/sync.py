@@ -44,16 +44,16 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 
     Submitting does this by itself. Exit status 1 when a host could not be served; the others are.
     """
-    from orc.launchers.spec import load_job
     from orc.launchers.transfer import sync
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.engine.validation import load_checked
 
     if job_file is None and cluster is None:
         raise click.UsageError("name a job file, or a cluster with --cluster", click.get_current_context())
     if job_file is None and overrides:
         raise click.UsageError("--set needs a job file", click.get_current_context())
-    loaded = load_job(job_file, overrides, cluster=cluster) if job_file is not None else None
+    loaded = load_checked(job_file, overrides, cluster=cluster) if job_file is not None else None
     client = open_client()
     name = loaded.spec.cluster if loaded else str(cluster)
     with closing(client.workspace.backend(name)) as backend:

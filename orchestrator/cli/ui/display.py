@@ -98,6 +98,8 @@ def display(*, silent: bool = False) -> Iterator[Display]:
 
 
 _STEPS = {
+    "size": "found",
+    "hash": "reading",
     "scan": "scanned",
     "environment": "packing the environment",
     "snapshot": "taking a snapshot",

@@ -10,8 +10,9 @@ import datetime
 import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from orc.launchers.control_characters import escape_controls, escape_controls_in
 _MARK = f"<{os.urandom(8).hex()}"
 _MARKS = re.compile(rf"{_MARK}([\d;]*)m")
 
+_NARROW = 8  # a column is not cut to less
 _STATE_COLOURS = {
     "SUCCEEDED": "green",
     "RUNNING": "cyan",
@@ -58,14 +60,51 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     click.echo(rendered(text), err=err, nl=nl)
 
 
+def confirm(question: str) -> bool:
+    """Ask *question* on stderr; return the answer, no by default."""
+    return click.confirm(rendered(question), err=True)
+
+
 def state(name: str, *, width: int = 0) -> str:
     """Return a state's name, coloured by what it means, padded to *width* characters."""
     return style(name.ljust(width), fg=_STATE_COLOURS.get(name), bold=name in ("FAILED", "LOST") or None)
 
 
 def echo_json(value: Any) -> None:
-    """Print one JSON document on stdout."""
-    click.echo(escape_controls_in_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
+    """Print one JSON document on stdout, times as ISO texts beside the numbers."""
+    click.echo(escape_controls_in_json(json.dumps(with_iso_times(value), indent=2, ensure_ascii=False, default=str)))
+
+
+def document(value: Any, form: str | None) -> bool:
+    """Print *value* where *form* is json or yaml; return False where it is another one."""
+    if form == "json":
+        echo_json(value)
+    elif form == "yaml":
+        import yaml
+
+        plain = json.loads(json.dumps(with_iso_times(value), default=str))  # no tags for what is no plain data
+        text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+        click.echo(escape_controls(text), nl=False)
+    return form in ("json", "yaml")
+
+
+def with_iso_times(value: Any) -> Any:
+    """Return *value* with a key ``..._iso`` behind every ``..._at`` and ``at`` that is seconds since the epoch."""
+    if isinstance(value, Mapping):
+        found: dict[Any, Any] = {}
+        for key, item in value.items():
+            found[key] = with_iso_times(item)
+            is_time = isinstance(key, str) and (key == "at" or key.endswith("_at")) and f"{key}_iso" not in value
+            if is_time and (item is None or (isinstance(item, (int, float)) and not isinstance(item, bool))):
+                found[f"{key}_iso"] = None if item is None else iso(item)
+        return found
+    return [with_iso_times(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def iso(at: float) -> str:
+    """Return seconds since the epoch as ISO 8601 in UTC, to the millisecond."""
+    moment = datetime.datetime.fromtimestamp(at, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def echo_json_line(value: Any) -> None:
@@ -73,16 +112,37 @@ def echo_json_line(value: Any) -> None:
     click.echo(escape_controls_in_json(json.dumps(value, ensure_ascii=False, default=str)))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, two spaces apart; widths ignore styles. A cell that has several lines stays in its row."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, fit: bool = True) -> str:
+    """Left-aligned columns, two spaces apart; widths ignore styles. A cell that has several lines stays in its row.
+
+    On a terminal the widest columns are cut to its width, the first column never, and none without *fit*.
+    """
     cells = [[escape_controls(cell).replace("\n", "\\n") for cell in row] for row in (header, *rows)]
     widths = [max(_width(row[i]) for row in cells) for i in range(len(header))]
+    if fit and sys.stdout.isatty():
+        widths = _fitted(widths, shutil.get_terminal_size().columns)
+        cells = [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines = []
     for number, row in enumerate(cells):
         padded = [cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
         line = "  ".join(padded).rstrip()
         lines.append(style(line, bold=True) if number == 0 else line)
     return "\n".join(lines)
+
+
+def _fitted(widths: Sequence[int], columns: int) -> list[int]:
+    """Return *widths* that fit into *columns* with two spaces between: the widest give way first, down to `_NARROW`."""
+    found = list(widths)
+    while sum(found) + 2 * (len(found) - 1) > columns:
+        widest = max(range(1, len(found)), key=lambda i: found[i], default=0)
+        if not widest or found[widest] <= _NARROW:
+            break
+        found[widest] -= 1
+    return found
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if _width(cell) <= width else _MARKS.sub("", cell)[: width - 1] + "…"
 
 
 def _width(cell: str) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
     """Print *error* as text, or as JSON with ``--json``; return the exit status."""
+    problems: list[dict[str, Any]] = []
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         echo(error.format_message(), err=True)
         return int(ExitCode.USAGE)
@@ -30,13 +31,31 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
         code, fields = ExitCode.USAGE, _usage(error)
     elif isinstance(error, LaunchError):
         code, fields = of_error(error), {"what": error.what, "where": error.where, "do": error.hint}
+        problems = _problems(error)
     else:
         code, fields = ExitCode.INTERNAL, _internal(error, arguments)
     if wants_json(arguments):
-        echo_json({"error": {"kind": type(error).__name__, **fields, "exit_code": int(code)}})
+        document = {"kind": type(error).__name__, **fields, "exit_code": int(code), "problems": problems}
+        echo_json({"error": document})
     else:
         echo(block(fields), err=True)
     return int(code)
+
+
+def _problems(error: LaunchError) -> list[dict[str, Any]]:
+    """Return what is wrong with files, one by one; `file`, `line` and `column` are null where there is none."""
+    from orc.launchers.spec.problems import SpecProblems
+
+    if isinstance(error, SpecProblems):
+        return [{**_position(p.where), "key": p.key, "message": p.what, "hint": p.hint} for p in error.problems]
+    return [{**_position(error.where), "key": "", "message": error.what, "hint": error.hint}]
+
+
+def _position(where: str) -> dict[str, Any]:
+    parts = where.rsplit(":", 2)
+    if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
+        return {"file": parts[0], "line": int(parts[1]), "column": int(parts[2])}
+    return {"file": None, "line": None, "column": None}
 
 
 def block(fields: dict[str, Any], label: str = "error") -> str:
@@ -71,7 +90,8 @@ def wants_json(arguments: Sequence[str]) -> bool:
         own = own[: _script_position(own)]
     if "--json" in own:
         return True
-    return any(a == "--format=json" or own[i : i + 2] == ["--format", "json"] for i, a in enumerate(own))
+    forms = (["--format", "json"], ["-o", "json"], ["--output", "json"])
+    return any(a in ("--format=json", "--output=json", "-ojson") or own[i : i + 2] in forms for i, a in enumerate(own))
 
 
 def _script_position(words: Sequence[str]) -> int:

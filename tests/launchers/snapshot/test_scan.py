@@ -531,9 +531,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = hashing.hash_file
 
-    def counted(path: bytes) -> tuple[str, os.stat_result]:
+    def counted(path: bytes, *rest: object) -> tuple[str, os.stat_result]:
         names.append(os.path.basename(os.fsdecode(path)))
-        return real(path)
+        return real(path, *rest)
 
     monkeypatch.setattr(hashing, "hash_file", counted)
     return names

@@ -188,3 +188,20 @@ def test_a_damaged_ledger_is_named_and_left_alone(
     assert "backup" in result.err
     assert ledger.read_bytes() == b"rubbish" * 1000
     assert orc(*arguments, "--json").error["kind"] == "LedgerError"
+
+
+def test_json_errors_list_the_problems_with_their_places(orc: Run, job_file: Callable[..., str]) -> None:
+    path = job_file("name: x\nresorces: {}\ncluster: nowhere\ncommand: 'true'\n")
+    first, second = orc("render", path, "--json").error["problems"]
+    assert first == {
+        "file": path,
+        "line": 2,
+        "column": 1,
+        "key": "",
+        "message": "unknown key 'resorces', did you mean 'resources'?",
+        "hint": "",
+    }
+    assert (second["line"], second["column"]) == (3, 10)
+    assert "known clusters: local" in second["hint"]
+    (alone,) = orc("status", "nobody", "--json").error["problems"]
+    assert (alone["file"], alone["line"], alone["column"]) == (None, None, None)

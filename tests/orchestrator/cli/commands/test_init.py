@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from orc.launchers.spec.json_schema import job_schema
 from orc.orchestrator.cli.commands.init import starters
 
 from ..conftest import Run, tree
@@ -31,7 +33,11 @@ def test_it_copies_all_files_of_a_starter(orc: Run, place: Path) -> None:
     assert result.code == 0
     assert set(result.json["files"]) >= {"job.yaml", "train.py"}
     source = {k: v for k, v in tree(starters()["digits"]).items() if "__pycache__" not in k}
-    assert tree(place / "digits") == source
+    copied = tree(place / "digits")
+    assert json.loads(copied.pop("job.schema.json") or b"") == job_schema()
+    first, named, rest = (copied["job.yaml"] or b"").split(b"\n", 2)
+    assert named == b"# yaml-language-server: $schema=job.schema.json"
+    assert copied | {"job.yaml": first + b"\n" + rest} == source
 
 
 def test_it_copies_into_a_named_directory(orc: Run, place: Path) -> None:

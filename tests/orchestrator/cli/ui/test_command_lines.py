@@ -32,7 +32,7 @@ def test_the_lines_start_the_ranks_in_a_shell(orc: Run, job_file: JobFile) -> No
     assert "# first export the secrets: TOKEN\n" in shown
     assert line["command"] in shown
     done = subprocess.run(["/bin/sh", "-c", line["command"]], capture_output=True, text=True, check=True)
-    ranks = [f"it's {{python}} a \"{{nnodes}}\" $x rank {rank} of 2 in job" for rank in range(2)]
+    ranks = [f'it\'s {{python}} a "{{nnodes}}" $x rank {rank} of 2 in job' for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == [*ranks, "prepared"]
 
 
@@ -65,7 +65,7 @@ def test_hosts_are_named_and_their_addresses_filled_in(
 ) -> None:
     clusters = place / "clusters.yaml"
     clusters.write_text(
-        "lab: {kind: ssh, root: /data/orc, python: /opt/py, options: {hosts: [{name: a, address: ada@10.0.0.1},"
+        "lab: {kind: ssh, root: /data/orc, python: /opt/py, options: {hosts: [{name: a, address: 10.0.0.1},"
         " {name: b, address: 10.0.0.2}]}}\n"
     )
     path = job_file(TORCHRUN)

@@ -152,6 +152,7 @@ _WRITERS = {
     "cli/commands/submit.py": {"sys.stdout.buffer", "sys.stderr.buffer"},  # for the sinks of `tail`
     "cli/ui/tail.py": {"sys.stdout.buffer"},
     "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
+    "cli/commands/list.py": {"Live("},  # is given what `output.rendered` has made
     "cli/commands/top.py": {"Live("},  # is given cells that are escaped
     "functions/node.py": {".print_exc("},  # into the log of the rank
     "ledger/schema.py": {"sys.stdout.write"},  # the schema
@@ -165,3 +166,18 @@ def test_nothing_prints_past_the_escaping() -> None:
         for path in room.rglob("*.py")
     }
     assert {name: found for name, found in used.items() if found} == _WRITERS
+
+
+def test_tables_are_cut_to_the_terminal_and_never_in_their_first_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("NO_COLOR", "1")
+    rows = [("digits-abcdef-123456", "RUNNING", "x" * 80), ("b", "FAILED", "short")]
+    cut = output.table(("JOB", "STATE", "REASON"), rows).splitlines()
+    assert max(map(len, cut)) == 50
+    assert cut[1].startswith("digits-abcdef-123456  RUNNING  xxx")
+    assert cut[1].endswith("x…")
+    assert cut[2] == "b                     FAILED   short"
+    assert "x" * 80 in output.table(("JOB", "STATE", "REASON"), rows, fit=False)
+    monkeypatch.setenv("COLUMNS", "10")
+    assert output.table(("JOB", "STATE", "REASON"), rows).splitlines()[1] == "digits-abcdef-123456  RUNNING  xxxxxxx…"

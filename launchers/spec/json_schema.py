@@ -1,0 +1,93 @@
+"""JSON Schema of job.yaml and clusters.yaml, for editors: what may be written, short forms and references included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from orc.launchers.spec.clusters import LOCAL, Cluster
+from orc.launchers.spec.environment import Conda, Container, Copy, Environment, Venv
+from orc.launchers.spec.job import JobSpec, Launcher, Workdir
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TEXT = {"type": "string"}
+# What may be written instead of the mapping of a section.
+_SHORT: dict[str, list[dict[str, Any]]] = {
+    **{model.__name__: [_TEXT] for model in (Launcher, Workdir, Venv, Container, Conda)},
+    Copy.__name__: [_TEXT, {"type": "null"}],
+    Environment.__name__: [{"enum": ["none", "copy"]}],
+}
+# A value that an environment variable or another key gives: its type shows when the file is read.
+_REFERENCE = {"type": "string", "pattern": r"\$\{"}
+_SCALAR = {"type": ["string", "number", "boolean"]}
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the schema of a job file."""
+    raw = JobSpec.model_json_schema()
+    retry = raw["$defs"]["Retry"]["properties"]["on"]
+    several = {"type": retry.pop("type"), "items": retry.pop("items")}
+    retry["anyOf"] = [several, several["items"]]
+    schema = _finished(raw, "A job of orc: docs/reference/job-yaml.md")
+    # Where a program is needed, one of three keys will do, and no editor has to know which.
+    schema["anyOf"] = [{"required": [key]} for key in ("script", "module", "command")]
+    return schema
+
+
+def clusters_schema() -> dict[str, Any]:
+    """Return the schema of a clusters file: a cluster by each name."""
+    schema = _finished(Cluster.model_json_schema(), "")
+    definitions = schema.pop("$defs", {})
+    del schema["properties"]["name"], schema["$schema"]
+    definitions["Cluster"] = schema | {"required": ["kind"]}
+    definitions["Local"] = schema | {"required": []}
+    return {
+        "$schema": DIALECT,
+        "title": "Clusters of orc: docs/reference/clusters-yaml.md",
+        "type": "object",
+        "properties": {LOCAL: {"$ref": "#/$defs/Local"}},
+        "additionalProperties": {"$ref": "#/$defs/Cluster"},
+        "$defs": definitions,
+    }
+
+
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {"job": job_schema, "clusters": clusters_schema}
+
+
+def _finished(schema: dict[str, Any], title: str) -> dict[str, Any]:
+    for name, forms in _SHORT.items():
+        if (section := schema.get("$defs", {}).get(name)) is not None:
+            schema["$defs"][name] = {"anyOf": [section, *forms], "description": section.pop("description", "")}
+    loosened: dict[str, Any] = _loosened(schema)
+    return {"$schema": DIALECT, **loosened, "title": title}
+
+
+def _loosened(node: Any) -> Any:
+    """Return *node* with references where a number is expected, plain values for texts, `null` for no value."""
+    if isinstance(node, list):
+        return [_loosened(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    found = {
+        key: {name: _nullable(_loosened(item)) for name, item in value.items()}
+        if key == "properties" and isinstance(value, dict)
+        else _loosened(value)
+        for key, value in node.items()
+        if key != "title"
+    }
+    kind = found.get("type")
+    if kind in ("integer", "number", "boolean"):
+        rest = {key: found.pop(key) for key in ("description", "default") if key in found}
+        return {"anyOf": [found, _REFERENCE], **rest}
+    if kind == "string" and not found.keys() - {"type", "description", "default", "minLength", "maxLength"}:
+        return {**found, **_SCALAR}
+    return found
+
+
+def _nullable(node: dict[str, Any]) -> dict[str, Any]:
+    """Return *node*, a key's value, with `null`, which means that the key is not given."""
+    rest: dict[str, Any] = {key: node[key] for key in ("description", "default") if key in node}
+    inner = {key: value for key, value in node.items() if key not in rest}
+    if {"type": "null"} in inner.get("anyOf", ()) or not inner:
+        return node
+    return {"anyOf": [inner, {"type": "null"}], **rest}

@@ -1,0 +1,97 @@
+"""Completion of ``--set KEY=VALUE``: keys of a job file, and values where there are few."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from click.shell_completion import CompletionItem
+
+from orc.launchers.plugins import COMMANDS
+from orc.launchers.spec.job import JobSpec
+from orc.launchers.spec.load import known_keys
+from orc.launchers.spec.options import field_at, section_at
+from orc.orchestrator.cli.bash_words import VALUE_ALONE
+from orc.runtime.core.config import JOB_DOCS, KEYS
+
+
+def complete(incomplete: str) -> list[CompletionItem]:
+    """Return what may follow *incomplete*: whole ``key.path=`` texts, or ``key.path=value``."""
+    name, equals, _ = incomplete.partition("=")
+    if equals:
+        found = [(f"{name}={value}", "") for value in _values(tuple(name.split(".")))]
+    else:
+        found = list(_keys(tuple(name.split(".")[:-1])))
+    begin = len(name) + 1 if equals and os.environ.get(VALUE_ALONE) else 0
+    return [CompletionItem(text[begin:], help=about) for text, about in found if text.startswith(incomplete)]
+
+
+def _keys(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the keys below *path*: ``resources.`` for a section, ``name=`` for a value."""
+    prefix = "".join(f"{part}." for part in path)
+    for key in known_keys(path):
+        inner = known_keys((*path, key))
+        about = JOB_DOCS[key] if path == ("runtime",) else _about((*path, key))
+        yield f"{prefix}{key}{'.' if inner or _is_mapping((*path, key)) else '='}", about
+
+
+def _field(path: tuple[str, ...]) -> Any:
+    section = section_at(JobSpec, path[:-1])
+    return field_at(section, path[-1]) if section else None
+
+
+def _about(path: tuple[str, ...]) -> str:
+    field = _field(path)
+    return (field.description or "") if field else ""
+
+
+def _is_mapping(path: tuple[str, ...]) -> bool:
+    field = _field(path)
+    return field is not None and get_origin(field.annotation) is dict
+
+
+def _values(path: tuple[str, ...]) -> Sequence[str]:
+    if path in _LISTED:
+        return _LISTED[path]()
+    if path[:1] == ("runtime",) and len(path) == 2 and path[1] in KEYS:
+        return _few(KEYS[path[1]].parse)
+    field = _field(path)
+    return list(_choices(field.annotation)) if field else []
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    if kind is bool:
+        yield from ("true", "false")
+    if get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+        return
+    for inner in get_args(kind):
+        if get_origin(kind) is not dict:
+            yield from _choices(inner)
+
+
+def _few(parse: Callable[[str], Any]) -> list[str]:
+    """Return the usual words that *parse* takes, of those that settings of the runtime have."""
+    found = []
+    for word in ("true", "false", "no", "fp16", "bf16", "fp8"):
+        try:
+            parse(word)
+        except ValueError:
+            continue
+        found.append(word)
+    return found if len(found) < 6 else []  # a free text takes all
+
+
+def _clusters() -> list[str]:
+    from orc.launchers.spec.clusters import load_clusters
+
+    return list(load_clusters())
+
+
+_LISTED: Mapping[tuple[str, ...], Callable[[], Sequence[str]]] = {
+    ("cluster",): _clusters,
+    ("launcher",): COMMANDS.kinds,
+    ("launcher", "kind"): COMMANDS.kinds,
+    ("environment",): lambda: ["none", "copy"],
+}

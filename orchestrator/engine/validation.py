@@ -1,0 +1,142 @@
+"""Check of a job file by all that will look at it: the file itself, its cluster, launcher, environment and backend.
+
+Each of them stops at its first mistake where it is asked for a plan. Here all are asked, so that one look shows all.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from orc.launchers.errors import LaunchError, RenderError, SpecError
+from orc.launchers.spec.load import Examined, examine
+from orc.launchers.spec.problems import Problem, SpecProblems, dotted
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import JobSpec, LoadedJob
+    from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.spec.source import Document, KeyPath
+
+
+def load_checked(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None
+) -> LoadedJob:
+    """Return the job in the file *path*, as `orc.launchers.spec.load.load_job` does, checked by all stages.
+
+    Raises:
+        SpecProblems: More than one thing is wrong: everything, by its place.
+        LaunchError: The one thing that is wrong, as whoever found it says it.
+    """
+    found = examine(path, overrides, cluster=cluster)
+    errors = list(_later(found)) if found.loaded is not None else []
+    if found.loaded is not None and not found.problems and not errors:
+        return found.loaded
+    if not found.problems and len(errors) == 1:
+        raise errors[0][1]
+    problems = list(found.problems)
+    known = {(problem.where, problem.what) for problem in problems}
+    for key, error in errors:
+        problems += [p for p in _problems(error, found.document, key) if (p.where, p.what) not in known]
+    raise SpecProblems(problems)
+
+
+def _later(found: Examined) -> Iterator[tuple[KeyPath, LaunchError]]:
+    """Yield the errors of all that follows the file, each with the key that it is most likely about."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.commands import build_command
+    from orc.launchers.ids import AttemptId, placeholder_job_id
+    from orc.launchers.plugins import COMMANDS
+    from orc.launchers.spec.clusters import builtin_local, get_cluster
+    from orc.launchers.spec.environment import Environment
+    from orc.launchers.spec.job import Launcher
+
+    loaded = found.loaded
+    assert loaded is not None
+    spec = loaded.spec
+    # A launcher or an environment that is wrong is replaced, so that the backend is asked about the rest.
+    if not COMMANDS.has(spec.launcher.kind):
+        spec = _with(spec, launcher=Launcher())
+    elif error := _error(lambda: build_command(spec)):
+        yield ("launcher",), error
+        spec = _with(spec, launcher=Launcher())
+    cluster = _attempt(lambda: get_cluster(spec.cluster))
+    if isinstance(cluster, LaunchError):
+        if not cluster.where:
+            cluster.where = found.document.origin(("cluster",)).where
+        yield ("cluster",), cluster
+    around = builtin_local() if isinstance(cluster, LaunchError) else cluster
+    if error := _error(lambda: _check_environment(loaded, spec, around)):
+        yield ("environment",), error
+        spec = _with(spec, environment=Environment(none=True))
+    if isinstance(cluster, LaunchError):
+        return
+    backend = _attempt(lambda: open_backend(cluster))
+    if isinstance(backend, LaunchError):
+        yield ("cluster",), backend
+        return
+    attempt = AttemptId(placeholder_job_id(spec.name), 1)
+    snapshot = _snapshot(loaded, spec, cluster)
+    if error := _error(lambda: backend.render(spec, snapshot, attempt)):
+        yield ("resources", "options", cluster.kind), error
+
+
+def _with(spec: JobSpec, **changes: Any) -> JobSpec:
+    """Return *spec* with other sections, and the places of the others kept."""
+    return BaseModel.model_copy(spec, update=changes)
+
+
+def _attempt(do: Callable[[], Any]) -> Any:
+    """Return what *do* returns, or its complaint about what somebody has written."""
+    try:
+        return do()
+    except (SpecError, RenderError) as error:
+        return error
+
+
+def _error(do: Callable[[], Any]) -> LaunchError | None:
+    found = _attempt(do)
+    return found if isinstance(found, LaunchError) else None
+
+
+def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> None:
+    """Raise `LaunchError` for an environment that names a file which is not there."""
+    from orc.launchers.commands import build_command
+    from orc.launchers.environments.rendering import render_environment
+    from orc.launchers.layout import Layout
+
+    layout = Layout.at("/")
+    render_environment(spec, cluster, _snapshot(loaded, spec, cluster), layout, build_command(spec))
+
+
+def _snapshot(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> Snapshot:
+    """Return a snapshot of the files that a plan asks for by name, as far as they exist; nothing is read."""
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.environments.rendering import environment_of
+    from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
+
+    wanted = environment_of(spec, cluster)
+    names = ["requirements.txt", posixpath.join(posixpath.dirname(spec.script or ""), "requirements.txt")]
+    names += [text for text in (wanted.venv and wanted.venv.requirements, wanted.conda and wanted.conda.file) if text]
+    names = [name for name in dict.fromkeys(names) if not posixpath.isabs(name) and (loaded.workdir / name).is_file()]
+    code = Bundle.of([Entry(name, FILE, "0" * 64, 0) for name in sorted(names)])
+    empty = Bundle.of([])
+    return Snapshot(code, empty, empty)
+
+
+def _problems(error: LaunchError, document: Document, key: KeyPath) -> list[Problem]:
+    """Return *error* as problems of a file; without a place of its own it stands at *key*."""
+    if isinstance(error, SpecProblems):
+        elsewhere = (1 << 31, 0)  # those of other files come after those of the job file
+        return [p if p.where.startswith(f"{document.where}:") else replace(p, order=elsewhere) for p in error.problems]
+    _, _, place = error.where.rpartition(":")
+    if place.isdigit():
+        line, column = (int(part) for part in error.where.split(":")[-2:])
+        return [Problem(error.where, "", error.what, error.hint, (line - 1, column - 1))]
+    origin = document.origin(key)
+    return [Problem(origin.where, dotted(key), error.what, error.hint, origin.order)]

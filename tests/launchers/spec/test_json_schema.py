@@ -1,0 +1,85 @@
+"""The JSON Schema of job.yaml and clusters.yaml takes what orc takes, and marks what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from orc.launchers.spec import source
+from orc.launchers.spec.json_schema import SCHEMAS, clusters_schema, job_schema
+
+ROOT = Path(__file__).parents[3]
+STARTERS = sorted((ROOT / "templates" / "starters").glob("*/job.yaml"))
+
+
+@pytest.fixture(scope="module")
+def job() -> Draft202012Validator:
+    return Draft202012Validator(job_schema())
+
+
+def test_they_are_schemas() -> None:
+    for make in SCHEMAS.values():
+        Draft202012Validator.check_schema(make())
+
+
+def test_the_starters_and_the_reference_are_valid(job: Draft202012Validator) -> None:
+    assert STARTERS
+    for path in STARTERS:
+        assert [e.message for e in job.iter_errors(source.parse(path.read_text(), str(path)).data)] == [], path
+    reference = (ROOT / "docs" / "reference" / "job-yaml.md").read_text()
+    example = re.findall(r"```yaml\n(name:.*?)```", reference, re.DOTALL)[0]
+    assert [e.message for e in job.iter_errors(source.parse(example, "example").data)] == []
+
+
+SHORT = """\
+name: 1
+script: a.py
+args: {lr: 0.1, flag: true}
+launcher: torchrun
+cluster: ${env:CLUSTER:-local}
+resources: {nodes: 2:4, procs_per_node: "${env:N}", time: 90}
+env: {A: 1, B: true}
+setup: module load cuda
+workdir: .
+environment: copy
+retry: {on: crash, backoff: 1m}
+checkpoint:
+"""
+
+
+def test_short_forms_references_and_plain_values_are_allowed(job: Draft202012Validator) -> None:
+    data = source.parse(SHORT, "job.yaml").data
+    del data["checkpoint"]
+    assert [e.message for e in job.iter_errors(data)] == []
+    for environment in ("none", {"venv": "r.txt"}, {"copy": None}, {"conda": "e.yml"}, {"container": "image"}):
+        assert job.is_valid(data | {"environment": environment})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"script": None},
+        {"resourcez": {}},
+        {"resources": {"nodez": 1}},
+        {"resources": {"procs_per_node": "two"}},
+        {"retry": {"on": "crasch"}},
+        {"environment": "venv"},
+        {"runtime": {"sed": 1}},
+        {"args": 3},
+    ],
+)
+def test_mistakes_are_marked(job: Draft202012Validator, wrong: dict[str, object]) -> None:
+    data = {"name": "x", "script": "a.py"} | wrong
+    if data["script"] is None:
+        del data["script"]
+    assert not job.is_valid(data)
+
+
+def test_clusters_have_a_kind_but_for_the_local_one() -> None:
+    schema = Draft202012Validator(clusters_schema())
+    assert schema.is_valid({"local": {"env": {"A": 1}}, "hpc": {"kind": "slurm", "root": "/orc", "options": {"x": 1}}})
+    assert not schema.is_valid({"hpc": {"root": "/orc"}})
+    assert not schema.is_valid({"hpc": {"kind": "slurm", "rot": "/orc"}})
