@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,6 +21,8 @@ from orc.runtime.data.samplers import BatchSamplerShard
 from orc.runtime.data.synchronize import align
 
 if TYPE_CHECKING:
+    from typing import Self  # newer than the oldest Python of a rank
+
     from orc.runtime.core.context import RunContext
     from orc.runtime.observe.meter import Meter
 
