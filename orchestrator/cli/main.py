@@ -48,6 +48,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gc": "Remove snapshots and environments that no job needs.",
         "adopt": "Write jobs into the ledger again that it has lost.",
         "prune": "Delete what jobs have left in the cloud.",
+        "test": "Try a short training here or on a cluster.",
+        "env": "What to paste into an issue.",
         "doctor": "Check this machine, the state directory and the clusters.",
         "completion": "Print the shell completion script.",
         "schema": "Print the JSON Schema of job.yaml or clusters.yaml.",

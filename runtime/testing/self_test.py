@@ -1,7 +1,8 @@
 """Self-test of a machine or a cluster: ``python -m orc.runtime.testing.self_test`` on every rank; `orc test` starts it.
 
-Each check runs on all ranks and holds when it holds on each. What rank 0 prints is one line for each check, and last
-`RESULT` with the same as JSON. The exit status is 1 when a check has failed.
+Each check runs on all ranks and holds when it holds on each. Rank 0 prints a line for each; with ``--result FILE`` it
+writes them as JSON, with ``--print-result`` it prints that after the word `RESULT`. The exit status is 1 when a check
+has failed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def check_state(accelerator: Accelerator) -> str:
 
 def check_data(accelerator: Accelerator) -> str:
     """Every sample reaches exactly one rank, in the order of one process."""
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=BATCH))
+    samples: Any = torch.arange(SAMPLES)  # anything with a length and items
+    loader = accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=BATCH))
     seen = [accelerator.gather_for_metrics(batch) for batch in loader]
     _equal(torch.cat(seen).tolist(), list(range(SAMPLES)), "samples")
     return f"{SAMPLES} samples in {len(seen)} steps, each once"
@@ -148,7 +150,10 @@ def main() -> int:
     ok = all(result["ok"] for result in results)
     if accelerator.is_main_process:
         told = {"ok": ok, "processes": accelerator.num_processes, "checks": results}
-        print(RESULT + json.dumps(told), flush=True)  # noqa: T201
+        if "--result" in sys.argv:  # and a file
+            Path(sys.argv[sys.argv.index("--result") + 1]).write_text(json.dumps(told))
+        elif "--print-result" in sys.argv:
+            print(RESULT + json.dumps(told), flush=True)  # noqa: T201
     accelerator.end_training()
     return 0 if ok else 1
 

@@ -1,0 +1,194 @@
+"""`orc env`: what to paste into an issue. Nothing of it is a secret; torch is asked in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+PACKAGES = (
+    *("orc-launch", "torch", "numpy", "safetensors", "accelerate", "transformers", "datasets", "peft", "trl"),
+    *("diffusers", "torchdata", "deepspeed", "cloudpickle", "submitit", "boto3", "torch_xla"),
+)
+SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PJRT_DEVICE")  # whose values are told, too
+NAMED = ("ORC_", "ACCELERATE_", "NCCL_", "GLOO_", "FSDP_", "TORCH_", "SLURM_JOB_ID")
+TORCH_TIMEOUT_S = 120
+# Runs in the interpreter that runs orc; the last line is the answer.
+_ASK_TORCH = """
+import json, torch
+def told(ask):
+    try:
+        return ask()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+cuda = told(torch.cuda.is_available)
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "cuda_available": cuda,
+    "cudnn": told(torch.backends.cudnn.version),
+    "nccl": told(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda is True else None,
+    "gpus": told(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]),
+    "backends": told(lambda: list(filter(torch.distributed.is_backend_available, ("gloo", "nccl", "mpi", "xccl")))),
+}))
+"""
+
+
+@click.command("env", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+@click.option(
+    "--config-file", type=click.Path(path_type=Path), metavar="FILE", help="Also show this Accelerate file's values."
+)
+@json_option
+def command(config_file: Path | None, as_json: bool) -> None:
+    """Print versions, platform, torch and its devices, clusters and configuration, to be pasted into an issue.
+
+    Names of hosts, values of most variables and credentials are left out.
+    """
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    facts = gather(config_file)
+    if as_json:
+        echo_json(facts)
+    else:
+        echo("\n".join(_lines(facts)))
+
+
+def gather(config_file: Path | None) -> dict[str, Any]:
+    """Return all facts, JSON-able. Raises `LaunchError` for a *config_file* that cannot be read."""
+    from orc.launchers.paths import clusters_file, state_dir
+
+    return {
+        "packages": versions(),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": platform.platform(),
+        "libc": " ".join(platform.libc_ver()),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch_facts(),
+        "paths": {"state directory": _tilde(state_dir(create=False)), "clusters file": _tilde(clusters_file())},
+        "clusters": _clusters(),
+        "accelerate_config": _accelerate(config_file),
+        "variables": _variables(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the packages that matter here."""
+    import importlib.metadata
+
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def torch_facts() -> dict[str, Any] | None:
+    """Return what torch says of itself; `None` without torch, ``{"error": ...}`` where it cannot be imported."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        return None
+    try:
+        done = subprocess.run(
+            (sys.executable, "-c", _ASK_TORCH), capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=False
+        )
+        if done.returncode == 0:
+            facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return facts
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+
+
+def _clusters() -> list[dict[str, str]] | str:
+    """Return names and kinds of the clusters; what is wrong with their file instead."""
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.spec.clusters import load_clusters
+
+    try:
+        return [{"name": name, "kind": cluster.kind} for name, cluster in load_clusters().items()]
+    except LaunchError as error:
+        return f"error: {error.what}"
+
+
+def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
+    """Return the Accelerate file in use and its values; those that name accounts are left out."""
+    from orc.launchers.accelerate.config_file import find_default, read_config
+    from orc.launchers.errors import LaunchError
+
+    if config_file is not None:
+        config = read_config(config_file)
+        return {"file": _tilde(config.path), "values": _harmless(config.values)}
+    try:
+        path = find_default(os.environ)
+        if path is None:
+            return None
+        return {"file": _tilde(path), "values": _harmless(read_config(path).values)}
+    except LaunchError as error:
+        return {"error": error.what}
+
+
+def _harmless(values: dict[str, Any]) -> dict[str, Any]:
+    private = ("profile", "role", "token", "secret", "password", "key", "env")
+    return {
+        name: "(set)" if any(word in name.lower() for word in private) else value
+        if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+        for name, value in values.items()
+    }  # fmt: skip
+
+
+def _variables() -> dict[str, str]:
+    shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
+    return {**shown, **{name: "(set)" for name in sorted(os.environ) if name.startswith(NAMED)}}
+
+
+def _tilde(path: Path) -> str:
+    """Return *path* without the name of the user's home."""
+    text, home = str(path), str(Path.home())
+    return f"~{text[len(home) :]}" if text == home or text.startswith(f"{home}/") else text
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    torch = facts["torch"]
+    lines = [f"- {name}: {version}" for name, version in facts["packages"].items()]
+    lines += [
+        f"- Python: {facts['python']['version']} ({_tilde(Path(facts['python']['executable']))})",
+        f"- platform: {facts['platform']}, {facts['libc']}, {facts['cpus']} CPUs",
+    ]
+    if torch is None:
+        lines.append("- torch: not installed")
+    elif "error" in torch:
+        lines.append(f"- torch cannot be imported: {torch['error']}")
+    else:
+        version = torch["cuda"] or torch["hip"] or "none"
+        gpus = ", ".join(torch["gpus"]) if isinstance(torch["gpus"], list) else torch["gpus"]
+        lines += [
+            f"- CUDA of torch: {version}, cuDNN {torch['cudnn'] or 'none'}, NCCL {torch['nccl'] or 'none'}",
+            f"- GPUs: {gpus or 'none'}",
+            f"- backends: {', '.join(torch['backends']) if isinstance(torch['backends'], list) else torch['backends']}",
+        ]
+    clusters = facts["clusters"]
+    told = clusters if isinstance(clusters, str) else ", ".join(f"{one['name']} ({one['kind']})" for one in clusters)
+    lines += [f"- clusters: {told}", *(f"- {name}: {path}" for name, path in facts["paths"].items())]
+    config = facts["accelerate_config"]
+    if config is None:
+        lines.append("- Accelerate's default config: none")
+    elif "error" in config:
+        lines.append(f"- Accelerate's default config: {config['error']}")
+    else:
+        lines.append(f"- Accelerate's config {config['file']}:")
+        lines += [f"    - {name}: {value}" for name, value in config["values"].items()]
+    lines += [f"- {name}={value}" for name, value in facts["variables"].items()]
+    return lines
