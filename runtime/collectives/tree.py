@@ -18,13 +18,17 @@ from torch import Tensor
 Spec = Any
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, repr=False)
 class _Constant:
+    """A leaf that is no tensor."""
+
     value: Any
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, repr=False)
 class _Node:
+    """A container, and how one of its kind is built."""
+
     build: Callable[[Any, list[Any]], Any]
     original: Any
     keys: Sequence[Any]

@@ -111,7 +111,7 @@ def _level(value: Any) -> str:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Key:
     """Configuration key: its name, the parser of its value, its default and its description."""
 
@@ -265,7 +265,7 @@ KEYS: dict[str, Key] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Section:
     """Settings of one feature: a mapping in the job file, variables of their own on the nodes."""
 

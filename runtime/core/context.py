@@ -49,7 +49,7 @@ class PreparedLoader(Protocol):
     total_batch_size: int  # samples per step over all ranks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class GradientRecord:
     """Accumulation and synchronisation of gradients: what `GradientState` shows.
 
@@ -119,7 +119,7 @@ class GradientRecord:
         return loader.remainder if loader is not None else self._remainder
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class Prepared:
     """Everything an Accelerator has prepared or registered, in order; what a checkpoint covers."""
 
@@ -152,8 +152,10 @@ class Prepared:
         self.sharded = False
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class _Settings:
+    """The settings of a process, which change until an Accelerator has chosen."""
+
     config: RuntimeConfig
     fixed: bool = False  # an Accelerator has chosen
     topology: Topology | None = None  # None: nobody has asked
@@ -162,7 +164,7 @@ class _Settings:
     fsdp_plugin: Any = None  # models are sharded as it says
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RunContext:
     """Process of a run: its ranks, device and process group.
 

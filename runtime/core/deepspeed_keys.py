@@ -69,7 +69,7 @@ def text(value: Any) -> str:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedKey:
     """DeepSpeed setting: its documented name, the variable that carries it to the ranks, its parser and description.
 

@@ -66,7 +66,7 @@ def count(value: Any) -> int:
     return number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Setting:
     """Setting: its key without ``fsdp_``, the field of the plug-in, its variable, its parser and its description."""
 

@@ -62,7 +62,7 @@ class Unsaid(int):
 ONE_STEP = Unsaid(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Options:
     """The checked arguments of one Accelerator."""
 

@@ -39,7 +39,7 @@ _HOW = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Modules:
     """The parts of torch_xla that are used here."""
 

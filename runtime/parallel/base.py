@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Request:
     """Strategy and options that a script requests when it prepares a model."""
 

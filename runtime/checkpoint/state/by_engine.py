@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.format.manifest import Manifest
-from orc.runtime.checkpoint.state.staging import Stage
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from orc.runtime.checkpoint.format.manifest import Manifest
     from orc.runtime.checkpoint.storage.durable import Hashing
     from orc.runtime.core.context import Prepared
 
@@ -79,6 +77,8 @@ def engine_tasks(
         states.update(parts.states)
         tasks.update({name: partial(_write_bytes, content) for name, content in parts.files.items()})
     if copied:
+        from orc.runtime.checkpoint.state.staging import Stage
+
         states = Stage().take(states)  # memory of its own: the save's stage holds everything else
     return tasks | {name: partial(pickle, state) for name, state in states.items()}
 
