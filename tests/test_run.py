@@ -25,8 +25,10 @@ wait
 """
 UP = """#!/bin/bash
 mkdir -p "$SLURM_TESTBED_DIR/run"
-setsid sleep 300 </dev/null >/dev/null 2>&1 &
-echo "$! 0" >"$SLURM_TESTBED_DIR/run/slurmctld.pid"
+file=$SLURM_TESTBED_DIR/run/slurmctld.pid
+# Like a daemon: who reads its number may be sure that it has left this process group.
+setsid bash -c 'echo "$$ 0" >"$0.new" && mv "$0.new" "$0" && exec sleep 300' "$file" </dev/null >/dev/null 2>&1 &
+until [ -e "$file" ]; do sleep 0.01; done
 """
 DOWN = """#!/bin/bash
 read -r pid _ <"$SLURM_TESTBED_DIR/run/slurmctld.pid" && kill "$pid" && rm "$SLURM_TESTBED_DIR/run/slurmctld.pid"

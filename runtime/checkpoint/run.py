@@ -25,6 +25,7 @@ from orc.runtime.checkpoint.save import (
     attempt,
     capture,
     looks,
+    meet_before_gathering,
     open_destination,
     save,
     shard_plans,
@@ -194,6 +195,7 @@ class RunCheckpoints:
         opened = open_destination(self.context, self.meeting, self._survey, request)
         destination = opened.destination
         try:
+            meet_before_gathering(self.meeting, self.prepared, request, destination)
             shards = shard_plans(self.meeting, self.prepared, request)
             content = capture(self.context, self.prepared, request, destination, self._stage, shards=shards)
         except BaseException:

@@ -26,6 +26,7 @@ from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.state import rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
 from orc.runtime.checkpoint.state.by_engine import engine_tasks, trained_engines, without_engines
+from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
@@ -102,6 +103,7 @@ def save(
     opened = open_destination(context, meeting, survey, request)
     destination = opened.destination
     try:
+        meet_before_gathering(meeting, prepared, request, destination)
         shards = shard_plans(meeting, prepared, request)
         content = capture(context, prepared, request, destination, shards=shards)
         write(context, meeting, request, opened, content, retain, shards=shards)
@@ -144,6 +146,20 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
         destination.abandon()
         raise
     return Opened(destination, sites, token, created_at)
+
+
+def meet_before_gathering(
+    meeting: Meeting, prepared: Prepared, request: SaveRequest, destination: Destination
+) -> None:
+    """Meet where whole states of sharded models are to be gathered: a rank that cannot save would be waited for there.
+
+    Raises:
+        CheckpointError: on every rank, one cannot see the destination.
+    """
+    prepared = without_engines(prepared)
+    if request.state == FULL and any(map(is_sharded, prepared.models)):
+        error = attempt(destination.check_visible)[1]
+        meeting.hold("save_state (gathering)", error, agree_on_no_error)
 
 
 def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:

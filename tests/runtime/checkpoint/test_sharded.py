@@ -177,6 +177,34 @@ def test_a_save_that_is_killed_in_the_middle_leaves_the_checkpoint_before(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
+def blind(directory):
+    """Save whole states where rank 1 does not see the directory, and then where it does."""
+    from orc.runtime.checkpoint.storage.destination import LocalDestination
+
+    def unseen(self):
+        raise CheckpointError("no such directory here")
+
+    run = Run(state="full")
+    run.train(0, 1)
+    seen = LocalDestination.check_visible
+    texts = []
+    for block in (True, False):
+        if run.accelerator.process_index == 1:
+            LocalDestination.check_visible = unseen
+        with pytest.raises(CheckpointError) as refused:
+            run.accelerator.save_state(directory, block=block)
+        texts.append(str(refused.value))
+        LocalDestination.check_visible = seen
+    run.accelerator.save_state(directory)
+    return texts
+
+
+def test_nobody_gathers_whole_states_where_a_rank_cannot_take_part(tmp_path, run_ranks):
+    for texts in run_ranks(2, blind, str(tmp_path / "ckpt")):
+        assert all("no such directory here" in text for text in texts)
+    assert (tmp_path / "ckpt" / "manifest.json").exists()
+
+
 def by_itself(root):
     """What is done with one sharded model or optimizer alone; what each rank got."""
     from orc.runtime import utils
