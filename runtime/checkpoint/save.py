@@ -148,9 +148,7 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     return Opened(destination, sites, token, created_at)
 
 
-def meet_before_gathering(
-    meeting: Meeting, prepared: Prepared, request: SaveRequest, destination: Destination
-) -> None:
+def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveRequest, destination: Destination) -> None:
     """Meet where whole states of sharded models are to be gathered: a rank that cannot save would be waited for there.
 
     Raises:
