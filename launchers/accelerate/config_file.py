@@ -111,7 +111,7 @@ def config_of(document: Document, path: Path) -> AccelerateConfig:
         if problem := _structure(document, place, value):
             problems.append(problem)
             continue
-        if value is None or (len(place) == 1 and place[0] in SECTIONS and value in ({}, "")):
+        if _says_nothing(place, value):
             continue
         name, option, note = _option(place, value)
         if note:
@@ -142,6 +142,12 @@ def _leaves(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
             yield from (((key, inner), item) for inner, item in value.items())
         else:
             yield (key,), value
+
+
+def _says_nothing(place: KeyPath, value: Any) -> bool:
+    """Return True for a value that is as good as none: null, an empty text or section, and DeepSpeed's auto."""
+    auto = value == "auto" and place == ("deepspeed_config", "gradient_accumulation_steps")
+    return value is None or value == "" or auto or (place[0] in SECTIONS and value == {})
 
 
 def _structure(document: Document, place: KeyPath, value: Any) -> Problem | None:

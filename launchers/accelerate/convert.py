@@ -19,6 +19,13 @@ from orc.runtime.core.config import KEYS, ConfigError, check
 
 _SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 _ON_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+_NO_DEVICE = "orc.runtime trains on CUDA, MPS, XLA devices and CPUs: not on this kind of device"
+_UNKNOWN = {
+    "MEGATRON_LM": "orc.runtime has no Megatron-LM engine; the job trains replicas (DDP)",
+    "MODEL_PARALLEL": "SageMaker's model parallelism is not supported; shard the model with runtime.fsdp",
+    "MULTI_NPU": _NO_DEVICE,
+    "MULTI_XPU": _NO_DEVICE,
+}
 # What orc decides for every attempt, and a file of one machine says for nothing.
 _DECIDED = {
     "machine_rank": "orc numbers the nodes of each attempt; one job file serves all of them",
@@ -78,8 +85,8 @@ def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | N
     draft = Draft(config, Notes(config), {"name": title, "script": script})
     draft.take("compute_environment")
     kind = draft.take("distributed_type", "NO")
-    if kind == "MEGATRON_LM":
-        draft.notes.add("distributed_type", "orc.runtime has no Megatron-LM engine; the job trains replicas (DDP)")
+    if kind in _UNKNOWN:
+        draft.notes.add("distributed_type", _UNKNOWN[kind])
     _runtime(draft)
     _sharding(draft, kind)
     _parallelism(draft)

@@ -95,7 +95,7 @@ def sagemaker(draft: Draft, title: str) -> None:
     if base := options.pop("base_job_name", None):
         own["base_job_name"] = base
     kind = draft.config.get("distributed_type", "NO")
-    if kind != "NO":
+    if kind == "DATA_PARALLEL":
         own["distributed_type"] = kind
     _supported_image(draft, options)
     if own:

@@ -210,6 +210,61 @@ def convert_command(
         echo(made.clusters_text().rstrip("\n"))
 
 
+def examples() -> dict[str, Path]:
+    """Return the converted examples that ship with orc: name -> folder."""
+    import orc.templates
+
+    root = Path(orc.templates.__file__).parent / "configs"
+    return {path.name: path for path in sorted(root.iterdir()) if (path / "job.yaml").is_file()}
+
+
+@command.command("examples", short_help="List converted examples, or print one.", context_settings=_SETTINGS)
+@click.argument("name", required=False)
+@json_option
+@click.pass_context
+def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """List the examples of Accelerate's documentation as job files, or print the one called NAME."""
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui.output import echo_json, table
+
+    as_json = _inherit(ctx, None, False, as_json)[2]
+    known = examples()
+    if name is None:
+        rows = [(key, *_facts(folder)) for key, folder in known.items()]
+        if as_json:
+            echo_json(
+                {"examples": [dict(zip(("name", "cluster", "size", "runtime"), row, strict=True)) for row in rows]}
+            )
+        else:
+            echo(table(("EXAMPLE", "CLUSTER", "NODES x PROCESSES", "RUNTIME"), rows))
+            echo("\norc config examples NAME prints one.")
+        return
+    if name not in known:
+        from orc.launchers.spec.problems import nearest
+
+        raise LaunchError(f"no example {name!r}{nearest(name, known)}", hint=f"there are: {', '.join(known)}")
+    files = {file.name: file.read_text(encoding="utf-8") for file in sorted(known[name].iterdir(), reverse=True)}
+    if as_json:
+        echo_json({"name": name, "files": files})
+        return
+    echo("---\n".join(files.values()).rstrip("\n"))
+
+
+def _facts(folder: Path) -> tuple[str, str, str]:
+    """Return the kind of cluster, the size and the settings of the runtime of an example, each in a few words."""
+    import yaml
+
+    job = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
+    clusters = folder / "clusters.yaml"
+    kind = "local"
+    if clusters.exists():
+        kind = next(iter(yaml.safe_load(clusters.read_text(encoding="utf-8")).values()))["kind"]
+    resources, runtime = job.get("resources", {}), job.get("runtime", {})
+    size = f"{resources.get('nodes', 1)} x {resources.get('procs_per_node', 'each device')}"
+    words = [str(value) if key == "mixed_precision" else key for key, value in runtime.items()]
+    return kind, size, ", ".join(words) or "-"
+
+
 def _write_all(made: Conversion, folder: Path) -> list[Path]:
     """Write the files into *folder*, none over another. Raises `LaunchError`; then nothing was written."""
     from orc.launchers.errors import LaunchError

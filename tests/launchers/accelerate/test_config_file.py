@@ -69,6 +69,15 @@ def test_a_bare_no_is_a_precision_and_a_type(tmp_path: Path) -> None:
     assert read_config(written_by_yaml_1_1).values == config.values
 
 
+def test_empty_values_and_auto_are_as_good_as_absent(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text(
+        "tpu_zone: ''\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: ''}\nmegatron_lm_config: null\n"
+        "deepspeed_config: {gradient_accumulation_steps: auto, gradient_clipping: auto}\n"
+    )
+    assert read_config(file).values == {"gradient_clipping": "auto"}
+
+
 WRONG = """\
 compute_environment: LOCAL_MACHIN
 distributed_typ: NO

@@ -158,3 +158,17 @@ def test_values_that_exclude_each_other_are_refused_with_the_place(tmp_path: Pat
     with pytest.raises(SpecError, match="version 2 always shards") as caught:
         convert(read_config(file))
     assert f"{file}:1:19" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["MULTI_XPU", "MULTI_NPU", "MODEL_PARALLEL"])
+def test_a_kind_of_run_that_is_not_supported_is_noted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"distributed_type: {kind}\nnum_machines: 1\n"
+    if kind == "MODEL_PARALLEL":
+        text += "compute_environment: AMAZON_SAGEMAKER\niam_role_name: me\n"
+        text += "ec2_instance_type: ml.g5.xlarge\nregion: us-east-1\n"
+    (tmp_path / "other.yaml").write_text(text)
+    made = convert(read_config(tmp_path / "other.yaml"))
+    assert "distributed_type" in {note.key for note in made.notes}
+    rendered(made, tmp_path, monkeypatch)

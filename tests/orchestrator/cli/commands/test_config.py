@@ -326,3 +326,16 @@ def test_the_how_to_shows_what_happens(orc: Run, place: Path, monkeypatch: pytes
     (line,) = re.findall(r"^printf '%s\\n' (.*) \| orc config", page, re.MULTILINE)
     made = answered(orc, monkeypatch, place, "|".join(shlex.split(line)))
     assert (made["distributed_type"], made["num_processes"], made["mixed_precision"]) == ("MULTI_CPU", 2, "bf16")
+
+
+def test_examples_are_listed_and_printed(orc: Run) -> None:
+    listed = {row["name"]: row for row in orc("config", "examples", "--json").json["examples"]}
+    assert listed["ipex-mpirun"]["cluster"] == "ssh"
+    assert listed["fsdp"]["runtime"] == "bf16, fsdp"
+    assert "sagemaker-data-parallel" in orc("config", "examples").out
+    job, clusters = yaml.safe_load_all(orc("config", "examples", "tpu-pod").out)
+    assert job["launcher"] == "xla"
+    assert clusters["tpu-pod"]["kind"] == "tpu"
+    wrong = orc("config", "examples", "fdsp")
+    assert wrong.code == 2
+    assert "did you mean 'fsdp'?" in wrong.err
