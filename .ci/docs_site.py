@@ -28,7 +28,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "orc.runtime.preemption.watching.Watching",
         ),
     ),
-    "process": ("State, configuration and launch", ("core", "launch", "logging", "stand_in"), ()),
+    "process": ("State, configuration and launch", ("core", "launch", "launchers", "logging", "stand_ins"), ()),
     "data": ("Data", ("data",), ()),
     "training": ("Training", ("train", "parallel", "engine"), ()),
     "collectives": ("Collectives", ("collectives",), ()),
