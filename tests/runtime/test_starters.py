@@ -7,10 +7,12 @@ import operator
 import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+import orc.runtime
 from orc.launchers.spec import load_job
 from orc.runtime.core.config import to_env
 
@@ -24,8 +26,12 @@ BY_COMMAND = ("char-gpt", "digits", "gpt-deepspeed", "gpt-fsdp", "hello")
 pytestmark = pytest.mark.distributed
 
 
-def rank(script, directory, arguments):
+def rank(script, directory, arguments, stand_ins=()):
     """Run *script* as a program in *directory*; return what it printed."""
+    for package in stand_ins:
+        orc.runtime.stand_in(package)
+    # Between transformers and peft; of no interest here.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     sys.argv = [script, *arguments]
     printed = io.StringIO()
     with contextlib.chdir(directory), contextlib.redirect_stdout(printed):
@@ -42,9 +48,8 @@ def start(run_ranks, tmp_path):
         checkpoint = {f"checkpoint_{key}": getattr(job.checkpoint, key) for key in ("every", "keep")}
         env = {**to_env({**job.runtime, **checkpoint}), **job.env, **(env or {})}
         world = world or job.resources.nproc * job.resources.max_nodes
-        return run_ranks(
-            world, rank, str(FOLDERS[name] / job.script), str(tmp_path), [*job.args, *arguments], env=env, timeout=120
-        )
+        program = (str(FOLDERS[name] / job.script), str(tmp_path), [*job.args, *arguments])
+        return run_ranks(world, rank, *program, job.runtime.get("stand_in", ()), env=env, timeout=120)
 
     return start
 
@@ -181,3 +186,27 @@ def test_the_complete_text_program_goes_on_in_mid_epoch_to_the_same_end(start, t
     again = start("complete-nlp")
     assert figures(again[0], "test loss")[-1] == figures(outputs[0], "test loss")[-1]
     assert len(figures(again[0], "test loss")) < 3
+
+
+def test_the_complete_image_program_keeps_the_best_model_and_the_newest_checkpoints(start, tmp_path):
+    outputs = start("complete-vision")
+    check("complete-vision", outputs)
+    assert (tmp_path / "runs/best/model.safetensors").is_file()
+    names = [path.name for path in (tmp_path / "runs/checkpoints").iterdir()]
+    assert sorted(names) == ["checkpoint_4", "checkpoint_5", "checkpoint_6"]
+    again = start("complete-vision")
+    assert figures(again[0], "accuracy")[-1] == figures(outputs[0], "accuracy")[-1]
+
+
+def test_an_adapter_learns_and_the_base_model_stays(start, tmp_path):
+    outputs = start("lora")
+    check("lora", outputs)
+    assert "base weights untouched: True" in outputs[0]
+    assert figures(outputs[0], "after LoRA")[0] < figures(outputs[0], "first epoch of LoRA")[0]
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["sagemaker", "tpu"])
+def test_the_script_for_a_platform_runs_here_too(start, name):
+    on_cpu = {"ORC_USE_CPU": "1", "ORC_CHECKPOINT_DIR": "runs"}
+    check(name, start(name, world=2, env=on_cpu))
