@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from orc.orchestrator.cli.commands.init import GROUPS, group, starters
+from orc.orchestrator.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = re.compile(r"^Expected: (.+?) (>=|<=|=) (\S+)$", re.MULTILINE)
 ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
 
 
@@ -42,6 +48,56 @@ def test_digits_reaches_95_percent_and_keeps_verified_checkpoints(tmp_path: Path
     assert float(accuracy) >= 0.95
     (job,) = json.loads(_orc("list", "--json", cwd=tmp_path).stdout)["jobs"]
     assert job["state"] == "SUCCEEDED"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_trainer_of_transformers_runs_as_it_is(tmp_path: Path) -> None:
+    done = _orc("submit", "job.yaml", "--follow", cwd=_start("transformers-trainer", tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d+ steps on 2 processes$", done.stdout, re.MULTILINE)
+    (loss,) = re.findall(r"^eval loss (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert float(loss) <= _expected("transformers-trainer")
+
+
+@pytest.mark.distributed
+def test_starters_of_features_run_as_jobs(tmp_path: Path) -> None:
+    for name, figure in (("profiler", "steps recorded 3"), ("gradient-accumulation", "232 batches per process")):
+        done = _orc("submit", "job.yaml", "--follow", cwd=_start(name, tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert figure in done.stdout
+
+
+@pytest.mark.parametrize(("name", "words"), [("sagemaker", "CreateTrainingJob"), ("tpu", "acceleratorType")])
+def test_a_job_for_a_platform_can_be_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    shutil.copytree(starters()[name], tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "key.pub").write_text("ssh-ed25519 AAAA me\n")
+    clusters = tmp_path / name / "clusters.yaml"
+    clusters.write_text(clusters.read_text().replace("~/.ssh/tpu", str(tmp_path / "key")))
+    monkeypatch.setenv("ORC_CLUSTERS", str(clusters))
+    assert main(["render", str(tmp_path / name / "job.yaml")]) == 0
+    assert words in capfd.readouterr().out
+
+
+def _expected(name: str) -> float:
+    ((_, _, bound),) = EXPECTED.findall((starters()[name] / "train.py").read_text())
+    return float(bound)
+
+
+def test_the_page_of_examples_has_every_starter_and_its_figure() -> None:
+    page = (ROOT / "docs/tutorials/examples.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| .+ \| (.+) \|$", page, re.MULTILINE))
+    assert list(rows) == list(starters())
+    for name, folder in starters().items():
+        job = yaml.safe_load((folder / "job.yaml").read_text())
+        assert job["name"] == name
+        figures = EXPECTED.findall((folder / job["script"]).read_text())
+        if figures:
+            assert rows[name] == " ".join(figures[0])
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert list(dict.fromkeys(group(folder) for folder in starters().values())) == headings[: len(GROUPS)]
 
 
 @pytest.mark.slow

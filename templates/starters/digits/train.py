@@ -1,6 +1,8 @@
 """Classify scikit-learn's 1,797 handwritten digits (8 x 8 pixels) with a small network.
 
 Run it with `orc submit job.yaml --follow`, with `orc launch -n 2 train.py`, or plainly with `python train.py`.
+
+Expected: test accuracy >= 0.95
 """
 
 import argparse

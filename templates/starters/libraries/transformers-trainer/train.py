@@ -7,7 +7,7 @@ A tiny GPT-2 learns Python's reference letter by letter; nothing is downloaded. 
 (evaluation, its own checkpoints, `resume_from_checkpoint`, gradient accumulation, bf16) works as everywhere;
 processes, placement, retries and metrics are the job's.
 
-Expected: eval loss <= 2.6
+Expected: eval loss <= 3.1
 """
 
 import argparse
