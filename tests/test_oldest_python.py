@@ -61,3 +61,6 @@ def test_a_python_that_is_too_old_is_refused_with_what_it_would_need():
     assert python_problem((3, 9, 18), environment=True) is None
     assert python_problem((3, 8), environment=True) == "Python 3.8; orc's agents need 3.9 or newer"
     assert orc.runtime.OLDEST_PYTHON == OLDEST_PYTHON
+    stated = ".".join(map(str, OLDEST_PYTHON))
+    assert f"Python {stated} or newer" in (ROOT / "docs/how-to/environments.md").read_text()
+    assert f"Python {stated} or newer" in (ROOT / "runtime/__init__.py").read_text()

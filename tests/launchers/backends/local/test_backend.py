@@ -21,7 +21,7 @@ import pytest
 from orc.launchers.agent.procfs import marked_processes, process_start
 from orc.launchers.agent.records import read_json
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
-from orc.launchers.backends.local.backend import LocalBackend, _gpu_count
+from orc.launchers.backends.local.backend import LocalBackend, _gpu_count, _python_problem
 from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -335,3 +335,22 @@ def test_a_root_elsewhere_gets_its_own_copy_of_the_snapshot(plan, backend, tmp_p
     there = ContentStore(Path(Layout.at(str(tmp_path / "scratch")).store))
     assert there.has(rendered.trees["code"])
     assert there.has(rendered.trees["runtime"])
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "said"),
+    [
+        ("echo 3 9 18", None, "is Python 3.9.18; ranks need 3.10 or newer"),
+        ("echo 3 9 18", {"venv": "requirements.txt"}, None),
+        ("echo 3 10 13", None, None),
+        ("echo broken >&2; exit 3", None, "cannot be started: broken"),
+    ],
+)
+def test_a_python_that_cannot_start_ranks_is_refused(
+    tmp_path: Path, text: str, environment: dict[str, str] | None, said: str | None
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+    problem = _python_problem(str(python), environment=environment is not None)
+    assert (said is None and problem is None) or (said and problem == f"{python} {said}")

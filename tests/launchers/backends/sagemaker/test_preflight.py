@@ -35,10 +35,13 @@ def test_requirements_without_a_network_to_fetch_them_are_pointed_out(
 OLD = {"pytorch_version": "1.12.1", "py_version": "py38"}
 
 
-def test_an_image_in_which_no_agent_can_start_is_an_error(plan: Any) -> None:
-    (finding,) = check(NO_COMPLAINTS, plan(OLD), "sm")
+@pytest.mark.parametrize(
+    ("image", "version"), [(OLD, "3.8"), ({"pytorch_version": "1.13.1", "py_version": "py39"}, "3.9")]
+)
+def test_an_image_in_which_no_rank_can_start_is_an_error(plan: Any, image: dict[str, str], version: str) -> None:
+    (finding,) = check(NO_COMPLAINTS, plan(image), "sm")
     assert finding.level == "error"
-    assert "the image has Python 3.8" in finding.what
+    assert f"the image has Python {version}; ranks need 3.10 or newer" in finding.what
     assert "pytorch_version" in finding.hint
 
 
