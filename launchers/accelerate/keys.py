@@ -129,10 +129,9 @@ _MACHINES = (
            "Both meet at the address of machine 0. A job whose nodes may come and go is one with a range of "
            "`resources.nodes`.", ("--rdzv_backend",), key="rdzv_backend", default="static",
            job="launcher.options.rdzv_backend"),
-    Option("rdzv_conf", "machines", "Settings of the meeting: key=value,key=value.", mapping, "done",
-           "`timeout` and `join_timeout` limit how long machines wait for each other, in seconds; others are "
-           "torchrun's own: launcher.options.rdzv_conf of a job.", ("--rdzv_conf",), key="rdzv_conf",
-           job="launcher.options.rdzv_conf"),
+    Option("rdzv_conf", "machines", "Settings of the meeting: key=value,key=value.", mapping, "ignored",
+           "Nothing: machines meet where rank 0 listens, and the script's InitProcessGroupKwargs say how long they "
+           "wait.", ("--rdzv_conf",), key="rdzv_conf", job="launcher.options.rdzv_conf"),
     Option("max_restarts", "machines", "Start all processes again after a failure, this often.", whole(0), "done",
            "Starts them again.", ("--max_restarts",), key="max_restarts", default=0,
            job="launcher.options.max_restarts"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +47,8 @@ def documented(
     """
     own = {**variables(values), **request.env}
     found = Documented(request)
+    if note := kernel_note(os.uname().release):
+        found.notes.append(note)
     world, nprocs = _ranks(found, values, env, {**env, **own}, nproc, count)
     if values.get("tee") is not None or values.get("redirects") is not None or values.get("log_dir") is not None:
         request = _logs(request, values, found.notes)
@@ -59,6 +63,14 @@ def documented(
         max_restarts=values.get("max_restarts", 0),
     )
     return found
+
+
+def kernel_note(release: str) -> str | None:
+    """Return the documented warning for a Linux kernel older than 5.5, below which ranks can hang."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (5, 5):
+        return None
+    return f"the Linux kernel {release} is older than 5.5, with which ranks have been seen to hang; a newer one helps"
 
 
 def _ranks(

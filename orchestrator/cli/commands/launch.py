@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.launchers.accelerate.keys import GROUPS, OPTIONS, Option
+from orc.launchers.accelerate.keys import FLAGS, GROUPS, OPTIONS, Option
 from orc.orchestrator.cli.options import SECONDS, json_option
 
 if TYPE_CHECKING:
@@ -60,6 +60,30 @@ class _Documented(click.Option):
 
 _SHORT = {"ignored": "no effect here", "job": "for jobs", "refused": "not available"}
 _OWN = "orc"
+_WORDS = "orc.launch.words"
+
+
+def _narrowed(words: Iterable[str]) -> set[str]:
+    """Return the groups that ``--help`` is about where *words* name a paradigm; nothing where they name none."""
+    found: set[str] = set()
+    for word in words:
+        option = FLAGS.get(word.partition("=")[0].replace("-", "_").replace("__", "--", 1))
+        if option is not None and option.name in _PAGES:
+            found |= _PAGES[option.name]
+        elif option is not None and option.group == "fp8":
+            found |= {"fp8"}
+    return found and found | {_OWN, "launch", "resource"}
+
+
+_PAGES = {
+    "multi_gpu": {"hardware", "machines", "logs"},
+    "tpu": {"tpu"},
+    "cpu": {"hardware", "machines", "mpi"},
+    "use_fsdp": {"fsdp"},
+    "use_deepspeed": {"deepspeed"},
+    "use_megatron_lm": {"megatron"},
+    "use_parallelism_config": {"parallelism"},
+}
 
 
 class _Grouped(click.Command):
@@ -69,10 +93,18 @@ class _Grouped(click.Command):
         super().__init__(*arguments, **options)
         self.params += [_Documented(one) for one in OPTIONS.values() if one.flags]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words for `format_options`: ``--help`` is answered before any other option is looked at."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by group."""
+        """Write the options by group; beside ``--use_fsdp`` and its like, only those that go with it."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        wanted = _narrowed(ctx.meta.get(_WORDS, ()))
         for param in self.get_params(ctx):
+            if wanted and getattr(param, "group", _OWN) not in wanted:
+                continue
             if record := param.get_help_record(ctx):
                 groups.setdefault(getattr(param, "group", _OWN), []).append(record)
         for name, title in {_OWN: "Options", **GROUPS}.items():

@@ -11,7 +11,7 @@ import pytest
 
 from orc.launchers.accelerate.merge import merge
 from orc.launchers.errors import LaunchError
-from orc.launchers.foreground.documented import Documented, documented, streams
+from orc.launchers.foreground.documented import Documented, documented, kernel_note, streams
 from orc.launchers.foreground.gpus import visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.mpirun import command_line
@@ -130,3 +130,9 @@ def test_mpirun_is_given_what_its_kind_understands(tmp_path: Path) -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["CCL_ATL_TRANSPORT"]) == ("node0", "29500", "ofi")
     intel, _ = command_line(request, values, {}, "Intel(R) MPI Library for Linux* OS")
     assert intel[:7] == ["mpirun", "-f", str(hosts), "-n", "8", "-ppn", "4"]
+
+
+def test_a_kernel_that_lets_ranks_hang_is_named() -> None:
+    assert [bool(kernel_note(release)) for release in ("5.4.0-42-generic", "4.18.0", "5.5.1", "6.1.0", "odd")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip

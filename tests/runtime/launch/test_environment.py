@@ -166,3 +166,16 @@ def test_a_half_made_launch_is_refused_by_name(env, message):
 def test_a_world_of_one_needs_no_address():
     assert place({"RANK": "0", "WORLD_SIZE": "1"}) == ("torchrun", (0, 1, 0, 1, 0), (None, None))
     assert place({"WORLD_SIZE": "1"})[0] == "single"
+
+
+def test_the_mpirun_of_intel_mpi_and_mpich():
+    env = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "node0"}
+    assert place(env) == ("hydra", (5, 8, 1, 4, 1), ("node0", 29500))
+    with pytest.raises(LaunchError, match="MASTER_ADDR is not set"):
+        detect({**env, "MASTER_ADDR": ""})
+    # what it starts its helpers with says nothing about the ranks
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    assert detect({**env, **slurm}).platform == "hydra"
+    one = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    platform, _, (address, port) = place(one)
+    assert (platform, address, port) == ("hydra", "127.0.0.1", detect(one | {"PMI_RANK": "0"}).master_port)

@@ -81,6 +81,9 @@ def test_help_has_every_flag_in_its_group(orc: Run) -> None:
     assert places == sorted(places)
     words = set(shown.replace(",", " ").split())
     assert [flag for one in OPTIONS.values() for flag in one.flags if flag not in words] == []
+    narrow = orc("launch", "--use-fsdp", "--fp8_backend=te", "-h").out
+    assert ("--fsdp_offload_params" in narrow, "--fp8_margin" in narrow, "--num_processes" in narrow) == (True,) * 3
+    assert ("--zero_stage" in narrow, "--megatron_lm_tp_degree" in narrow) == (False, False)
     wrong = orc("launch", "--num_proceses", "2", "report.py")
     assert (wrong.code, "--num-processes" in wrong.err) == (2, True), wrong.err
     wrong = orc("launch", "--num_processes", "two", "report.py")
