@@ -111,10 +111,12 @@ def _refuse_accelerate(document: Document, path: Path) -> None:
     """Raise `SpecError` for a configuration file of Accelerate, which says how to launch but not what."""
     found = [key for key in _OF_ACCELERATE if key in document.data]
     if found and not any(key in document.data for key in ("script", "module", "command")):
+        import shlex
+
         raise SpecError(
             "is a configuration file of Accelerate, not a job file",
             where=document.origin((found[0],), key=True).where,
-            hint=f"`orc config convert {path} --out DIR` makes a job file of it",
+            hint=f"`orc config convert {shlex.quote(str(path))} --out DIR` makes a job file of it",
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -93,6 +94,14 @@ def command(ctx: click.Context, config_file: Path | None, plain: bool, force: bo
     further = elsewhere or values.get("num_machines", 1) > 1
     after = f"next: orc config convert {path} --out DIR makes a job of it" if further else "next: orc launch SCRIPT"
     _written(path, values, as_json, after)
+
+
+def main() -> NoReturn:
+    """Run ``orc config`` with the arguments of this process (the script ``orc-config``), and end it with the status."""
+    from orc.orchestrator.cli.main import main as orc
+
+    sys.argv[1:1] = ["config"]
+    sys.exit(orc())
 
 
 def _inherit(

@@ -308,11 +308,11 @@ def test_a_conversion_writes_files_that_render_and_overwrites_none(
 
 @pytest.mark.parametrize("command", ["render", "submit"])
 def test_a_configuration_given_as_a_job_is_recognised(command: str, orc: Run, place: Path) -> None:
-    (place / "config.yaml").write_text(SMALL)
-    result = orc(command, "config.yaml")
+    (place / "my config.yaml").write_text(SMALL)
+    result = orc(command, "my config.yaml")
     assert result.code == 2
     assert "configuration file of Accelerate" in result.err
-    assert "orc config convert config.yaml --out DIR" in result.err
+    assert "orc config convert 'my config.yaml' --out DIR" in result.err
 
 
 def test_the_how_to_shows_what_happens(orc: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,3 +339,11 @@ def test_examples_are_listed_and_printed(orc: Run) -> None:
     wrong = orc("config", "examples", "fdsp")
     assert wrong.code == 2
     assert "did you mean 'fsdp'?" in wrong.err
+
+
+def test_orc_config_is_a_program_too(place: Path) -> None:
+    script = "from orc.orchestrator.cli.commands.config import main; main()"
+    argv = [sys.executable, "-c", script, "default", "--config_file", "new.yaml"]
+    assert (
+        subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "configuration saved at new.yaml\n"
+    )
