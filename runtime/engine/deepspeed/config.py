@@ -100,6 +100,7 @@ class HfDeepSpeedConfig:
 
     Attributes:
         config: the configuration, a nested dictionary.
+        mismatches: empty; for those who collect what does not agree with other settings.
 
     Raises:
         ValueError: there is no such file, it is no JSON object, or it has keys that DeepSpeed does not know.
@@ -107,6 +108,7 @@ class HfDeepSpeedConfig:
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.mismatches: list[str] = []
         unknown = [key for key in self.config if key not in KNOWN and not str(key).startswith("_")]
         if unknown:
             near = [f"{key!r}{_nearest(str(key))}" for key in unknown]
@@ -114,11 +116,6 @@ class HfDeepSpeedConfig:
         for section in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
             if not isinstance(self.config.get(section, {}), dict):
                 raise ValueError(f"the DeepSpeed configuration's {section} is {self.config[section]!r}, not a section")
-
-    @property
-    def mismatches(self) -> list[str]:
-        """Return nothing: kept for callers that collect mismatches here."""
-        return []
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the section that holds *ds_key_long* (`None` if there is none) and the last part of its path."""
