@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -10,6 +10,9 @@ from orc.runtime.collectives.collectives import gather
 from orc.runtime.collectives.objects import gather_object
 from orc.runtime.collectives.tree import elements, flatten, unflatten
 from orc.runtime.core.context import RunContext, current_context
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import GradientRecord
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx: RunContext | None = None) -> Any:
@@ -29,7 +32,9 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx:
     tensors = not use_gather_object and any(isinstance(value, Tensor) for _, value in elements(input_data))
     everything = gather(input_data, ctx=ctx) if tensors else gather_object(input_data, ctx=ctx)
     valid = run.gradient.remainder
-    if valid < 0 or ctx.world_size == 1:
+    if ctx.world_size == 1:
+        valid = _rows_of_last_batch(run.gradient) if tensors else -1
+    if valid < 0:
         return everything
     if not tensors:
         return everything[:valid] if isinstance(input_data, (list, tuple)) else _cut_each(everything, valid)
@@ -37,6 +42,12 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx:
     # What had no dimension before the gathering has one row per process, not per sample.
     rows = [one[:valid] if mine.ndim else one for one, mine in zip(leaves, flatten(input_data)[0], strict=True)]
     return unflatten(spec, rows)
+
+
+def _rows_of_last_batch(gradient: GradientRecord) -> int:
+    """Rows of a last batch that is not full, -1 for others: libraries gather a value repeated to a full batch."""
+    loader: Any = gradient.active[-1] if gradient.end_of_dataloader else None
+    return getattr(loader, "rows_of_last_batch", -1)
 
 
 def _cut_each(parts: list[Any], valid: int) -> list[Any]:

@@ -135,6 +135,12 @@ class DataLoaderAdapter:
         """The batch sampler that can start anywhere, `None` for streams and for the user's own samplers."""
         raise NotImplementedError
 
+    @property
+    def rows_of_last_batch(self) -> int:
+        """Samples of the last round where the data do not fill it; -1 where they do, or it is not known."""
+        plan = getattr(self._passes(), "plan", None)
+        return -1 if plan is None or self.batch_size is None else plan.remainder or -1
+
     def _generator(self) -> torch.Generator | None:
         """The generator that later epochs draw from: part of the position."""
         sampler = self._passes()

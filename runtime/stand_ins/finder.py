@@ -14,6 +14,7 @@ from typing import Any
 
 VERSION = "1.12.0"  # the release whose documentation the runtime follows
 PACKAGE = "accelerate"
+TRAINER = "transformers.trainer"  # which saves and resumes by itself: see `orc.runtime.stand_ins.trainer`
 
 
 class StandInFinder:
@@ -23,6 +24,8 @@ class StandInFinder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of the table; `None` for any other."""
+        if name == TRAINER:
+            return self._equipped(name, path, target)
         if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
             return None
         from orc.runtime.stand_ins import names
@@ -31,6 +34,24 @@ class StandInFinder:
             return None
         spec = ModuleSpec(name, self, origin=names.__file__, is_package=name in names.PACKAGES)  # type: ignore[arg-type]
         spec.has_location = True  # which gives the module a __file__
+        return spec
+
+    def _equipped(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Return the spec that the other finders give, followed by `equip` once the module is executed."""
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is None or "exec_module" in vars(loader):
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            from orc.runtime.stand_ins.trainer import equip
+
+            equip(module)
+
+        loader.exec_module = exec_module
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

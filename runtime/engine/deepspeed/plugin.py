@@ -89,7 +89,9 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(configuration({**told, **given}))
         else:
-            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+            if not isinstance(self.hf_ds_config, HfDeepSpeedConfig) or type(self.hf_ds_config) is HfDeepSpeedConfig:
+                self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+            # else of a class derived from ours: its owner goes on filling it in (Transformers)
             refuse_ambiguity(self.hf_ds_config, given, told, file_from_launcher, env)
             fill_in(self.hf_ds_config, {**told, **given})
         self.deepspeed_config["steps_per_print"] = float("inf")  # a script prints for itself

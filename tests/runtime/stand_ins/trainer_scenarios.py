@@ -86,7 +86,7 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
 
 def numbers(trainer: Trainer) -> Results:
     """What the run logged, and a figure of the final weights."""
-    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict().values()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped).values()
     return {
         "loss": [round(row["loss"], 5) for row in trainer.state.log_history if "loss" in row],
         "norm": [round(float(row["grad_norm"]), 4) for row in trainer.state.log_history if "grad_norm" in row],
@@ -118,8 +118,8 @@ def gradient_checkpointing(folder: str) -> Results:
     return train(folder, gradient_checkpointing=True, max_steps=3)
 
 
-def workers_and_groups(folder: str) -> Results:
-    return train(folder, dataloader_num_workers=1, train_sampling_strategy="group_by_length", max_steps=3)
+def workers(folder: str) -> Results:
+    return train(folder, dataloader_num_workers=1, max_steps=3)
 
 
 def split_batches(folder: str) -> Results:
@@ -198,7 +198,7 @@ SCENARIOS: dict[str, Callable[[str], Results]] = {
         bf16,
         accumulation,
         gradient_checkpointing,
-        workers_and_groups,
+        workers,
         split_batches,
         resume_in_mid_epoch,
         classification,
