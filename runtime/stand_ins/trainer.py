@@ -8,7 +8,6 @@ their parts, and of this job: `MARK` in it holds the job's id.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -101,7 +100,7 @@ def _callback() -> type:
             if context.is_main and place.is_dir():
                 temporary = place / f"{MARK}.tmp"
                 temporary.write_text(job)
-                os.replace(temporary, place / MARK)
+                temporary.replace(place / MARK)
             if self.leaving:
                 wait_for_everyone()
                 message = f"preempted after step {state.global_step}, saved to {place}"
