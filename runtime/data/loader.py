@@ -139,7 +139,7 @@ class DataLoaderAdapter:
     def rows_of_last_batch(self) -> int:
         """Samples of the last round where the data do not fill it; -1 where they do, or it is not known."""
         plan = getattr(self._passes(), "plan", None)
-        return -1 if plan is None or self.batch_size is None else plan.remainder or -1
+        return -1 if plan is None or getattr(self, "batch_size", None) is None else plan.remainder or -1
 
     def _generator(self) -> torch.Generator | None:
         """The generator that later epochs draw from: part of the position."""

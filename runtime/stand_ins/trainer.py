@@ -44,8 +44,8 @@ def _mark(place: Path) -> str | None:
 
 def equip(module: ModuleType) -> None:
     """Prepare *module*, ``transformers.trainer``."""
-    module.DEFAULT_CALLBACKS.append(_callback())  # type: ignore[attr-defined]
-    trainer: Any = module.Trainer  # type: ignore[attr-defined]
+    module.DEFAULT_CALLBACKS.append(_callback())
+    trainer: Any = module.Trainer
     original = trainer.train
 
     @functools.wraps(original)
