@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,11 +85,17 @@ def _one(models: Sequence[nn.Module]) -> nn.Module:
 
 @contextmanager
 def _unheard(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the block steps call no hooks: torch makes the state by a step without gradients."""
+    """Within the block steps call no hooks: torch makes the state by a step without gradients.
+
+    Nor does torch warn of functions of its own that are to go and that its gathering still calls.
+    """
     before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = type(before[0])(), type(before[1])()
     try:
-        yield
+        with warnings.catch_warnings():
+            for text in ("`_get_pg_default_device` will be deprecated", "Multiple backends are registered"):
+                warnings.filterwarnings("ignore", text, UserWarning)
+            yield
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before
 

@@ -39,6 +39,22 @@ def test_saved_within_an_epoch_the_next_pass_is_its_rest(tmp_path, make_run):
     assert [len(list(other.train())) for _ in range(2)] == [STEPS - 2, STEPS]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_saved_behind_a_break_the_next_pass_is_a_new_one_unless_the_iterator_is_kept(tmp_path, make_run, keeps):
+    run = make_run()
+    batches = iter(run.loader) if keeps else run.loader
+    for number, _ in enumerate(batches):
+        if number == 1:
+            break
+    run.accelerator.save_state(tmp_path / "s")
+    uninterrupted = [[value.tolist() for value in batch] for batch in (batches if keeps else run.loader)]
+    reset_default()
+    other = make_run(seed=3)
+    other.accelerator.load_state(tmp_path / "s")
+    assert [[value.tolist() for value in batch] for batch in other.loader] == uninterrupted
+    assert len(uninterrupted) == (STEPS - 2 if keeps else STEPS)
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_saved_at_the_last_batch_the_next_pass_is_the_next_epoch(tmp_path, make_run, skips):
     """A script that saves every n steps computes ``epoch, skip = divmod(step, len(loader))`` when it resumes."""

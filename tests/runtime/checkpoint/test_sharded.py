@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,7 @@ def with_plugin(directory, version, kind, saves):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=version, state_dict_type=kind, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=40
         )
+    warnings.filterwarnings("error", ".*(deprecated|Multiple backends)")  # torch's, of what our calls do not choose
     accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(not saves)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 3)).double()
