@@ -196,6 +196,8 @@ def _parsed(option: Option, name: str, value: Any) -> Any:
         return "fp16"
     if option.name in ("tpu_env", "env") and isinstance(value, Mapping):
         return [f"{key}={item}" for key, item in value.items()]
+    if option.parse is dict and not isinstance(value, Mapping):
+        raise ValueError("expected a mapping")
     return option.parse(value)
 
 

@@ -15,6 +15,8 @@ from orc.launchers.accelerate.config_file import AccelerateConfig
 from orc.launchers.accelerate.keys import of_group
 from orc.launchers.accelerate.notes import Note, Notes
 from orc.launchers.errors import SpecError
+from orc.launchers.spec.load import validate
+from orc.launchers.spec.source import Document
 from orc.runtime.core.config import KEYS, ConfigError, check
 
 _SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
@@ -79,7 +81,7 @@ def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | N
     """Return the job of *config* that runs *script*, called *name* (the name of the file unless given).
 
     Raises:
-        SpecError: values that exclude each other, with the place.
+        SpecError: values that exclude each other, with the place; a *script* or *name* that a job cannot have.
     """
     title = name or job_name(config.path.stem)
     draft = Draft(config, Notes(config), {"name": title, "script": script})
@@ -103,6 +105,7 @@ def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | N
         draft.job["launcher"] = _short(draft.launcher)
     sections = {"resources": draft.resources, "env": draft.env, "setup": draft.setup, "runtime": draft.runtime}
     draft.job |= {key: part for key, part in sections.items() if part}
+    validate(Document(_plain(draft.job), f"the job of {config.path}", {}, {}))  # a name or script that cannot be
     return Conversion(config, draft.job, draft.clusters, draft.notes.all())
 
 

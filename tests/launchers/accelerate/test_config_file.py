@@ -123,6 +123,7 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place_and_the_nearest
         ("num_machines: 3\nnum_processes: 4\n", "4 processes cannot be divided among 3 machines"),
         ("distributed_type: DATA_PARALLEL\n", "is of Amazon SageMaker"),
         ("- a\n", "expected a mapping"),
+        ("additional_args: 5\n", "additional_args: expected a mapping, not 5"),
         ("", "is empty"),
         ("num_processes: [1\n", "not valid YAML"),
         ("dynamo_backend: NO\ndynamo_config: {dynamo_backend: INDUCTOR}\n", "is also given as"),

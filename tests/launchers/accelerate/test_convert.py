@@ -172,3 +172,12 @@ def test_a_kind_of_run_that_is_not_supported_is_noted(
     made = convert(read_config(tmp_path / "other.yaml"))
     assert "distributed_type" in {note.key for note in made.notes}
     rendered(made, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"script": "/abs.py"}, "must be relative to the workdir"), ({"name": "---"}, "needs at least one letter")],
+)
+def test_a_script_or_name_that_a_job_cannot_have_is_refused(options: dict[str, str], what: str) -> None:
+    with pytest.raises(SpecError, match=what):
+        convert(read_config(CONFIGS / "fsdp.yaml"), **options)
