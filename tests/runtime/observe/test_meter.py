@@ -1,5 +1,6 @@
 """What is counted: steps, samples, tokens, waits and operations of the training loop, and nothing else."""
 
+import itertools
 import json
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from orc.runtime import Accelerator, AcceleratorState
 from orc.runtime.core.context import reset_default
-from orc.runtime.observe import meter, watch
+from orc.runtime.observe import meter, reporter, watch
 from orc.runtime.observe.flops import FlopCount, peak_tflops
 from orc.runtime.observe.reporter import combine
 
@@ -24,6 +25,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("ORC_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("ORC_ATTEMPT", "3")
     monkeypatch.setenv("ORC_METRICS_INTERVAL_S", "600")  # one line, at the end
+    monkeypatch.setattr(reporter, "FIRST_WINDOW_S", 600.0)
     AcceleratorState._reset_state()
     reset_default()
     yield tmp_path
@@ -306,3 +308,30 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(job, monkeypatch, 
         optimizer.step()
     accelerator.end_training()
     assert sum("metrics are not written any more" in record.message for record in caplog.records) == 1
+
+
+def test_the_first_lines_come_soon_and_then_ever_more_slowly(job, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(reporter, "FIRST_WINDOW_S", 1.0)
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    numbers = dict.fromkeys(("steps", "busy_s", "waited_s", "samples", "tokens", "other_s", "slowest_s", "flops"), 0)
+    counts = SimpleNamespace(**numbers, epoch=0, loss=None)
+    context = SimpleNamespace(
+        rank=0,
+        is_main=True,
+        world_size=1,
+        topology=SimpleNamespace(peers=1),
+        env=SimpleNamespace(job=SimpleNamespace(attempt=1, restart=0)),
+    )
+    report = reporter.Reporter(context, counts, job / "m.jsonl", 10.0)
+    for tick in range(600):  # a minute: the first step is taken after three seconds
+        now[0] += 0.1
+        if tick > 30:
+            counts.steps, counts.busy_s = counts.steps + 1, counts.busy_s + 0.1
+        report.poll(counts.steps)
+    at = [json.loads(line)["at"] - 100 for line in (job / "m.jsonl").read_text().splitlines()]
+    apart = [after - before for before, after in itertools.pairwise(at)]
+    assert 3 < at[0] < 4.5
+    assert apart[0] == pytest.approx(1.5, abs=0.2)
+    assert all(after > before - 0.15 for before, after in itertools.pairwise(apart))  # a tick of the clock
+    assert apart[-1] == pytest.approx(10, abs=0.2)
