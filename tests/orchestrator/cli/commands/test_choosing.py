@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import orc.orchestrator.cli.commands.list as listing
 from orc.orchestrator.cli.foreign_verbs import HINTS
 from orc.orchestrator.cli.main import COMMANDS
 from orc.orchestrator.cli.ui import asking
+from orc.orchestrator.views import JobRow
 
 from ..conftest import HELLO, Run
 
@@ -118,3 +120,18 @@ def test_a_large_snapshot_is_refused_before_it_is_read_unless_it_is_meant(
     (place / "job" / ".orcignore").unlink()
     (place / "job" / "data" / "raw" / "a").chmod(0o600)
     assert orc("submit", path, "--yes", "--follow").code == 0
+
+
+def test_a_watched_list_prints_what_has_changed(
+    orc: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def row(job: str, state: str) -> JobRow:
+        return JobRow(job, "n", "local", "local", state, "", 1, 0.0, 0.0, 1.0, (), {}, None)
+
+    later = iter([[row("a-1", "RUNNING"), row("b-2", "RUNNING")], [row("a-1", "RUNNING"), row("b-2", "FAILED")]])
+    monkeypatch.setattr(listing, "INTERVAL_S", 0)
+    with pytest.raises(StopIteration):
+        listing.watch(lambda: next(later), [row("a-1", "RUNNING")], wide=False)
+    shown = [line.split()[:2] for line in capfd.readouterr().out.splitlines()]
+    assert shown == [["JOB", "STATE"], ["a-1", "RUNNING"], ["b-2", "RUNNING"], ["b-2", "FAILED"]]
+    assert orc("list", "-w", "--json").code == 2
