@@ -157,3 +157,9 @@ def test_a_job_file_asks_for_it(value: str, variable: str, tmp_path: Path) -> No
     path.write_text(f"name: x\nscript: train.py\nruntime: {{stand_in: {value}}}\n")
     (tmp_path / "train.py").touch()
     assert to_env(load_job(path).spec.runtime) == {"ORC_STAND_IN": variable}
+
+
+def test_the_example_of_the_page_on_compatibility_runs() -> None:
+    page = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
+    code = page.split("```python\n", 1)[1].split("```", 1)[0]
+    assert "AlignDevicesHook() is not in orc.runtime" in run(code).stdout
