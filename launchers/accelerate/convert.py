@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from orc.launchers.accelerate import places
 from orc.launchers.accelerate.config_file import AccelerateConfig
+from orc.launchers.accelerate.draft import Draft
 from orc.launchers.accelerate.keys import of_group
 from orc.launchers.accelerate.notes import Note, Notes
 from orc.launchers.errors import SpecError
@@ -27,11 +28,6 @@ _UNKNOWN = {
     "MODEL_PARALLEL": "SageMaker's model parallelism is not supported; shard the model with runtime.fsdp",
     "MULTI_NPU": _NO_DEVICE,
     "MULTI_XPU": _NO_DEVICE,
-}
-# What orc decides for every attempt, and a file of one machine says for nothing.
-_DECIDED = {
-    "machine_rank": "orc numbers the nodes of each attempt; one job file serves all of them",
-    "main_process_port": "node 0 takes a free port for each attempt",
 }
 
 
@@ -55,26 +51,6 @@ class Conversion:
         return _header(f"Converted from {self.config.path.name}; add it to your clusters.yaml", ()) + _yaml(
             self.clusters
         )
-
-
-@dataclass
-class Draft:
-    """Job and clusters while they are written."""
-
-    config: AccelerateConfig
-    notes: Notes
-    job: dict[str, Any]
-    runtime: dict[str, Any] = field(default_factory=dict)
-    resources: dict[str, Any] = field(default_factory=dict)
-    launcher: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)
-    clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option *name*, for which this accounts."""
-        self.notes.settle(name)
-        return self.config.get(name, default)
 
 
 def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | None = None) -> Conversion:
@@ -250,19 +226,6 @@ def _launcher(draft: Draft) -> None:
             options[name] = value
     if options:
         draft.launcher |= {"kind": "torchrun", "options": options}
-
-
-def cluster_name(title: str, suffix: str) -> str:
-    """Return the name of the cluster of the job *title*."""
-    return title if suffix in title else f"{title[: 62 - len(suffix)]}-{suffix}"
-
-
-def decided(draft: Draft) -> None:
-    """Account for what orc decides itself; with several machines a note says so."""
-    for name, why in _DECIDED.items():
-        if draft.take(name) is not None and draft.config.get("num_machines", 1) > 1:
-            draft.notes.add(name, why)
-    draft.notes.settle("same_network")
 
 
 def _header(title: str, notes: tuple[Note, ...]) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from orc.launchers.accelerate.draft import Draft, cluster_name, decided
 from orc.launchers.accelerate.keys import of_group
-
-if TYPE_CHECKING:
-    from orc.launchers.accelerate.convert import Draft
 
 # What a file does not say, and the user has to write.
 PROJECT = "my-project"
@@ -21,8 +19,6 @@ NEWEST_IMAGE = {"py_version": "py312", "pytorch_version": "2.9.0", "transformers
 
 def machines(draft: Draft, title: str) -> None:
     """The cluster of a run on this machine, which is ``local``, or of one on several, which are hosts over SSH."""
-    from orc.launchers.accelerate.convert import cluster_name, decided
-
     decided(draft)
     files = [name for name in ("mpirun_hostfile", "deepspeed_hostfile") if draft.config.get(name)]
     for name in ("mpirun_hostfile", "deepspeed_hostfile"):
@@ -50,8 +46,6 @@ def machines(draft: Draft, title: str) -> None:
 
 def tpu(draft: Draft, title: str) -> None:
     """The cluster of kind tpu, and the launcher with one process for each chip."""
-    from orc.launchers.accelerate.convert import cluster_name, decided
-
     decided(draft)
     for name in ("tpu_cluster", "main_process_ip", "rdzv_backend"):
         draft.notes.settle(name)
@@ -84,8 +78,6 @@ def tpu(draft: Draft, title: str) -> None:
 
 def sagemaker(draft: Draft, title: str) -> None:
     """The cluster of kind sagemaker; what belongs to the one job stays with the job."""
-    from orc.launchers.accelerate.convert import cluster_name
-
     for name in ("num_processes", "machine_rank", "rdzv_backend", "same_network"):
         draft.notes.settle(name)
     draft.resources["nodes"] = draft.take("num_machines", 1)
