@@ -39,10 +39,12 @@ class DistributedOperationException(OrcRuntimeError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add the line *note* to what *error* says; in Python 3.10, whose exceptions have no notes, to its message."""
+    """Add the line *note* to what *error* says; in Python 3.10, whose tracebacks show no notes, to its message too."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
+        return
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
