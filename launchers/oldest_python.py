@@ -6,7 +6,8 @@ the job brings another one for its ranks (`environment:`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 OLDEST_PYTHON = (3, 10)  # of ranks: `orc.runtime`
 OLDEST_FOR_AGENT = (3, 9)
@@ -21,3 +22,11 @@ def python_problem(version: Sequence[int], *, environment: bool = False) -> str 
     if tuple(version[:2]) >= oldest:
         return None
     return f"Python {'.'.join(map(str, version))}; {who} need {oldest[0]}.{oldest[1]} or newer"
+
+
+def brings_python(environment: Mapping[str, Any] | None) -> bool:
+    """Return True when a job's *environment*, as ``agent.json`` has it, has another Python than the node's own."""
+    made = environment or {}
+    return made.get("kind") in ("conda", "copy", "container") or (
+        made.get("kind") == "venv" and bool(made.get("python"))
+    )

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import orc.runtime
-from orc.launchers.oldest_python import OLDEST_FOR_AGENT, OLDEST_PYTHON, python_problem
+from orc.launchers.oldest_python import OLDEST_FOR_AGENT, OLDEST_PYTHON, brings_python, python_problem
 from orc.launchers.snapshot.runtime_tree import runtime_files
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +60,10 @@ def test_a_python_that_is_too_old_is_refused_with_what_it_would_need():
     assert python_problem((3, 9, 18)) == "Python 3.9.18; ranks need 3.10 or newer"
     assert python_problem((3, 9, 18), environment=True) is None
     assert python_problem((3, 8), environment=True) == "Python 3.8; orc's agents need 3.9 or newer"
+    assert brings_python({"kind": "conda"})
+    assert brings_python({"kind": "venv", "python": "3.12"})
+    assert not brings_python({"kind": "venv", "python": None})  # made with the node's
+    assert not brings_python(None)
     assert orc.runtime.OLDEST_PYTHON == OLDEST_PYTHON
     stated = ".".join(map(str, OLDEST_PYTHON))
     assert f"Python {stated} or newer" in (ROOT / "docs/how-to/environments.md").read_text()

@@ -85,15 +85,20 @@ def check_hosts(
     return compare_hosts(gather_facts(transports, roots, pythons), gpus=gpus, environment=environment)
 
 
-def compare_hosts(facts_by_host: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False) -> list[Finding]:
-    """Return the findings about hosts, errors first. ``where`` of each is the host's name. Pure."""
+def compare_hosts(
+    facts_by_host: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False, own_python: bool = False
+) -> list[Finding]:
+    """Return the findings about hosts, errors first. ``where`` of each is the host's name. Pure.
+
+    With *environment* torch is not compared; with *own_python* ranks have another Python than the host's.
+    """
     found: list[Finding] = []
     for one in facts_by_host:
         if one.error is not None:
             silent = isinstance(one.error, BackendUnreachable)
             found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
         else:
-            found += _alone(one, gpus, environment)
+            found += _alone(one, gpus, own_python)
     answered = [one for one in facts_by_host if one.error is None]
     found += _clocks(answered)
     found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
@@ -120,10 +125,10 @@ def unusable_hosts(findings: Iterable[Finding]) -> list[str]:
     return list(dict.fromkeys(f.where for f in findings if f.level == "error" and f.where))
 
 
-def _alone(one: HostFacts, gpus: int, environment: bool) -> list[Finding]:
+def _alone(one: HostFacts, gpus: int, own_python: bool) -> list[Finding]:
     """Return the findings about one host, whatever the others are like."""
     facts, found = one.facts, []
-    if problem := python_problem(facts["python"], environment=environment):
+    if problem := python_problem(facts["python"], environment=own_python):
         hint = "Set `python:` of the cluster, or of this host, to a newer one; or give the job an `environment:`."
         found.append(Finding("error", f"{facts['executable']} is {problem}", one.name, hint))
     if not facts["writable"]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from orc.launchers.oldest_python import python_problem
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import Flag, FrozenModel, Text
@@ -69,6 +70,9 @@ class Venv(FrozenModel):
             export = tool.get(name, "poetry export")
             what = f"pip cannot read {name}; write one that it can: {export} > requirements.lock"
             raise LocatedError((("requirements",), what))
+        version = [int(part) for part in (self.python or "").split(".") if part.isdigit()]
+        if len(version) > 1 and ".".join(map(str, version)) == self.python and (problem := python_problem(version)):
+            raise LocatedError((("python",), problem))
         if self.no_index and (self.index_url or self.extra_index_urls):
             raise LocatedError((("no_index",), "no_index and an index exclude each other"))
         return self

@@ -26,7 +26,7 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
-from orc.launchers.oldest_python import python_problem
+from orc.launchers.oldest_python import brings_python, python_problem
 from orc.launchers.plan import Plan, PlanCommand
 from orc.launchers.strict_modes import VARIABLE
 
@@ -151,7 +151,7 @@ class LocalBackend(Backend):
         python = config["python"]
         if python and shutil.which(python) is None:
             findings.append(Finding("error", f"{python}: no such program", self.cluster.name, "Correct `python:`."))
-        elif python and (problem := _python_problem(python, environment=bool(config.get("environment")))):
+        elif python and (problem := _python_problem(python, environment=brings_python(config.get("environment")))):
             hint = "Correct `python:`, or give the job an `environment:`."
             findings.append(Finding("error", problem, self.cluster.name, hint))
         processes = config["nnodes"] * config["nproc"]

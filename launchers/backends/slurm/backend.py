@@ -35,6 +35,7 @@ from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, read_opti
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
+from orc.launchers.oldest_python import brings_python
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class SlurmBackend(Backend):
         environment = json.loads(plan.files[0].content).get("environment") or {}
         if environment.get("kind") == "container":  # `python` is a path in the image
             return found
-        return [*(one for one in self._python(bool(environment)) if one.level == "error"), *found]
+        return [*(one for one in self._python(brings_python(environment)) if one.level == "error"), *found]
 
     def check(self) -> list[Finding]:
         """Check that the cluster's Python has torch; `preflight` has checked that it starts."""

@@ -27,6 +27,7 @@ from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings, read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, PartlyUnreachable
 from orc.launchers.findings import Finding
+from orc.launchers.oldest_python import brings_python
 from orc.launchers.plan import Plan
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class SshBackend(Backend):
         """Return a report of each host, all asked at once."""
         from orc.launchers.backends.ssh.preflight import report
 
-        return report(self.hosts)
+        made = self.cluster.environment
+        python = made.venv.python if made.venv is not None else None
+        return report(self.hosts, own_python=brings_python({"kind": made.kind, "python": python}))
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the store of every host, or of those that *plan* uses."""

@@ -12,6 +12,7 @@ from orc.launchers.backends.ssh.rendering import config_of, hosts_of
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
+from orc.launchers.oldest_python import brings_python
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import HostConnections
@@ -30,8 +31,9 @@ def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
     if not hosts.settings.options.preflight:
         return []
     config = config_of(plan, names[0])
-    own, gpus = bool(config.get("environment")), int(config["slots"].get("gpus_per_node", 0))
-    work = {"look": lambda: checks.compare_hosts(gather_facts(hosts, names), gpus=gpus, environment=own)}
+    gpus = int(config["slots"].get("gpus_per_node", 0))
+    own = {"environment": bool(config.get("environment")), "own_python": brings_python(config.get("environment"))}
+    work = {"look": lambda: checks.compare_hosts(gather_facts(hosts, names), gpus=gpus, **own)}
     if len(names) > 1:
         work["talk"] = lambda: _talk(hosts, names)
     found: list[Finding] = []
@@ -75,12 +77,13 @@ def _talk(hosts: HostConnections, names: Sequence[str]) -> list[Finding]:
     return found
 
 
-def report(hosts: HostConnections) -> list[HostReport]:
-    """Return a report of all hosts of the cluster, compared with each other."""
+def report(hosts: HostConnections, *, own_python: bool) -> list[HostReport]:
+    """Return a report of all hosts of the cluster, compared with each other; *own_python* as in `compare_hosts`."""
     from orc.launchers.hosts import checks
 
     facts_by_host = gather_facts(hosts, hosts.settings.names)
-    found = checks.compare_hosts(facts_by_host, environment=True) + checks.find_missing_torch(facts_by_host)
+    found = checks.compare_hosts(facts_by_host, environment=True, own_python=own_python)
+    found += checks.find_missing_torch(facts_by_host)
     return [
         _report(host, one, tuple(finding for finding in found if finding.where == host.name))
         for host, one in zip(hosts.settings.hosts, facts_by_host, strict=True)

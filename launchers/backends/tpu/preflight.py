@@ -11,7 +11,7 @@ from orc.launchers.backends.tpu import request
 from orc.launchers.backends.tpu.client import in_zones
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.findings import Finding
-from orc.launchers.oldest_python import python_problem
+from orc.launchers.oldest_python import brings_python, python_problem
 
 if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi
@@ -49,7 +49,7 @@ def check(api: TpuApi, plan: Plan) -> list[Finding]:
 def _old_python(plan: Plan, runtime_version: str) -> Iterator[Finding]:
     """Yield a finding for software of Ubuntu 20.04, whose own Python is too old, where nothing names another one."""
     agent = json.loads(next(file for file in plan.files if file.host != request.API).content)
-    if agent.get("python") or agent.get("environment"):
+    if agent.get("python") or brings_python(agent.get("environment")):
         return
     if runtime_version.startswith(_UBUNTU_20) and (problem := python_problem((3, 8))):
         hint = "Choose runtime_version: tpu-ubuntu2204-base, or set `python:` of the cluster to one of the image."

@@ -55,6 +55,7 @@ def test_a_version_of_python_is_text(job_files: Any) -> None:
     ("text", "complaint"),
     [
         ("conda", "environment: expected none, copy, or a mapping such as {venv: requirements.txt}"),
+        ("{venv: {requirements: r.txt, python: 3.9}}", "Python 3.9; ranks need 3.10 or newer"),
         ("{vnev: r.txt}", "unknown key 'vnev', did you mean 'venv'?"),
         ("{venv: {requirement: r.txt}}", "unknown key 'requirement', did you mean 'requirements'?"),
         (
