@@ -34,7 +34,7 @@ class Tokens(torch.utils.data.Dataset):
 
 set_seed(0)
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes))
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, use_cache=False, **sizes))
 settings = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=2, max_steps=24, learning_rate=1e-2,
                              report_to="none", save_strategy="no", logging_steps=4, disable_tqdm=True)
 trainer = Trainer(model, settings, train_dataset=Tokens())
