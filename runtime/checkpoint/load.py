@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +12,8 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import (
-    NAME,
-    Manifest,
-    content_problems,
-    damaged,
-    locate,
-    read_manifest,
-    size_problems,
-)
+from orc.runtime.checkpoint.format.manifest import Manifest
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import provide
-from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
 from orc.runtime.checkpoint.state.by_engine import (
@@ -39,9 +25,8 @@ from orc.runtime.checkpoint.state.by_engine import (
 )
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.state.sharding import is_sharded
-from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.copying import Copies
-from orc.runtime.checkpoint.storage.remote import Place, Remote
+from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
 from orc.runtime.collectives.tree import recursively_apply
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import next_epoch
@@ -50,111 +35,7 @@ from orc.runtime.parallel import extract_model_from_parallel
 if TYPE_CHECKING:
     from orc.runtime.core.context import Prepared, RunContext
 
-_READ_PATIENCE_S = 3600.0
 Hook = Callable[[list[torch.nn.Module], str], None]
-
-
-def verify(context: RunContext, meeting: Meeting, directory: Path) -> Manifest:
-    """The manifest of *directory* when every file is as it was written. The ranks share out the reading.
-
-    Raises:
-        CheckpointError: on every rank, with everything that is missing, cut off or changed.
-    """
-    manifest: Manifest | None = None
-    error: str | None = None
-    try:
-        manifest = read_manifest(directory)
-        problems = size_problems(directory, manifest)
-        if not problems:
-            problems = content_problems(directory, manifest, sorted(manifest.files)[context.rank :: context.world_size])
-        if problems:
-            raise damaged(directory, problems)
-    except CheckpointError as failure:
-        error = str(failure)
-    meeting.hold("load_state (verifying)", error, _first_text, timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S))
-    assert manifest is not None
-    return manifest
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A checkpoint whose files are what was saved.
-
-    directory:
-        Where they can be read; of a checkpoint on an object store a local copy.
-    """
-
-    directory: Path
-    manifest: Manifest
-
-
-@contextmanager
-def verified(
-    context: RunContext, meeting: Meeting, where: Place, *, sites: Sites | None = None, identity: str | None = None
-) -> Iterator[Verified]:
-    """The checkpoint at *where*, verified, for as long as the block lasts. One rank per machine copies what is remote.
-
-    On several *sites* each that lacks the one with this *identity* gets it from another.
-
-    Raises:
-        CheckpointError: on every rank, with everything that is missing, cut off or changed.
-    """
-    if isinstance(where, Path):
-        if sites is not None and sites.several and identity is not None:
-            yield Verified(*provide(meeting, sites, where, identity, _tell))
-        else:
-            found = locate(where)
-            yield Verified(found, verify(context, meeting, found))
-        return
-    mine: Path | None = None
-    error: str | None = None
-    try:
-        if context.is_local_main:
-            mine = Path(tempfile.mkdtemp(prefix="orc-checkpoint-"))
-            error = _fetch(context, where, mine)
-        copies = meeting.hold(
-            "load_state (fetching)",
-            [context.node_rank, None if mine is None else str(mine), error],
-            _copies,
-            timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S),
-        )
-        directory = Path(copies[str(context.node_rank)])
-        yield Verified(directory, read_manifest(directory))
-        # The copy may go when everybody on this machine has read it.
-        meeting.hold("load_state (done)", None, len, timeout_s=max(meeting.timeout_s, _READ_PATIENCE_S))
-    finally:
-        if mine is not None:
-            shutil.rmtree(mine, ignore_errors=True)
-
-
-def _tell(text: str) -> None:
-    print(f"orc: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the run
-
-
-def _fetch(context: RunContext, where: Remote, target: Path) -> str | None:
-    """Copy the checkpoint to *target*, verified on the way; what is wrong with it."""
-    try:
-        manifest = remote.read_manifest(where)
-        lines = remote.problems(where, manifest)
-        if not lines:
-            lines = remote.fetch(where, manifest, manifest.files, target)
-        if lines:
-            raise damaged(where, lines)
-        (target / NAME).write_bytes(manifest.to_json())
-    except (CheckpointError, OSError) as failure:
-        return str(failure) if isinstance(failure, CheckpointError) else f"{where}: {failure}"
-    return None
-
-
-def _copies(reports: list[Any]) -> dict[str, str]:
-    _first_text([error for _, _, error in reports])
-    return {str(node): directory for node, directory, _ in reports if directory is not None}
-
-
-def _first_text(errors: list[Any]) -> None:
-    texts = sorted({text for text in errors if text})
-    if texts:
-        raise CheckpointError("\n".join(texts))
 
 
 def load(
@@ -201,7 +82,7 @@ def load(
         except CheckpointError as failure:
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
-    meeting.hold("load_state (reading)", error, _agree, timeout_s=_READ_PATIENCE_S)
+    meeting.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
     models = list(all_models)
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
@@ -215,7 +96,7 @@ def load(
         if not (is_sharded(model) or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model)
     }
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
-    meeting.hold("load_state (checking)", error, _agree, timeout_s=_READ_PATIENCE_S)
+    meeting.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
     with ExitStack() as undo:
         with _not_awaited(meeting, "load_state (trying)"):
             error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
@@ -224,7 +105,7 @@ def load(
                     load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
                     name = _model_path(directory, manifest, index).name
                     error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
-        meeting.hold("load_state (trying)", error, _agree, timeout_s=_READ_PATIENCE_S)
+        meeting.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
         undo.pop_all()
     load_engines(engines, directory, options)
     with Copies() as copies:
@@ -291,7 +172,7 @@ def _not_awaited(meeting: Meeting, what: str) -> Iterator[None]:
         yield
     except Exception as failure:
         with suppress(CheckpointError):
-            meeting.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=_READ_PATIENCE_S)
+            meeting.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=READ_PATIENCE_S)
         raise
 
 
@@ -430,7 +311,7 @@ def _check_positions(context: RunContext, directory: Path, prepared: Prepared, s
         except PositionError as error:
             raise CheckpointError(f"{directory / name}: {error}") from error
         if cut.rounds and context.is_main and not states[name].get("finished"):
-            _tell(
+            tell(
                 f"epoch {states[name]['epoch']} goes on after {cut.samples} samples, with {loader.total_batch_size} "
                 f"samples per step; it was {states[name]['global_batch']}"
             )

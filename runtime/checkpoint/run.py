@@ -16,7 +16,7 @@ from orc.runtime.checkpoint.background import Background
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing
 from orc.runtime.checkpoint.format.manifest import locate, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
-from orc.runtime.checkpoint.load import Verified, load, verified
+from orc.runtime.checkpoint.load import load
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.save import (
@@ -35,6 +35,7 @@ from orc.runtime.checkpoint.state.base import strategy_wanted
 from orc.runtime.checkpoint.state.ownership import release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
+from orc.runtime.checkpoint.verified import Verified, verified
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.storage.destination import Destination

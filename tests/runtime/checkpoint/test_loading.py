@@ -15,15 +15,16 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from orc.runtime.checkpoint import load
+from orc.runtime.checkpoint import verified as verifying
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.load import Verified, verified, verify
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import placing, rng
 from orc.runtime.checkpoint.state.placing import placed, read_weights, unmapped, unpickle
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
+from orc.runtime.checkpoint.verified import Verified, verified, verify
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.data.plan import PositionError
 
@@ -99,7 +100,7 @@ def test_the_ranks_share_out_the_files(tmp_path, monkeypatch):
         asked.append((directory, given, list(names)))
         return []
 
-    monkeypatch.setattr(load, "content_problems", contents)
+    monkeypatch.setattr(verifying, "content_problems", contents)
     for rank in range(3):
         table = Table()
         assert verify(context(rank=rank, world_size=3), table, tmp_path / "c") == manifest
@@ -146,11 +147,11 @@ def test_sites_that_lack_a_checkpoint_get_it_from_another(tmp_path, monkeypatch)
         asked.append(arguments)
         return tmp_path / "there", manifest
 
-    monkeypatch.setattr(load, "provide", provide)
+    monkeypatch.setattr(verifying, "provide", provide)
     several, one, table = Sites(0, (0, 1)), Sites(0, (0, 0)), Table()
     with verified(context(), table, tmp_path / "c", sites=several, identity="0af3") as found:
         assert found == Verified(tmp_path / "there", manifest)
-    assert asked == [(table, several, tmp_path / "c", "0af3", load._tell)]
+    assert asked == [(table, several, tmp_path / "c", "0af3", verifying.tell)]
     for sites, identity in ((one, "0af3"), (several, None), (None, "0af3")):
         with verified(context(), table, tmp_path / "c", sites=sites, identity=identity) as found:
             assert found == Verified(tmp_path / "c", manifest)
@@ -158,14 +159,14 @@ def test_sites_that_lack_a_checkpoint_get_it_from_another(tmp_path, monkeypatch)
 
 
 def test_what_is_told_stands_in_the_log_of_the_run(capsys):
-    load._tell("hello")
+    verifying.tell("hello")
     assert capsys.readouterr() == ("", "orc: hello\n")
 
 
 def test_what_is_told_is_in_the_log_at_once(monkeypatch):
     file = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file))
-    load._tell("hello")
+    verifying.tell("hello")
     assert file.getvalue() == b"orc: hello\n"
 
 
@@ -187,7 +188,7 @@ def places(tmp_path, monkeypatch):
     """The folder in which local copies are made."""
     made = tmp_path / "tmp"
     made.mkdir()
-    monkeypatch.setattr(load.tempfile, "tempdir", str(made))
+    monkeypatch.setattr(verifying.tempfile, "tempdir", str(made))
     return made
 
 
@@ -216,7 +217,7 @@ def test_a_copy_goes_when_the_load_fails_even_if_somebody_removed_it(bucket, pla
     def fail(gone):
         with verified(context(), Table(), bucket) as found:
             if gone:
-                load.shutil.rmtree(found.directory)
+                verifying.shutil.rmtree(found.directory)
             raise OverflowError
 
     for gone in (False, True):
@@ -241,7 +242,7 @@ def test_what_is_wrong_with_a_remote_checkpoint_is_told_before_any_rank_reads(bu
     def broken(*_):
         raise OSError("no route to host")
 
-    monkeypatch.setattr(load.remote, "read_manifest", broken)
+    monkeypatch.setattr(verifying.remote, "read_manifest", broken)
     assert told() == "memory://bucket/c: no route to host"
     assert list(places.iterdir()) == []
 
