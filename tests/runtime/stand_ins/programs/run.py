@@ -1,0 +1,86 @@
+"""Run the programs of this folder in 1 and 2 processes: ``python run.py reference|orc FOLDER [PROGRAM ...]``.
+
+What they return is in FOLDER/results.json, by number of processes and program.
+
+Importing the libraries costs seconds, so one process imports them and forks the ranks.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import socket
+import sys
+import traceback
+
+PROGRAMS = ("with_trl.sft", "with_trl.dpo", "with_trl.grpo", "with_peft.trainer", "with_peft.loop")
+PROGRAMS += ("with_datasets.streams", "with_datasets.resumed", "with_datasets.split_by_node", "with_diffusers.train")
+
+
+def rank_of(rank, size, port, folder, programs):
+    """Run *programs* as one rank; write the results of rank 0, or an error."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if size == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    results = {}
+    for name in programs:
+        module, _, function = name.partition(".")
+        results[name] = getattr(importlib.import_module(module), function)(str(folder))
+        if rank == 0:
+            (folder / "results.json").write_text(json.dumps(results))
+
+
+def run(size, folder, programs):
+    """The results of *programs* in *size* forked processes."""
+    toys = importlib.import_module("toys")
+    toys.language_model().save_pretrained(folder / "base")  # for trainers that load it by its name
+    toys.tokenizer().save_pretrained(folder / "base")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rank_of(rank, size, port, folder, programs)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    failed = [child for child in children if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    if failed:
+        sys.exit(f"{len(failed)} of {size} processes failed")
+    return json.loads((folder / "results.json").read_text())
+
+
+def main():
+    """Import, fork, print."""
+    which, place, *chosen = sys.argv[1:]
+    if which == "orc":
+        import orc.runtime
+
+        orc.runtime.stand_in("accelerate")
+    import accelerate
+
+    assert ("orc" in accelerate.Accelerator.__module__.split(".")) == (which == "orc")
+    programs = [name for name in PROGRAMS if not chosen or any(name.startswith(one) for one in chosen)]
+    for module in sorted({name.partition(".")[0] for name in programs}):
+        importlib.import_module(module)
+    folder = pathlib.Path(place)
+    both = programs
+    if which == "reference":  # on two processes without a GPU it fails in the middle of the streams
+        both = [name for name in programs if name.startswith(("with_trl", "with_peft"))]
+    results = {"1": run(1, folder / "1", programs), "2": run(2, folder / "2", both)}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
