@@ -88,9 +88,7 @@ from orc.runtime.compat.availability import is_timm_available as is_timm_availab
 from orc.runtime.compat.availability import is_torch_xla_available as is_torch_xla_available
 from orc.runtime.compat.availability import is_torchao_available as is_torchao_available
 from orc.runtime.compat.availability import is_torchdata_available as is_torchdata_available
-from orc.runtime.compat.availability import (
-    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-)
+from orc.runtime.compat.availability import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from orc.runtime.compat.availability import is_torchvision_available as is_torchvision_available
 from orc.runtime.compat.availability import is_tqdm_available as is_tqdm_available
 from orc.runtime.compat.availability import is_trackio_available as is_trackio_available
