@@ -18,19 +18,20 @@ from packaging.requirements import Requirement
 from orc.launchers.snapshot.scan import scan
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("launch", "runtime", "launchers", "orchestrator", "templates")
+ROOMS = ("runtime", "launchers", "orchestrator", "templates")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def package_folders() -> set[str]:
-    """Import names of all folders that hold modules; starters are data."""
-    names = set()
+def package_folders() -> dict[str, Path]:
+    """All folders that hold modules, by import name; starters are data."""
+    mapped = {Path(folder): name for name, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()}
+    found = {}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            parts = path.parent.relative_to(ROOT).parts
-            if "starters" not in parts:
-                names.add(".".join(("orc", *parts)))
-    return names
+            folder = path.parent.relative_to(ROOT)
+            if "starters" not in folder.parts:
+                found[mapped.get(folder, ".".join(("orc", *folder.parts)))] = path.parent
+    return found
 
 
 def test_every_package_folder_is_listed() -> None:
@@ -39,8 +40,8 @@ def test_every_package_folder_is_listed() -> None:
 
 
 def test_every_package_folder_is_a_package() -> None:
-    for name in package_folders():
-        assert (ROOT / Path(*name.split(".")[1:]) / "__init__.py").is_file(), name
+    for name, folder in package_folders().items():
+        assert (folder / "__init__.py").is_file(), name
 
 
 def test_tested_versions_are_pinned() -> None:

@@ -1,5 +1,0 @@
-"""`python -m orc.launch`."""
-
-from orc.launch import main
-
-main()
