@@ -75,7 +75,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_file_of_the_rooms_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
-    expected = {f"orc/{path}" for path in scan(ROOT).sources if path.startswith(tuple(f"{room}/" for room in ROOMS))}
+    sources = {f"orc/{path}" for path in scan(ROOT).sources if path.startswith(tuple(f"{room}/" for room in ROOMS))}
+    expected = {path.replace("orc/orchestrator/cli/launch_program/", "orc/launch/") for path in sources}
     assert shipped == expected
     assert "orc/__init__.py" not in shipped
     assert {f"orc/{room}/py.typed" for room in ROOMS} <= shipped

@@ -152,6 +152,7 @@ _WRITERS = {
     "cli/commands/submit.py": {"sys.stdout.buffer", "sys.stderr.buffer"},  # for the sinks of `tail`
     "cli/ui/tail.py": {"sys.stdout.buffer"},
     "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
+    "cli/commands/env.py": {"print("},  # in a process of its own, read as JSON
     "cli/commands/list.py": {"Live("},  # is given what `output.rendered` has made
     "cli/commands/top.py": {"Live("},  # is given cells that are escaped
     "functions/node.py": {".print_exc("},  # into the log of the rank
