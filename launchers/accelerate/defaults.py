@@ -87,7 +87,7 @@ def config_text(values: Mapping[str, Any], path: Path) -> str:
 
 
 def write_config(values: Mapping[str, Any], path: Path, *, overwrite: bool = False) -> None:
-    """Write the file *path* whole or not at all, readable for everybody and writable for its owner.
+    """Write the file *path* whole or not at all; one that is replaced keeps who can read it, as it may hold secrets.
 
     Raises:
         SpecError: it is there and *overwrite* is not set; or it cannot be written.
@@ -98,7 +98,7 @@ def write_config(values: Mapping[str, Any], path: Path, *, overwrite: bool = Fal
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(config_text(values, path))
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o644 if overwrite and path.exists() else 0o644)
             if overwrite:
                 os.replace(temporary, path.resolve())  # noqa: PTH105
             else:

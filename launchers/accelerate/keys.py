@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orc.launchers.accelerate.features import FEATURES
-from orc.launchers.accelerate.option import GROUPS, Option, choice, mapping, number, text, whole, words
+from orc.launchers.accelerate.option import GROUPS, Option, choice, mapping, number, text, texts, whole, words
 from orc.runtime.core.parsing import nearest, truth
 
 COMPUTE_ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
@@ -183,7 +183,7 @@ _TPU = (
            job="clusters.yaml: user"),
     Option("vm", "tpu", "Names of single workers.", words, "job", _TPU_JOB, ("--vm",), key="tpu_vm",
            job="clusters.yaml: tpu"),
-    Option("env", "tpu", "Variables for the script: NAME=VALUE. Repeatable.", words, "done",
+    Option("env", "tpu", "Variables for the script: NAME=VALUE. Repeatable.", texts, "done",
            "Sets them for the script, on every machine that runs the command.", ("--env",), key="tpu_env", job="env"),
     Option("main_training_function", "tpu", "Function of the script to run on a TPU.", text, "ignored",
            "Nothing: the whole script runs in each process, as `python script.py` does.",
@@ -195,7 +195,7 @@ _TPU = (
     Option("tpu_zone", "tpu", "Zone of the TPU.", text, "job", _TPU_JOB, key="tpu_zone", job="clusters.yaml: zone"),
     Option("command_file", "tpu", "File of commands for `tpu-config`.", text, "ignored",
            "Nothing at a launch: `orc tpu-config` reads it.", key="command_file"),
-    Option("commands", "tpu", "Commands for `tpu-config`.", words, "ignored",
+    Option("commands", "tpu", "Commands for `tpu-config`.", texts, "ignored",
            "Nothing at a launch: `orc tpu-config` reads them.", key="commands"),
 )  # fmt: skip
 _SAGE = (

@@ -134,6 +134,14 @@ def words(value: Any) -> list[str]:
     return [text(word) for word in value]
 
 
+def texts(value: Any) -> list[str]:
+    """Parse a list of texts, each as it is with its commas and lines; a single text is a list of one."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and "\0" not in one for one in found):
+        raise ValueError("expected a list of texts")
+    return list(found)
+
+
 def choice(*allowed: str) -> Callable[[Any], str]:
     """Return the parser of one of *allowed*, in any case. YAML's bare ``no`` is false, and means ``no`` here."""
 

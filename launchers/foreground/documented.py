@@ -96,16 +96,17 @@ def _ranks(
             )
         return step, 1
     gpus = 0 if values.on("cpu") else count(seen)
+    multi_gpu = "--multi_gpu" if "multi_gpu" in values.given else "distributed_type of the configuration file"
     if values.on("multi_gpu") and not gpus:
         raise LaunchError(
-            "--multi_gpu: this machine has no GPU that the processes could see", hint="--cpu trains on it."
+            f"{multi_gpu}: this machine has no GPU that the processes could see", hint="--cpu trains on it."
         )
     if total is None:
         total = max(gpus, 1) * machines
         if gpus > 1:
             found.notes.append(f"{gpus} GPUs, one process on each; --num_processes takes another number")
     elif values.on("multi_gpu") and (here := -(-total // machines)) > gpus:
-        raise LaunchError(f"--multi_gpu: {here} processes, and this machine has {gpus} GPUs")
+        raise LaunchError(f"{multi_gpu}: {here} processes, and this machine has {gpus} GPUs")
     if machines > 1:
         rank = values.get("machine_rank", 0)
         if step is not None and "machine_rank" not in values.given:

@@ -24,6 +24,8 @@ class _Seconds(click.FloatRange):
 SECONDS = _Seconds(0, 10 * 366 * 86400)
 
 JOB_FILE = "job.yaml"
+# Settings of a command whose options are documented with underscores (--config_file); hyphens work, too.
+EITHER_SPELLING: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/reference/cli.md).")
 STATES = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")

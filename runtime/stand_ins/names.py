@@ -75,8 +75,6 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "notebook_launcher",
-            "debug_launcher",
             "launch_command",
             "launch_command_parser",
             "PrepareForLaunch",

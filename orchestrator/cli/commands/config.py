@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from orc.launchers.accelerate.convert import Conversion
 
 
-def _hyphens(option: str) -> str:
-    return option.replace("_", "-")  # the documented spelling, --config_file, works too
-
-
-_SETTINGS: dict[str, Any] = {"token_normalize_func": _hyphens}
 _file_option = click.option(
     "--config-file", metavar="FILE", type=click.Path(path_type=Path), help="Instead of the default file."
 )
@@ -60,7 +55,7 @@ def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "")
         echo(after)
 
 
-@click.group("config", invoke_without_command=True, context_settings=_SETTINGS)
+@click.group("config", invoke_without_command=True, context_settings=EITHER_SPELLING)
 @_file_option
 @click.option("--plain", is_flag=True, help="Plain questions, without arrow keys; so it is without a terminal.")
 @_force_option
@@ -116,7 +111,9 @@ def _inherit(
     )
 
 
-@command.command("default", short_help="Write a file for this machine without asking.", context_settings=_SETTINGS)
+@command.command(
+    "default", short_help="Write a file for this machine without asking.", context_settings=EITHER_SPELLING
+)
 @_file_option
 @click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no", show_default=True)
 @_force_option
@@ -146,7 +143,9 @@ def default_command(
     _written(path, values, as_json)
 
 
-@command.command("update", short_help="Add the defaults that a file does not have yet.", context_settings=_SETTINGS)
+@command.command(
+    "update", short_help="Add the defaults that a file does not have yet.", context_settings=EITHER_SPELLING
+)
 @_file_option
 @json_option
 @click.pass_context
@@ -162,7 +161,7 @@ def update_command(ctx: click.Context, config_file: Path | None, as_json: bool) 
     _written(config.path, values, as_json, f"added: {', '.join(added)}" if added else "nothing was missing")
 
 
-@command.command("show", short_help="Print the file that a launch reads.", context_settings=_SETTINGS)
+@command.command("show", short_help="Print the file that a launch reads.", context_settings=EITHER_SPELLING)
 @_file_option
 @json_option
 @click.pass_context
@@ -183,7 +182,9 @@ def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) ->
         echo(f"note: {note}", err=True)
 
 
-@command.command("convert", short_help="Convert a file to job.yaml and clusters.yaml.", context_settings=_SETTINGS)
+@command.command(
+    "convert", short_help="Convert a file to job.yaml and clusters.yaml.", context_settings=EITHER_SPELLING
+)
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Write job.yaml and clusters.yaml there.")
 @click.option("--script", metavar="PATH", default="train.py", show_default=True, help="What the job runs.")
@@ -227,7 +228,7 @@ def examples() -> dict[str, Path]:
     return {path.name: path for path in sorted(root.iterdir()) if (path / "job.yaml").is_file()}
 
 
-@command.command("examples", short_help="List converted examples, or print one.", context_settings=_SETTINGS)
+@command.command("examples", short_help="List converted examples, or print one.", context_settings=EITHER_SPELLING)
 @click.argument("name", required=False)
 @json_option
 @click.pass_context

@@ -8,12 +8,15 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.accelerate.config_file import AccelerateConfig
 
 PACKAGES = (
     *("orc-launch", "torch", "numpy", "safetensors", "accelerate", "transformers", "datasets", "peft", "trl"),
@@ -44,7 +47,7 @@ print(json.dumps({
 """
 
 
-@click.command("env", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+@click.command("env", context_settings=EITHER_SPELLING)
 @click.option(
     "--config-file", type=click.Path(path_type=Path), metavar="FILE", help="Also show this Accelerate file's values."
 )
@@ -124,29 +127,33 @@ def _clusters() -> list[dict[str, str]] | str:
 
 
 def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
-    """Return the Accelerate file in use and its values; those that name accounts are left out."""
+    """Return the Accelerate file in use and its values; texts that people make up are left out."""
     from orc.launchers.accelerate.config_file import find_default, read_config
     from orc.launchers.errors import LaunchError
 
     if config_file is not None:
         config = read_config(config_file)
-        return {"file": _tilde(config.path), "values": _harmless(config.values)}
+        return {"file": _tilde(config.path), "values": _harmless(config)}
     try:
         path = find_default(os.environ)
         if path is None:
             return None
-        return {"file": _tilde(path), "values": _harmless(read_config(path).values)}
+        return {"file": _tilde(path), "values": _harmless(read_config(path))}
     except LaunchError as error:
         return {"error": error.what}
 
 
-def _harmless(values: dict[str, Any]) -> dict[str, Any]:
-    private = ("profile", "role", "token", "secret", "password", "key", "env")
+def _harmless(config: AccelerateConfig) -> dict[str, Any]:
+    """Return the values by their documented keys; switches, numbers and choices alone are told.
+
+    Texts may name accounts and hosts, and commands may hold passwords.
+    """
     return {
-        name: "(set)" if any(word in name.lower() for word in private) else value
-        if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-        for name, value in values.items()
-    }  # fmt: skip
+        str(one.option.key): one.value
+        if one.option.choices or not isinstance(one.value, (str, list, dict))
+        else "(set)"
+        for one in config.given.values()
+    }
 
 
 def _variables() -> dict[str, str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.accelerate.keys import FLAGS, GROUPS, OPTIONS, Option
-from orc.orchestrator.cli.options import SECONDS, json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, json_option
+from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.accelerate.merge import Values
@@ -120,12 +121,22 @@ def _file_values(path: str | None) -> tuple[dict[str, Any], str]:
     if path is None and not default_path(os.environ).is_file():
         return {}, ""
     from orc.launchers.accelerate.config_file import find_default, read_config
+    from orc.launchers.errors import SpecError
 
-    found = path if path is not None else find_default(os.environ)
-    if found is None:
-        return {}, ""
-    config = read_config(found)
-    return config.values, str(found)
+    if path is not None:
+        return read_config(path).values, path
+    try:
+        found = find_default(os.environ)
+        return (read_config(found).values, str(found)) if found is not None else ({}, "")
+    except SpecError:
+        # Nobody has named this file on the command line: say why it is read, and how to do without.
+        place = default_path(os.environ)
+        echo(
+            f"orc launch reads {place} where no --config_file is given; mend or remove that file, name another with "
+            "--config_file, or write it anew with `orc config default --force`",
+            err=True,
+        )
+        raise
 
 
 def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> None:
@@ -146,15 +157,10 @@ def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> 
     )
 
 
-# Documented options have underscores in Accelerate and hyphens are taken as well.
-_EITHER_SPELLING = {
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda name: name.replace("_", "-"),
-    "help_option_names": ["-h", "--help"],
-}
+_SETTINGS = {**EITHER_SPELLING, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-@click.command("launch", cls=_Grouped, context_settings=_EITHER_SPELLING)
+@click.command("launch", cls=_Grouped, context_settings=_SETTINGS)
 @click.option(
     "-n", "--nproc", type=click.IntRange(1), metavar="N", help="Processes of this machine. [default: its GPUs, or 1]"
 )

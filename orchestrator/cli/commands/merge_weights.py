@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 
-@click.command("merge-weights", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+@click.command("merge-weights", context_settings=EITHER_SPELLING)
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("output_path", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--unsafe-serialization", is_flag=True, help="Write pytorch_model.bin instead of model.safetensors.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, complete_clusters, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ RESULT = "orc-test-result "  # in front of the JSON in the log of rank 0
 TIMEOUT_S = 180  # of a collective: a machine that hangs is to say so
 
 
-@click.command("test", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+@click.command("test", context_settings=EITHER_SPELLING)
 @click.option("-n", "--nproc", type=click.IntRange(1), metavar="N", help="Processes per node; GPUs, or 2 on the CPU.")
 @click.option("--cpu", is_flag=True, help="Test the CPU even where an accelerator is present.")
 @click.option(

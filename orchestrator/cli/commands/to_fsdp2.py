@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import yaml
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui.output import echo
 from orc.runtime.core import fsdp_settings as settings
 
@@ -89,7 +89,7 @@ def _below(node: yaml.Node | None, path: tuple[str, ...]) -> yaml.Node | None:
     return node
 
 
-@click.command("to-fsdp2", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+@click.command("to-fsdp2", context_settings=EITHER_SPELLING)
 @click.argument("config", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--config-file", type=click.Path(path_type=Path, dir_okay=False), help="The same as CONFIG.")
 @click.option("--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Write it there instead of here.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from orc.orchestrator.cli.commands.hosts import run_and_report
-from orc.orchestrator.cli.options import SECONDS, complete_clusters, json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, complete_clusters, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -20,15 +20,9 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
 
 PACKAGE = "orc-launch"
-# The keys of a configuration file of Accelerate that are about this; all others are about launching.
-_TEXTS = ("tpu_name", "tpu_zone", "command_file")
 
 
-def _hyphens(option: str) -> str:
-    return option.replace("_", "-")  # the documented spelling, --tpu_name, works too
-
-
-@click.command("tpu-config", context_settings={"token_normalize_func": _hyphens})
+@click.command("tpu-config", context_settings=EITHER_SPELLING)
 @click.option(
     "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Of kind tpu; the only such unless given."
 )
@@ -93,7 +87,7 @@ def command(
     ]
     if not lines:
         raise click.UsageError("nothing to run: give --command, --command-file or --install-orc")
-    env = {**config.get("tpu_env", {}), **_pairs(variables)}
+    env = {**_pairs(config.get("env", ())), **_pairs(variables)}
     script = Script(tuple(lines), env, use_sudo or bool(config.get("tpu_use_sudo")))
     if debug:
         _print_plan(chosen, zone, str(name), workers, script, as_json)
@@ -150,34 +144,11 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
     return cluster if zone is None else cluster.model_copy(update={"options": {**cluster.options, "zones": [zone]}})
 
 
-def _config(file: str) -> dict[str, Any]:
-    """Return the TPU settings of a configuration file of Accelerate."""
-    import yaml
+def _config(file: str) -> Mapping[str, Any]:
+    """Return the settings in a configuration file of Accelerate, by the names of its options."""
+    from orc.launchers.accelerate.config_file import read_config
 
-    from orc.launchers.errors import SpecError
-
-    try:
-        data = yaml.safe_load(_read(Path(file)))
-    except yaml.YAMLError as error:
-        raise SpecError(f"it is no YAML: {' '.join(str(error).split())}", where=file) from None
-    if not isinstance(data, Mapping):
-        raise SpecError("expected a mapping with keys like tpu_name", where=file)
-    found: dict[str, Any] = {}
-    for key in _TEXTS:
-        if data.get(key) is not None:
-            if not isinstance(data[key], str):
-                raise SpecError(f"{key}: expected text", where=file)
-            found[key] = data[key]
-    commands = data.get("commands") or []
-    if not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
-        raise SpecError("commands: expected a list of texts", where=file)
-    sudo = data.get("tpu_use_sudo") or False
-    if not isinstance(sudo, bool):
-        raise SpecError("tpu_use_sudo: expected true or false", where=file)
-    variables = data.get("tpu_env") or []
-    if not isinstance(variables, list) or not all(isinstance(one, str) for one in variables):
-        raise SpecError("tpu_env: expected a list of NAME=VALUE", where=file)
-    return {**found, "commands": commands, "tpu_use_sudo": sudo, "tpu_env": _pairs(tuple(variables))}
+    return read_config(file).values
 
 
 def _commands_of(file: Path) -> list[str]:
@@ -199,7 +170,7 @@ def _read(file: Path) -> str:
         raise SpecError(f"cannot be read: {why}", where=str(file)) from None
 
 
-def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+def _pairs(texts: Iterable[str]) -> dict[str, str]:
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")

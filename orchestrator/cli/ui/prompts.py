@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.errors import LaunchError
 
 _YES, _NO = ("yes", "y", "true", "1"), ("no", "n", "false", "0")
 
@@ -55,9 +58,7 @@ class PlainPrompts:
             if not sys.stdin.isatty():
                 echo(line.rstrip("\n"), err=True)  # so that the record of a run reads like a conversation
             if not line:
-                from orc.launchers.errors import LaunchError
-
-                raise LaunchError(f"the answers end before the question: {question.strip()}")
+                raise _ended(question)
             text = line.strip()
             if not text and default is not None:
                 return parse(default) if isinstance(default, str) else default
@@ -76,13 +77,13 @@ class TerminalPrompts:
         """Return the choice that is picked."""
         import questionary
 
-        return str(questionary.select(question, list(choices), default=default).unsafe_ask())
+        return str(_answer(question, questionary.select(question, list(choices), default=default)))
 
     def confirm(self, question: str, default: bool = False) -> bool:
         """Return yes or no."""
         import questionary
 
-        return bool(questionary.confirm(question, default=default).unsafe_ask())
+        return bool(_answer(question, questionary.confirm(question, default=default)))
 
     def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
         """Return the parsed text, or *default* for an empty one; what *parse* refuses cannot be sent off."""
@@ -98,12 +99,26 @@ class TerminalPrompts:
             return True
 
         label = f"{question} [{default}]" if default is not None else question
-        answer = questionary.text(label, validate=valid).unsafe_ask().strip()
+        answer = str(_answer(question, questionary.text(label, validate=valid))).strip()
         return parse(answer) if answer else parse(default) if isinstance(default, str) else default
 
     def say(self, text: str) -> None:
         """Print a remark."""
         echo(text, err=True)
+
+
+def _answer(question: str, asked: Any) -> Any:
+    """Return the answer to what questionary has *asked*. Raises `LaunchError` for Ctrl-D."""
+    try:
+        return asked.unsafe_ask()
+    except EOFError:
+        raise _ended(question) from None
+
+
+def _ended(question: str) -> LaunchError:
+    from orc.launchers.errors import LaunchError
+
+    return LaunchError(f"the answers end before the question: {question.strip()}")
 
 
 def prompts(plain: bool) -> PlainPrompts | TerminalPrompts:

@@ -35,6 +35,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from orc.runtime.stand_ins import names
 
+assert not {*names.ABSENT} & {*orc.runtime.HOMES, *names.HERE}, "both there and absent"
 for module in names.MODULES:
     for name in dir(importlib.import_module(module)):
         getattr(sys.modules[module], name)

@@ -73,6 +73,11 @@ def test_file_environment_and_flags_reach_the_script(
     assert (wrong.code, "num_processes" in wrong.err, "default_config.yaml:1" in wrong.err) == (2, True, True), (
         wrong.err
     )
+    assert ("orc config default --force" in wrong.err, "--config_file" in wrong.err) == (True, True)
+    (folder / "default_config.yaml").write_text("distributed_type: MULTI_GPU\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    without = orc_process("launch", "report.py")
+    assert (without.code, "distributed_type of the configuration file" in without.err) == (2, True), without.err
 
 
 def test_help_has_every_flag_in_its_group(orc: Run) -> None:

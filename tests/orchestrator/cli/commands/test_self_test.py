@@ -44,9 +44,19 @@ def test_env_says_what_an_issue_needs_and_no_secret(orc, place: Path, monkeypatc
     assert facts["variables"]["ORC_DEBUG_MODE"] == "(set)"
     assert "s3cret" not in done.out
     other = place / "other.yaml"
-    other.write_text("num_processes: 3\n")
+    told = "distributed_type: TPU\nnum_processes: 3\ntpu_use_sudo: true\n"
+    other.write_text(
+        f"{told}commands: [export TOKEN=s3cret]\ntpu_env: [KEY=s3cret]\nmain_process_ip: s3cret.internal\n"
+    )
     text = orc("env", "--config_file", str(other)).out
-    assert "    - num_processes: 3" in text
+    for line in (
+        "num_processes: 3",
+        "distributed_type: TPU",
+        "tpu_use_sudo: True",
+        "tpu_env: (set)",
+        "commands: (set)",
+    ):
+        assert f"    - {line}\n" in text
     assert f"- Python: {facts['python']['version']}" in text
     assert "s3cret" not in text
     assert json.loads(json.dumps(facts)) == facts

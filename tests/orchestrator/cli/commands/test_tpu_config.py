@@ -20,8 +20,9 @@ REFUSED = [
     (("--tpu-name", "n", "--install-orc", "--orc-version", "x; id"), "'x; id' is no version; give latest, dev or"),
     (("--tpu-name", "n", "--command-file", "nowhere"), "cannot be read: No such file or directory"),
     (("--tpu-name", "n", "--command-file", "empty"), "the file holds no commands"),
-    (("--config-file", "list.yaml"), "expected a mapping with keys like tpu_name"),
-    (("--config-file", "bad.yaml"), "commands: expected a list of texts"),
+    (("--config-file", "list.yaml"), "expected a mapping of keys and values"),
+    (("--config-file", "bad.yaml"), "bad.yaml:1:1: unknown key 'tpu_nme', did you mean 'tpu_name'?"),
+    (("--config-file", "bad.yaml"), "bad.yaml:2:11: commands: expected a list of texts, not a mapping"),
     (("--tpu-name", "n", "--command", "id", "--cluster", "local"), "local is of kind local, not tpu"),
 ]
 
@@ -109,13 +110,13 @@ def test_accelerates_configuration_is_read_and_options_win(orc, clusters, worker
         "distributed_type": "TPU",
         "tpu_name": "configured",
         "tpu_zone": "europe-west4-a",
-        "commands": ["echo $A"],
+        "commands": "echo $A, again\n",
         "command_file": "more.sh",
         "tpu_env": ["A=configured"],
     }
     (place / "accelerate.yaml").write_text(yaml.safe_dump(config))
     done = orc("tpu-config", "--config_file", "accelerate.yaml", "--worker", "0")
-    assert done.out == "worker-0: from a file\nworker-0: configured\n"
+    assert done.out == "worker-0: from a file\nworker-0: configured, again\n"
     assert workers == {"zones": ["europe-west4-a"], "name": "configured", "only": (0,)}
     done = orc(
         *("tpu-config", "--config-file", "accelerate.yaml", "--worker", "0", "--command", "echo only $A"),
@@ -128,7 +129,7 @@ def test_accelerates_configuration_is_read_and_options_win(orc, clusters, worker
 def test_what_cannot_be_done_is_refused_before_anybody_is_asked(orc, clusters, place, arguments, reason) -> None:
     (place / "empty").write_text("\n")
     (place / "list.yaml").write_text("- a\n")
-    (place / "bad.yaml").write_text("tpu_name: n\ncommands: id\n")
+    (place / "bad.yaml").write_text("tpu_nme: n\ncommands: {a: id}\n")
     done = orc("tpu-config", *arguments)
     assert done.code == 2
     assert reason in done.err
