@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orc.launchers.accelerate.keys import CONFIG_KEYS, SECTIONS, Option
+from orc.launchers.accelerate.keys import CONFIG_KEYS, OPTIONS, SECTIONS, Option
 from orc.launchers.accelerate.location import default_path
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
@@ -54,8 +54,8 @@ class AccelerateConfig:
     notes: tuple[str, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option *name*, or *default* where the file does not say."""
-        found = self.given.get(name)
+        """Return the value of the option *name*, or *default* where the file does not say. Raises `KeyError`."""
+        found = self.given.get(OPTIONS[name].name)
         return default if found is None else found.value
 
     def where(self, name: str) -> str:

@@ -117,7 +117,7 @@ _MACHINES = (
     Option("main_process_ip", "machines", "Address of machine 0.", text, "done",
            "MASTER_ADDR of all processes.", ("--main_process_ip",), key="main_process_ip", variable="MASTER_ADDR",
            job="resources.nodes"),
-    Option("main_process_port", "machines", "Port of machine 0.", whole(0), "done",
+    Option("main_process_port", "machines", "Port of machine 0.", whole(0, 65535), "done",
            "MASTER_PORT of all processes; on one machine a free port is taken without it, and for 0.",
            ("--main_process_port",), key="main_process_port", variable="MASTER_PORT", job="resources.nodes"),
     Option("same_network", "machines", "The machines share a local network.", truth, "ignored",

@@ -85,8 +85,8 @@ class Option:
             raise ValueError(f"{self.flag} {value!r}: {error}") from None
 
 
-def whole(minimum: int) -> Callable[[Any], int]:
-    """Return the parser of whole numbers of at least *minimum*."""
+def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
+    """Return the parser of whole numbers of at least *minimum*, and at most *maximum* if there is one."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -97,6 +97,8 @@ def whole(minimum: int) -> Callable[[Any], int]:
             raise ValueError("expected a whole number") from None
         if number < minimum:
             raise ValueError(f"expected a whole number of at least {minimum}")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"expected a whole number from {minimum} to {maximum}")
         return number
 
     return parse

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,18 +15,6 @@ from orc.orchestrator.cli.ui.output import echo
 if TYPE_CHECKING:
     from orc.launchers.accelerate.merge import Values
     from orc.launchers.foreground.launch import LocalLaunch
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Leave stdout to the JSON result: what the ranks print there goes to stderr."""
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 class _Checked(click.ParamType[Any]):
@@ -201,9 +188,9 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         log_stderr(note)
     if not as_json:
         return launch(described.request)
-    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr
 
-    with _stdout_to_stderr():
+    with stdout_to_stderr():
         status = launch(described.request)
     echo_json({"exit_status": status})
     return status

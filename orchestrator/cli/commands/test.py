@@ -44,8 +44,9 @@ def command(
         from orc.launchers.accelerate.config_file import read_config
 
         given = read_config(config_file)
-        nproc = nproc or given.get("num_processes")
-        cpu = cpu or bool(given.get("use_cpu"))
+        # The file counts the processes of all machines.
+        nproc = nproc or given.get("num_processes", 0) // given.get("num_machines", 1) or None
+        cpu = cpu or bool(given.get("cpu")) or given.get("distributed_type") == "MULTI_CPU"
     if cluster is None:
         return _here(nproc, cpu, as_json)
     return _on_cluster(cluster, nproc or gpus or 2, nodes, gpus, cpu, as_json)
@@ -54,8 +55,7 @@ def command(
 def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
     from orc.launchers.foreground.launch import LocalLaunch, launch
     from orc.launchers.hosts.probe import gpu_count
-    from orc.orchestrator.cli.commands.launch import _stdout_to_stderr
-    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr
     from orc.runtime.core.config import to_env
 
     gpus = 0 if cpu else gpu_count() or 0
@@ -73,7 +73,7 @@ def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
         if not as_json:
             status = launch(request)
         else:
-            with _stdout_to_stderr():
+            with stdout_to_stderr():
                 status = launch(request)
         told = json.loads(result.read_text()) if result.exists() else None
     if as_json:

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -68,6 +69,18 @@ def confirm(question: str) -> bool:
 def state(name: str, *, width: int = 0) -> str:
     """Return a state's name, coloured by what it means, padded to *width* characters."""
     return style(name.ljust(width), fg=_STATE_COLOURS.get(name), bold=name in ("FAILED", "LOST") or None)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """A block in which what processes print to stdout goes to stderr: stdout is left to the JSON result."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def echo_json(value: Any) -> None:

@@ -31,6 +31,8 @@ def test_values_have_the_types_of_their_keys() -> None:
     assert config.get("mpirun_ccl") == 1  # '1' in the file
     assert config.get("main_process_ip") == "36.112.23.24"
     assert config.get("cpu") is True
+    with pytest.raises(KeyError):
+        config.get("use_cpu")  # an option is asked for by its name, not by its key
     assert config.get("downcast_bf16") is False  # 'no' in the file
     assert config.where("mpirun_ccl").endswith("ipex-mpirun.yaml:12:15")
     tampered = read_config(CONFIGS / "deepspeed-file-tampered.yaml")

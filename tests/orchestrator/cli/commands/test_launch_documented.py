@@ -93,6 +93,8 @@ def test_help_has_every_flag_in_its_group(orc: Run) -> None:
     assert (wrong.code, "--num-processes" in wrong.err) == (2, True), wrong.err
     wrong = orc("launch", "--num_processes", "two", "report.py")
     assert (wrong.code, "expected a whole number" in wrong.err) == (2, True), wrong.err
+    wrong = orc("launch", "--main_process_port", "65536", "report.py")
+    assert (wrong.code, "a whole number from 0 to 65535" in wrong.err) == (2, True), wrong.err
     wrong = orc("launch", "--tpu", "--num_processes", "2", "report.py")
     assert (wrong.code, "launcher: xla" in wrong.err) == (2, True), wrong.err
 
