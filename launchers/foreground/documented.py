@@ -13,7 +13,8 @@ from orc.launchers.accelerate.merge import Values
 from orc.launchers.accelerate.variables import variables
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.gpus import visible_gpus
-from orc.launchers.foreground.launch import LocalLaunch, Streams
+from orc.launchers.foreground.launch import LocalLaunch
+from orc.launchers.foreground.tee import Streams
 from orc.launchers.foreground.world import World, joined, of_machines
 
 

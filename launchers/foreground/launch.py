@@ -19,7 +19,6 @@ from orc.launchers.agent import network
 from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.processes import (
-    background,
     become_subreaper,
     decode_wait_status,
     describe_exit,
@@ -32,14 +31,13 @@ from orc.launchers.agent.state import FAILURE_GRACE_S
 from orc.launchers.agent.variables import DERIVED, prepend_path
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
+from orc.launchers.foreground.tee import Streams, chosen, open_tee
 from orc.launchers.foreground.world import World, alone
 from orc.launchers.rank_hooks.startup import GATE, PRELOAD, modules_in
 
 _TERMINAL = 0x80  # SI_KERNEL: sent by the terminal, to every process of the foreground group
 _TERM_GRACE_S = 30.0
 _REACTION_S = 3600.0  # nothing to watch but signals
-
-Streams = int | Mapping[int, int]
 
 
 def _current_directory() -> str:
@@ -305,39 +303,16 @@ class _Round:
                 os.close(fd)
 
     def _tee(self, index: int) -> tuple[int | None, int | None]:
-        """The ends (stdout, stderr) that a rank writes to, where they are others than ours.
-
-        What is copied goes through a small process, to ours and to the rank's log; what is redirected to the log alone.
-        """
+        """Return the ends (stdout, stderr) that a rank writes to, where they are others than ours."""
         directory = self.request.log_dir
         if directory is None:
             raise AssertionError("no log directory")
         copied, redirected = chosen(self.request.tee, index), chosen(self.request.redirects, index)
         if not copied | redirected:
             return None, None
-        path = directory / f"rank-{self._number(index)}.log"
-        try:
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise LaunchError(f"the log cannot be opened: {error.strerror}", where=str(path)) from None
-        ends: dict[int, int] = {}
-        pipes: dict[int, int] = {}
-        for stream in (1, 2):
-            if redirected & stream:
-                ends[stream] = os.dup(log)
-            elif copied & stream:
-                read, ends[stream] = os.pipe()
-                pipes[read] = stream
-
-        def copy() -> None:
-            for fd in ends.values():
-                os.close(fd)
-            _copy(pipes, log)
-
-        if pipes:
-            self.tees.append(background(copy))
-        for fd in (*pipes, log):
-            os.close(fd)
+        ends, copier = open_tee(directory / f"rank-{self._number(index)}.log", copied, redirected)
+        if copier is not None:
+            self.tees.append(copier)
         return ends.get(1), ends.get(2)
 
     def _tick(self) -> None:
@@ -391,33 +366,3 @@ class _Round:
                 if time.monotonic() > deadline:
                     signal_process(pid, signal.SIGKILL)
                 next_signal(0.05)
-
-
-def chosen(streams: Streams, index: int) -> int:
-    """Return the streams of the local rank *index*: 0 none, 1 stdout, 2 stderr, 3 both."""
-    return streams if isinstance(streams, int) else streams.get(index, 0)
-
-
-def _copy(pipes: Mapping[int, int], log: int) -> None:
-    import select
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the ranks react; this copies what they say about it
-    poll = select.poll()
-    for fd in pipes:
-        poll.register(fd, select.POLLIN)
-    left = len(pipes)
-    while left:
-        for fd, _ in poll.poll():
-            data = os.read(fd, 65536)
-            if not data:
-                poll.unregister(fd)
-                left -= 1
-                continue
-            for target in (pipes[fd], log):
-                _write_all(target, data)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

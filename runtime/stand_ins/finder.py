@@ -63,6 +63,12 @@ class StandInFinder:
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is executed."""
 
+    def get_code(self, name: str) -> None:
+        """Raise `ImportError`: ``python -m`` asks for this, and no module that stands in is a program."""
+        raise ImportError(
+            f"{name} is no program: orc.runtime stands in for {PACKAGE}; `orc launch` starts ranks", name=name
+        )
+
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
         """Yield the distribution that ``importlib.metadata`` is to know, where *context* asks for it or for all."""
         wanted = getattr(context, "name", None)

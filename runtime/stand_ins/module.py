@@ -39,6 +39,8 @@ class StandInModule(ModuleType):
     def _find(self, name: str) -> Any:
         if f"{self.__name__}.{name}" in names.MODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
+        if name == "__all__":  # for ``from module import *``
+            return sorted(names.names_of(self.__name__) - names.ABSENT.keys())
         if name.startswith("__"):
             return names.VERSION if name == "__version__" else None
         if name not in names.names_of(self.__name__):

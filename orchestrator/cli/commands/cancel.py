@@ -56,7 +56,7 @@ def command(
         if ids and not yes:
             _agree(client, ids)
         elif not ids:
-            echo("no job that has not ended is like that", err=True)
+            echo("no job that has not ended matches", err=True)
     else:
         ids = [client.resolve(job) for job in jobs]
     untold: dict[str, str] = {}

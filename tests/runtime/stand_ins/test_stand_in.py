@@ -23,7 +23,7 @@ def run(code: str, *, check: bool = True, **variables: str) -> subprocess.Comple
 
 def test_every_name_is_the_runtimes_or_says_what_to_use_when_it_is_used() -> None:
     code = """
-import importlib, importlib.metadata, importlib.util, json, sys
+import importlib, importlib.metadata, importlib.util, json, runpy, sys
 import orc.runtime
 orc.runtime.stand_in("accelerate")
 orc.runtime.stand_in("accelerate")  # again: nothing
@@ -39,6 +39,9 @@ assert not {*names.ABSENT} & {*orc.runtime.HOMES, *names.HERE}, "both there and 
 for module in names.MODULES:
     for name in dir(importlib.import_module(module)):
         getattr(sys.modules[module], name)
+
+star = {}
+exec("from accelerate.utils import *", star)
 
 def error(use):
     try:
@@ -63,6 +66,7 @@ print(json.dumps({
     "strategies": FSDP_SHARDING_STRATEGY[:2],
     "peft": is_peft_model(linear),
     "instance": isinstance(linear, AlignDevicesHook) or issubclass(ModelHook, AlignDevicesHook),
+    "star": {"ProjectConfiguration", "gather"} <= star.keys() and "FP8RecipeKwargs" not in star,
     "hooks": [bool((doubled == 2 * plain).all()), bool((both == 4 * plain).all()), bool((again == plain).all())],
     "missing": importlib.util.find_spec("accelerate.nothing") is None and not hasattr(accelerate, "nothing"),
     "errors": [
@@ -71,6 +75,7 @@ print(json.dumps({
         error(lambda: exec("from accelerate import Acelerator")),
         error(lambda: accelerate.utils.set_sed),
         error(lambda: orc.runtime.stand_in("acelerate")),
+        error(lambda: runpy.run_module("accelerate.commands.launch")),
     ],
 }))
 """
@@ -83,6 +88,7 @@ print(json.dumps({
         "strategies": ["FULL_SHARD", "SHARD_GRAD_OP"],
         "peft": False,
         "instance": False,
+        "star": True,
         "hooks": [True, True, True],
         "missing": True,
     }
@@ -95,6 +101,7 @@ print(json.dumps({
     assert "did you mean 'set_seed'?" in errors[3]
     assert errors[4].startswith("ConfigError")
     assert "did you mean 'accelerate'?" in errors[4]
+    assert "accelerate.commands.launch is no program: orc.runtime stands in" in errors[5]
 
 
 WHERE = """
