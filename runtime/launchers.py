@@ -76,7 +76,7 @@ def notebook_launcher(
         LaunchError: there are fewer GPUs than processes, or the nodes did not meet.
         ValueError: an argument that cannot be.
     """
-    settings = _settings(mixed_precision)
+    settings, args, port = _settings(mixed_precision), _arguments(args), _port(use_port)
     _check(num_processes, node_rank, num_nodes, max_restarts, start_method)
     from orc.runtime.launch import xla
 
@@ -108,9 +108,9 @@ def notebook_launcher(
 
     with contextlib.ExitStack() as stack:
         if rdzv_backend == "static":
-            meeting: _Meeting = _Static(stack, master_addr, int(use_port), node_rank, num_nodes)
+            meeting: _Meeting = _Static(stack, master_addr, port, node_rank, num_nodes)
         else:
-            endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
+            endpoint = rdzv_endpoint or f"{master_addr}:{port}"
             meeting = _Elastic(rdzv_backend, endpoint, rdzv_id, num_nodes, {"rank": node_rank, **(rdzv_conf or {})})
         for restart in range(max_restarts + 1):
             variables, first = meeting.variables(count)
@@ -120,7 +120,7 @@ def notebook_launcher(
                 ranks.run(
                     variables,
                     function,
-                    tuple(args),
+                    args,
                     start_method=start_method,
                     interval_s=monitor_interval,
                     prefixes=ranks.prefixes(log_line_prefix_template, first, count),
@@ -145,6 +145,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         RankFailure: a rank raised or died; the text has its number and its traceback.
         ContextError: an Accelerator or a process group exists already in this process.
     """
+    args = _arguments(args)
     _check(num_processes, 0, 1, 0, "fork")
     _refuse_what_is_there("fork", cuda=False)
     from orc.runtime.launch import ranks
@@ -155,7 +156,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
             {**ranks.launch_variables(rank, num_processes, num_processes, "127.0.0.1", port), **settings}
             for rank in range(num_processes)
         ]
-        ranks.run(variables, function, tuple(args), prefixes=[""] * num_processes)
+        ranks.run(variables, function, args, prefixes=[""] * num_processes)
 
 
 # ---- where ranks meet
@@ -229,6 +230,19 @@ def _settings(mixed_precision: str) -> dict[str, str]:
         return to_env({"mixed_precision": str(mixed_precision).lower()})
     except ConfigError as error:
         raise ValueError(str(error)) from None
+
+
+def _arguments(args: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(f"args={args!r} is no tuple; a single argument is written args=(value,)")
+    return tuple(args)
+
+
+def _port(given: int | str) -> int:
+    text = str(given)
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(f"use_port={given!r} is no port: a whole number from 0 to 65535")
+    return int(text)
 
 
 def _check(num_processes: int | None, node_rank: int, num_nodes: int, max_restarts: int, start_method: str) -> None:

@@ -13,6 +13,8 @@ from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from orc.launchers.accelerate.merge import Values
     from orc.launchers.foreground.launch import LocalLaunch
 
@@ -29,6 +31,12 @@ class _Checked(click.ParamType[Any]):
             return self.option.parse(value)
         except ValueError as error:
             return self.fail(f"{value!r}: {error}", param, ctx)
+
+    def shell_complete(self, _ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the choices that begin with what is there."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(one) for one in self.option.choices if one.lower().startswith(incomplete.lower())]
 
 
 class _Documented(click.Option):

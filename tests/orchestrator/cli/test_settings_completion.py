@@ -39,6 +39,7 @@ def test_keys_come_with_what_they_mean() -> None:
         ("orc submit job.yaml --set name = x --set checkpoint.resume = n", 10, "never"),
         ("orc submit --set name = x --set gra", 7, "grace="),
         ("orc submit --set name = x --foll", 6, "--follow"),
+        ("orc launch --mixed_precision b", 3, "bf16"),
     ],
 )
 def test_bash_splits_at_the_equals_sign(

@@ -145,6 +145,10 @@ def test_what_cannot_be_launched_is_refused_with_the_reason(monkeypatch):
         ({"num_processes": 2, "mixed_precision": "bf8"}, "bf8"),
         ({"num_nodes": 2, "node_rank": 2}, "node_rank=2 is not below num_nodes=2"),
         ({"num_processes": 2, "max_restarts": -1}, "max_restarts"),
+        ({"num_processes": 2, "args": 3}, r"args=3 is no tuple; a single argument is written args=\(value,\)"),
+        ({"num_processes": 2, "args": "abc"}, "args='abc' is no tuple"),
+        ({"num_processes": 2, "use_port": "abc"}, "use_port='abc' is no port"),
+        ({"num_processes": 2, "use_port": 65536}, "from 0 to 65535"),
         ({"num_processes": 2, "start_method": "clone"}, "fork, forkserver, spawn"),
         ({"num_processes": 2, "rdzv_backend": "carrier-pigeon"}, "carrier-pigeon"),
     ):
