@@ -20,6 +20,18 @@ class RankMissing(CheckpointError):
     """A rank did not come to save or load with the others."""
 
 
+class RanksElsewhere(RankMissing):
+    """The ranks that are missing will not come.
+
+    Attributes:
+        reasons: what each of them does, by rank.
+    """
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank} {reason}" for rank, reason in sorted(reasons.items())))
+        self.reasons = reasons
+
+
 class CheckpointMisfit(CheckpointError):
     """A whole checkpoint that does not fit what was prepared: every further attempt of this job would be refused too.
 

@@ -139,6 +139,11 @@ def load(
             except (ValueError, KeyError, RuntimeError) as failure:
                 raise CheckpointError(f"{directory / name} does not fit what is prepared: {failure}") from failure
             del state
+    if context.is_main and manifest.random_states is not None and context.world_size > 1:
+        tell(
+            f"{directory} was saved by rank 0 alone, with its random states: those of the other ranks are made anew, "
+            "as for another number of processes"
+        )
     if random_states is None:
         rng.reseed(manifest.id, context.topology.data_rank)
     else:
@@ -353,10 +358,12 @@ def _load_weights(path: Path, state: Mapping[str, Any], model: torch.nn.Module, 
 
 
 def _random_states(context: RunContext, directory: Path, manifest: Manifest) -> Any:
-    """Return this rank's saved generators; `None` for a rank that there was not."""
+    """Return this rank's saved generators; `None` for a rank that there was not, or that did not take part."""
     name = layout.random_states_file(context.rank)
     if name in manifest.files:
         return unpickle(directory / name)
+    if manifest.random_states is not None and context.rank not in manifest.random_states:
+        return None
     if context.rank < manifest.world_size:
         raise CheckpointError(f"{directory} holds no {name}: the random numbers of this rank cannot be continued")
     return None

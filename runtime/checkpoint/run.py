@@ -6,14 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.checkpoint.alone import MeetingAlone, check_savable_alone, survey_alone
 from orc.runtime.checkpoint.background import Background
-from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing
+from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
 from orc.runtime.checkpoint.format.manifest import locate, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
@@ -35,7 +36,8 @@ from orc.runtime.checkpoint.state.base import strategy_wanted
 from orc.runtime.checkpoint.state.ownership import release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
-from orc.runtime.checkpoint.verified import Verified, verified
+from orc.runtime.checkpoint.verified import Verified, tell, verified
+from orc.runtime.data.position import training_loader
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.storage.destination import Destination
@@ -85,6 +87,7 @@ class RunCheckpoints:
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self.base_step = 0
         self.saved_step = 0
+        self._told_alone = False
         self.background = Background()
 
     @cached_property
@@ -182,35 +185,65 @@ class RunCheckpoints:
             state,
             engine_options or {},
         )
-        if block:
-            destination = save(self.context, self.meeting, self._survey, self.prepared, request, retain)
-        else:
-            destination = self._save_beside(request, retain)
+        first = "meeting" not in self.__dict__
+        try:
+            destination = self._save(request, retain, block, self.meeting, self._survey)
+            self.saved_step = self.step
+        except RanksElsewhere as elsewhere:
+            destination = self._save_alone(request, retain, block, elsewhere)
+            if first:  # peers may meet for something else first
+                self.meeting.withdraw()
+                del self.meeting, self._survey
         target = destination.target
-        self.saved_step = self.step
         if numbered:
             self.project.iteration = (number_of(target) or 0) + 1
         return target
 
-    def _save_beside(self, request: SaveRequest, retain: Callable[[Destination], None]) -> Destination:
-        opened = open_destination(self.context, self.meeting, self._survey, request)
+    def _save_alone(
+        self, request: SaveRequest, retain: Callable[[Destination], None], block: bool, elsewhere: RanksElsewhere
+    ) -> Destination:
+        """Save on rank 0, where the others are *elsewhere*; for them this is no save, so `saved_step` stays."""
+        check_savable_alone(self.prepared, elsewhere)
+        if not self._told_alone:
+            tell(
+                f"save_state: rank 0 saves alone ({elsewhere}); the random states of the other ranks are not in the "
+                "checkpoint. Called on every rank it saves them too, and waits for nobody"
+            )
+            self._told_alone = True
+        meeting = MeetingAlone(self.context, self._timeout_s, name="alone")
+        survey = survey_alone(self.context, meeting)
+        destination = self._save(replace(request, alone=True), retain, block, meeting, survey)
+        self.meeting.note_alone(str(destination.target))
+        return destination
+
+    def _save(
+        self,
+        request: SaveRequest,
+        retain: Callable[[Destination], None],
+        block: bool,
+        meeting: Meeting,
+        survey: Survey,
+    ) -> Destination:
+        if block:
+            return save(self.context, meeting, survey, self.prepared, request, retain)
+        opened = open_destination(self.context, meeting, survey, request)
         destination = opened.destination
         try:
-            meet_before_gathering(self.meeting, self.prepared, request, destination)
-            shards = shard_plans(self.meeting, self.prepared, request)
+            meet_before_gathering(meeting, self.prepared, request, destination)
+            shards = shard_plans(meeting, self.prepared, request)
             content = capture(self.context, self.prepared, request, destination, self._stage, shards=shards)
         except BaseException:
             destination.abandon()
             raise
-        meeting = self._background_meeting
+        beside = meeting if request.alone else self._background_meeting
 
         def finish() -> None:
             try:
-                write(self.context, meeting, request, opened, content, retain, writers=1, shards=shards)
+                write(self.context, beside, request, opened, content, retain, writers=1, shards=shards)
             except BaseException:
                 destination.abandon()
                 raise
-            meeting.part()
+            beside.part()
 
         self.background.start(f"saving {destination.target}", finish)
         return destination
@@ -388,13 +421,3 @@ def newest_first(bids: list[Any]) -> list[tuple[int, str]]:
     offered: list[list[Offer] | None] = [some for some, _ in bids]
     every = {(number, created_at, identity) for some in offered for number, identity, created_at in some or ()}
     return [(number, identity) for number, _, identity in sorted(every, reverse=True)]
-
-
-def training_loader(loaders: Sequence[Any]) -> Any | None:
-    """The loader that training reads: one that ran while the optimizer stepped, else one that runs, else the first."""
-
-    def rank(loader: Any) -> tuple[bool, bool]:
-        cursor = loader.cursor
-        return cursor.trained, cursor.live is not None
-
-    return max(loaders, key=rank) if loaders else None

@@ -15,11 +15,12 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.format import layout, pickled
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest, plain
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
+from orc.runtime.checkpoint.replication.absence import Absence
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
@@ -70,6 +71,7 @@ class SaveRequest:
     hooks: Sequence[Hook] = ()
     state: str | None = None  # strategy of sharded models
     engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
+    alone: bool = False  # rank 0 saves by itself
 
 
 Task = Callable[[Hashing], None]
@@ -114,7 +116,12 @@ def save(
 
 
 def open_destination(context: RunContext, meeting: Meeting, survey: Survey, request: SaveRequest) -> Opened:
-    """Agree on the directory and make it ready; the first part of a save."""
+    """Agree on the directory and make it ready; the first part of a save.
+
+    Raises:
+        RanksElsewhere: on rank 0, no other rank will come.
+        CheckpointError: on every rank.
+    """
     root = request.root
     asked = None if request.directory is None else str(request.directory)
     number: int | None = None
@@ -122,7 +129,12 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     if request.directory is None and root is not None and looks(context, root):
         number, error = attempt(lambda: root.next(request.at_least)[0])
     bid = [asked, number, error]
-    number, token, created_at = meeting.hold("save_state", bid, lambda bids: _choose(bids, request.directory))
+    number, token, created_at = meeting.hold(
+        "save_state",
+        bid,
+        lambda bids: _choose(bids, request.directory),
+        absence=None if request.alone else Absence.of(context),
+    )
     where: Place
     if request.directory is not None:
         where = request.directory if isinstance(request.directory, Remote) else request.directory.absolute()
@@ -328,7 +340,14 @@ def write(
         error = error or failed
     progress = request.progress
     manifest = Manifest(
-        opened.id, progress.step, progress.epoch, progress.offset, context.world_size, opened.created_at, files
+        opened.id,
+        progress.step,
+        progress.epoch,
+        progress.offset,
+        context.world_size,
+        opened.created_at,
+        files,
+        random_states=(context.rank,) if request.alone else None,
     )
     if destination.leads:
         error = error or attempt(lambda: destination.seal(manifest))[1]
@@ -399,6 +418,9 @@ def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
 def _choose(bids: list[Any], directory: Place | None) -> tuple[int | None, str, float]:
     """The number after all that are taken, an identity of this one save, and its time."""
     asked = [given for given, _, _ in bids]
+    if directory is not None and len(asked) > 1 and set(asked[1:]) == {None}:
+        # Between steps the others save by themselves already; rank 0 will come there too.
+        raise RanksElsewhere(dict.fromkeys(range(1, len(asked)), "saves to the next numbered checkpoint"))
     if len(set(asked)) > 1:
         raise CheckpointError(f"save_state was called with different directories on different ranks: {asked}")
     agree_on_no_error([error for _, _, error in bids])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -123,3 +123,13 @@ class Cursor:
         self.epoch = epoch
         if self.pending is not None and self.pending["epoch"] != epoch:
             self.pending = None
+
+
+def training_loader(loaders: Sequence[Any]) -> Any | None:
+    """The loader that training reads: one that ran while the optimizer stepped, else one that runs, else the first."""
+
+    def rank(loader: Any) -> tuple[bool, bool]:
+        cursor = loader.cursor
+        return cursor.trained, cursor.live is not None
+
+    return max(loaders, key=rank) if loaders else None

@@ -36,6 +36,10 @@ class Watching:
         from orc.runtime.preemption.notices import Notices
 
         Notices.of(self.ctx)
+        if self.ctx.world_size > 1:
+            from orc.runtime.checkpoint.replication.absence import Attendant
+
+            Attendant.of(self.ctx, self._engine.prepared)
         watch = Watch.of(self.ctx)
         if watch is not None:
             watch.add(self._engine.prepared, lambda: self._checkpointing.checkpoints.base_step)

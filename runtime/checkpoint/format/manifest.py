@@ -27,6 +27,7 @@ class Manifest:
 
     ``epoch`` and ``offset`` (samples over all ranks) are where training goes on. On object stores, ``prefix`` stands
     before the names of files that took the place of others. ``checksum`` names the algorithm of ``files``.
+    ``random_states`` are the ranks whose random states are among the files; `None` for all of them.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     prefix: str = ""
     checksum: str = DEFAULT
+    random_states: tuple[int, ...] | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -51,6 +53,7 @@ class Manifest:
             "created_at": self.created_at,
             **({"prefix": self.prefix} if self.prefix else {}),
             "checksum": self.checksum,
+            **({} if self.random_states is None else {"random_states": list(self.random_states)}),
             "files": {
                 name: {"size": record.size, "sums": list(record.sums)} for name, record in sorted(self.files.items())
             },
@@ -78,6 +81,7 @@ class Manifest:
                 str(name): FileRecord(int(record["size"]), tuple(int(value) for value in record[field]))
                 for name, record in raw["files"].items()
             }
+            ranks = raw.get("random_states")
             manifest = cls(
                 str(raw["id"]),
                 int(raw["step"]),
@@ -88,6 +92,7 @@ class Manifest:
                 files,
                 prefix,
                 checksum,
+                None if ranks is None else tuple(int(rank) for rank in ranks),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None

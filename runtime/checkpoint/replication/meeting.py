@@ -1,7 +1,7 @@
 """Meetings: the ranks of a save or load agree over the board, with a time-out that names the missing ranks.
 
-A collective would hang when one rank does not come (``if accelerator.is_main_process: accelerator.save_state()``), and
-its error would name no rank. A meeting costs two small messages per rank.
+A collective would hang when one rank does not come, and its error would name no rank. A meeting costs two small
+messages per rank. A save asks on the way whether those who are missing can come at all (`absence`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, RanksElsewhere
 from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout
 
 if TYPE_CHECKING:
+    from orc.runtime.checkpoint.replication.absence import Absence
     from orc.runtime.checkpoint.replication.relay import Relay
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.context import RunContext
@@ -46,6 +47,7 @@ class Meeting:
         self.world_size = context.world_size
         self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
         self._given = context.store
+        self._context = context
         # Another Accelerator of this run must not find what this one has left on the board.
         series = _series.setdefault(context, Counter())
         series[name] += 1
@@ -55,13 +57,19 @@ class Meeting:
         self._relays = 0
         self._runs_apart = bool(context.key)  # each rank in a process of its own
 
-    def hold(self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None) -> Any:
+    def hold(
+        self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None, absence: Absence | None = None
+    ) -> Any:
         """Every rank brings *value* (JSON-able); rank 0 applies *verdict* to all values; every rank gets its result.
 
-        *verdict* raises `CheckpointError` to make every rank raise it.
+        *verdict* raises `CheckpointError` to make every rank raise it. With *absence* ranks that cannot come are not
+        waited for.
 
         Raises:
-            CheckpointError: the verdict's, or the names of the ranks that did not come within the time-out.
+            RanksElsewhere: with *absence*, on rank 0; no other rank will come. Meetings go on as if this one had not
+                been.
+            CheckpointError: the verdict's, or the names of the ranks that did not come within the time-out, or with
+                *absence* will not.
         """
         if self.world_size == 1:
             return verdict([value])
@@ -72,8 +80,20 @@ class Meeting:
         if self.rank != 0:
             try:
                 store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
-                store.wait([f"{prefix}verdict"], timedelta(seconds=max(deadline - time.monotonic(), 0) + 5))
+                patience = timedelta(seconds=max(deadline - time.monotonic(), 0) + 5)
+                if absence is None:
+                    store.wait([f"{prefix}verdict"], patience)
+                else:
+                    absence.wait_for_verdict(store, f"{prefix}verdict", self._note, patience)
                 failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
+            except RanksElsewhere as error:
+                store.delete_key(f"{prefix}{self.rank}")
+                self._count -= 1
+                raise RankMissing(
+                    f"{what}: rank 0 is not here ({error}). It has saved {store.get(self._note).decode()} alone, "
+                    f"while rank {self.rank} was elsewhere. Call {what} on every rank at the same place, or on "
+                    "the main process alone"
+                ) from None
             except BoardTimeout as error:
                 raise RankMissing(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
@@ -86,10 +106,13 @@ class Meeting:
             if failed is not None:
                 raise (RankMissing if absent else CheckpointError)(failed)
             return result
-        failed, result, absent = None, None, False
+        failed, result, absent, alone = None, None, False, False
         store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
         try:
-            result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s))
+            result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s, absence))
+        except RanksElsewhere:
+            alone = True
+            raise
         except CheckpointError as error:
             failed, absent = str(error), isinstance(error, RankMissing)
             raise
@@ -97,17 +120,46 @@ class Meeting:
             failed, absent = f"{what}: rank 0 failed: {type(error).__name__}: {error}", True
             raise
         finally:
-            store.set(f"{prefix}verdict", json.dumps([failed, result, absent]))
-            if self._runs_apart:
-                came = [rank for rank in range(1, self.world_size) if store.check([f"{prefix}{rank}"])]
-                _unread[id(store), self._name] = store, [f"{prefix}left/{rank}" for rank in came]
-            self._forget(store, self._count - 2)
+            if alone:  # nobody else knows of this meeting
+                store.delete_key(f"{prefix}0")
+                self._count -= 1
+            else:
+                self._tell(store, prefix, [failed, result, absent])
         return result
 
-    def _collect(self, store: Board, prefix: str, what: str, deadline: float, patience: float) -> list[Any]:
+    def _tell(self, store: Board, prefix: str, verdict: list[Any]) -> None:
+        store.set(f"{prefix}verdict", json.dumps(verdict))
+        if self._runs_apart:
+            came = [rank for rank in range(1, self.world_size) if store.check([f"{prefix}{rank}"])]
+            _unread[id(store), self._name] = store, [f"{prefix}left/{rank}" for rank in came]
+        self._forget(store, self._count - 2)
+
+    def note_alone(self, what: str) -> None:
+        """On rank 0: let the others know that it has saved *what* without them."""
+        self._connect().set(self._note, what)
+
+    @property
+    def _note(self) -> str:
+        return f"orc/{self._name}/alone"
+
+    def _collect(
+        self, store: Board, prefix: str, what: str, deadline: float, patience: float, absence: Absence | None
+    ) -> list[Any]:
         keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         try:
-            store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            if absence is None:
+                store.wait(keys, left)
+            else:
+                absence.wait_for_ranks(store, keys, left)
+        except RanksElsewhere as error:
+            came = [rank for rank, key in enumerate(keys) if rank and store.check([key])]
+            if came:
+                raise RankMissing(
+                    f"{what}: ranks {', '.join(map(str, [0, *came]))} are here, but {error}. Call it on every rank, or "
+                    "on the main process alone"
+                ) from None
+            raise
         except BoardTimeout:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:
@@ -128,6 +180,12 @@ class Meeting:
             ranks = range(self.world_size)
             for name in (*map(str, ranks), *(f"left/{rank}" for rank in ranks[1:]), "verdict"):
                 store.delete_key(f"orc/{self._name}/{number}/{name}")
+
+    def withdraw(self) -> None:
+        """Let the next series have the name of this one, where no meeting has been held: peers know nothing of it."""
+        series, (name, _) = _series[self._context], self._name.rsplit("/", 1)
+        if self._count == 0 and self._name == f"{name}/{series[name]}":
+            series[name] -= 1
 
     def relay(self) -> Relay:
         """A way to send files; all ranks ask for it, at the same place between two meetings."""

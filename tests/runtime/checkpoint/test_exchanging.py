@@ -229,7 +229,7 @@ class Table:
         self.calls, self.mine, self.at, self._relay = list(calls), mine, at or {}, relay
         self.log, self.brought, self.results = [], [], []
 
-    def hold(self, what, value, verdict, *, timeout_s=None):
+    def hold(self, what, value, verdict, *, timeout_s=None, absence=None):
         index = len(self.log)
         self.log.append((what, timeout_s))
         self.brought.append(value)

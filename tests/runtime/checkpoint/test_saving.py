@@ -63,7 +63,7 @@ class Table:
     def __init__(self, **others):
         self.others, self.log, self.brought = others, [], []
 
-    def hold(self, what, value, verdict, *, timeout_s=None):
+    def hold(self, what, value, verdict, *, timeout_s=None, absence=None):
         self.log.append((what, timeout_s))
         self.brought.append(value)
         return verdict([value, *self.others.get(what, [])])

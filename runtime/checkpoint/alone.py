@@ -1,0 +1,51 @@
+"""Saving on rank 0 alone, while the others train on: what every process has whole needs nobody else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
+from orc.runtime.checkpoint.replication.meeting import Meeting, Verdict
+from orc.runtime.checkpoint.replication.sites import Survey
+from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
+from orc.runtime.checkpoint.state.by_engine import lays_out_itself
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import Prepared, RunContext
+
+
+class MeetingAlone(Meeting):
+    """The meetings of a save that rank 0 makes by itself: it agrees with itself, and says nothing on the board."""
+
+    def hold(self, what: str, value: Any, verdict: Verdict, **options: Any) -> Any:
+        """Return the *verdict* about *value*."""
+        return verdict([value])
+
+    def part(self, timeout_s: float = 10.0) -> None:
+        """Nobody is there to part from."""
+
+
+def survey_alone(context: RunContext, meeting: Meeting) -> Survey:
+    """Return one that looks at no other machine: where they share no directory, they get a copy when they load."""
+    return Survey(context, meeting, "1")
+
+
+def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
+    """Refuse what rank 0 does not have whole.
+
+    Raises:
+        CheckpointError: a model or optimizer is spread over the ranks.
+    """
+    models, optimizers = prepared.models, prepared.optimizers
+    spread = [type(one).__name__ for one in models if lays_out_itself(one) or strategy_of(one) != FULL]
+    spread += [type(one).__name__ for one in optimizers if strategy_of_optimizer(one, models) != FULL]
+    spread += [
+        type(inner).__name__
+        for one in optimizers
+        if hasattr(inner := getattr(one, "optimizer", one), "consolidate_state_dict")
+    ]
+    if spread:
+        raise CheckpointError(
+            f"save_state: rank 0 cannot save alone, each rank holds a part of {', '.join(dict.fromkeys(spread))}, and "
+            f"{elsewhere}. Call save_state on every rank: take it out of `if accelerator.is_main_process`"
+        )

@@ -1,0 +1,186 @@
+"""Absence: how a rank that waits in a save finds out that others will not come.
+
+``if accelerator.is_main_process: accelerator.save_state()`` leaves the others training, until they wait for the main
+process in their next collective. A thread of every rank looks about once a second whether somebody on the board asks
+for its standing, and answers. Nobody asks where all ranks come within half a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from orc.runtime.checkpoint.errors import RanksElsewhere
+from orc.runtime.checkpoint.replication.standing import Standing, stands_still, stays_away
+from orc.runtime.collectives.board import BoardError, BoardTimeout, pace
+
+if TYPE_CHECKING:
+    from orc.runtime.collectives.board import Board
+    from orc.runtime.core.context import Prepared, RunContext
+
+POLL_S = 1.0
+GRACE_S = 0.5  # ranks come one after the other
+LOOK_S = 0.1  # between looks at answers, on rank 0, where the board is
+PATIENCE_S = 5.0  # before the others ask what rank 0 does
+ANSWER_S = 5.0
+
+
+class Attendant:
+    """The thread of a rank that answers for it. Made by `of`."""
+
+    def __init__(self, context: RunContext, store: Board, number: int) -> None:
+        self.prefix = f"orc/standing/{number}"
+        self.ranks = context.world_size
+        self.prepared: list[Prepared] = []
+        self._rank = context.rank
+        self._context = weakref.ref(context)
+        self._store = store.clone(ANSWER_S)
+        self._poll_s = POLL_S * pace(context.world_size)
+        self._pid = os.getpid()
+        self._answered = 0
+        self._closing = threading.Event()
+        atexit.register(self._leave)
+        threading.Thread(target=self._run, name="orc-standing", daemon=True).start()
+
+    @classmethod
+    def of(cls, context: RunContext, prepared: Prepared | None = None) -> Attendant | None:
+        """The one of *context*, answering for *prepared* too; `None` where ranks are not processes with a board."""
+        if context.world_size == 1:
+            return None
+        if context not in _known:
+            if prepared is None or context.store is None or context.mirrored or not context.key:
+                return None
+            _known[context] = cls(context, context.store, next(_numbers))
+        attendant = _known[context]
+        if prepared is not None and not any(prepared is one for one in attendant.prepared):
+            attendant.prepared.append(prepared)
+        return attendant
+
+    def standing(self) -> Standing:
+        """Return that of this rank, now."""
+        return Standing.here(list(self.prepared))
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._poll_s) and self._context() is not None:
+            try:
+                self._answer()
+            except BoardTimeout:
+                continue  # rank 0 is busy
+            except BoardError:
+                return  # it is gone
+
+    def _answer(self) -> None:
+        while self._store.check([asked := f"{self.prefix}/{self._rank}/{self._answered}"]):
+            self._store.set(f"{asked}/answer", self.standing().to_json())
+            self._store.delete_key(asked)
+            self._answered += 1
+
+    def _leave(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        with contextlib.suppress(BoardError):  # nobody is left to know it
+            self._store.set(f"{self.prefix}/{self._rank}/ended", "")
+
+
+class Absence:
+    """Waits for ranks, as long as they may come; of one save, on one rank."""
+
+    def __init__(self, attendant: Attendant) -> None:
+        self._attendant = attendant
+        self._asked: dict[int, str] = {}  # where each rank is going to answer
+        self._before: dict[int, Standing] = {}  # how each was first found where it still is
+        self._reasons: dict[int, str] = {}  # by the last answer of each
+        self._next = 0.0
+
+    @classmethod
+    def of(cls, context: RunContext) -> Absence | None:
+        """The one for a save of *context*; `None` where nobody could answer."""
+        attendant = Attendant.of(context)
+        return None if attendant is None else cls(attendant)
+
+    def wait_for_ranks(self, store: Board, keys: Sequence[str], timeout: timedelta) -> None:
+        """Return when the *keys*, one by each rank, are there.
+
+        Raises:
+            BoardTimeout: some are not after *timeout*.
+            RanksElsewhere: nobody who is missing will come.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        slice_s = GRACE_S
+        while True:
+            left = end - time.monotonic()
+            try:
+                store.wait(keys, timedelta(seconds=max(min(left, slice_s), 0.001)))
+                return
+            except BoardTimeout:
+                if left <= slice_s:
+                    raise
+            slice_s = LOOK_S * pace(self._attendant.ranks)
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            reasons = self.look(store, missing)
+            if reasons and not any(store.check([keys[rank]]) for rank in missing):
+                raise RanksElsewhere(reasons)
+
+    def wait_for_verdict(self, store: Board, key: str, note: str, timeout: timedelta) -> None:
+        """Return when rank 0 has written *key*. Where it has left a *note* of a save of its own, it may not come.
+
+        Raises:
+            BoardTimeout: it has not after *timeout*.
+            RanksElsewhere: it will not.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        slice_s = PATIENCE_S
+        while True:
+            left = end - time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=max(min(left, slice_s), 0.001)))
+                return
+            except BoardTimeout:
+                if left <= slice_s:
+                    raise
+            slice_s = POLL_S * pace(self._attendant.ranks)
+            if store.check([note]) and (reasons := self.look(store, [0])) and not store.check([key]):
+                raise RanksElsewhere(reasons)
+
+    def look(self, store: Board, missing: Sequence[int]) -> dict[int, str]:
+        """Return why each of the *missing* ranks will not come; empty while one of them may."""
+        prefix = self._attendant.prefix
+        now = time.monotonic()
+        if now >= self._next:
+            for rank in missing:
+                if rank not in self._asked:
+                    number = store.add(f"{prefix}/{rank}/count", 1) - 1
+                    self._asked[rank] = f"{prefix}/{rank}/{number}"
+                    store.set(self._asked[rank], "")
+            self._next = now + POLL_S * pace(self._attendant.ranks)
+        here = self._attendant.standing()
+        for rank in missing:
+            if store.check([f"{prefix}/{rank}/ended"]):
+                self._reasons[rank] = "has ended"
+            elif rank in self._asked and store.check([answer := f"{self._asked[rank]}/answer"]):
+                found = Standing.from_json(store.get(answer))
+                store.delete_key(answer)
+                del self._asked[rank]
+                before = self._before.get(rank)
+                if before is None or not stands_still(before, found):
+                    before = self._before[rank] = found
+                reason = stays_away(here, before, found)
+                self._reasons.pop(rank, None)
+                if reason is not None:
+                    self._reasons[rank] = reason
+        reasons = {rank: self._reasons[rank] for rank in missing if rank in self._reasons}
+        return reasons if len(reasons) == len(missing) else {}
+
+
+_known: WeakKeyDictionary[RunContext, Attendant] = WeakKeyDictionary()
+_numbers = itertools.count()
