@@ -104,7 +104,7 @@ def train(folder):
             if accelerator.sync_gradients:
                 ema.step(model.parameters())
                 global_step += 1
-                if global_step % 3 == 0:
+                if global_step % 3 == 0 and accelerator.is_main_process:  # the others train on
                     accelerator.save_state(os.path.join(output, f"checkpoint-{global_step}"))
             logs = {"loss": loss.detach().item(), "lr": lr_scheduler.get_last_lr()[0]}
             accelerator.log(logs, step=global_step)
