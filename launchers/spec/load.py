@@ -78,7 +78,14 @@ def examine(
     Raises `SpecError` for what cannot be read as YAML, and for an override that cannot be applied.
     """
     source_path = Path("/dev/stdin" if path == "-" else path)
-    document = source.parse(source.read_file(source_path, "job file"), str(source_path), reading)
+    text = source.read_file(source_path, "job file")
+    if source_path.suffix == ".py":
+        raise SpecError(
+            "is a Python script, not a job file",
+            where=str(source_path),
+            hint="`orc launch` runs it on this machine; a job file names it: `script:`",
+        )
+    document = source.parse(text, str(source_path), reading)
     _refuse_accelerate(document, source_path)
     if overrides or cluster is not None:
         from orc.launchers.spec import overrides as overriding

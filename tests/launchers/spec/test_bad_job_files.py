@@ -399,6 +399,12 @@ def test_directory_is_no_job_file(tmp_path: Path) -> None:
         load_job(tmp_path)
 
 
+def test_a_script_is_no_job_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(SpecError, match=r"train\.py: is a Python script, not a job file\n  `orc launch` runs it"):
+        load_job(tmp_path / "train.py")
+
+
 def test_script_that_links_out_of_the_workdir_is_refused(job_files, complaint: Callable[..., str]) -> None:
     outside = job_files.directory.parent / "outside.py"
     outside.write_text("")
