@@ -149,6 +149,24 @@ def test_the_main_process_saves_alone_where_the_others_save_by_themselves(tmp_pa
     assert saved_by(tmp_path / "all" / "checkpoint_0")[0] is None
 
 
+def test_machines_without_a_shared_directory_copy_what_the_main_process_saved(tmp_path, run_ranks):
+    def run(root):
+        run = build(f"{root}/{os.environ['GROUP_RANK']}")
+        accelerator, weights = run[0], []
+
+        def save(step):
+            weights.append(accelerator.unwrap_model(run[1]).weight.tolist())
+            if step == 1 and accelerator.is_main_process:
+                accelerator.save_state()
+
+        train(run, 1, save)
+        accelerator.load_state()
+        return accelerator.unwrap_model(run[1]).weight.tolist() == weights[0]
+
+    assert run_ranks(2, run, str(tmp_path), nodes=2) == [True, True]
+    assert listed(tmp_path / "0" / "checkpoints") == listed(tmp_path / "1" / "checkpoints") == ["checkpoint_0"]
+
+
 def test_what_is_spread_over_the_ranks_is_refused_on_the_main_process(tmp_path, run_ranks):
     def run(root):
         from torch.distributed.fsdp import fully_shard

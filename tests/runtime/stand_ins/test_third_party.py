@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
 RUN = Path(__file__).parent / "programs" / "run.py"
 TOLERANCE = 2e-4  # of float32 sums in another order
 
