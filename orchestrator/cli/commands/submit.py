@@ -78,10 +78,11 @@ def command(
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.engine.validation import load_checked
 
+    if local_contract:  # which needs less than the platform does, so it is known before anything is checked
+        from orc.launchers.spec import load_job
+
+        overrides = (*overrides, _local_contract(load_job(job_file, overrides, cluster=cluster).spec.cluster))
     loaded = load_checked(job_file, overrides, cluster=cluster)
-    if local_contract:
-        overrides = (*overrides, _local_contract(loaded.spec.cluster))
-        loaded = load_checked(job_file, overrides, cluster=cluster)
     if dry_run:
         from orc.orchestrator.cli.commands.render import show
 
