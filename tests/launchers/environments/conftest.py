@@ -89,7 +89,8 @@ class Node:
             "environment": environment,
         }
         path = self.attempt / "agent.json"
-        path.write_text(json.dumps(config))
+        path.with_suffix(".new").write_text(json.dumps(config))
+        path.with_suffix(".new").replace(path)  # a process that was started before may be reading it
         return path
 
     def argv(self, *words: str) -> list[str]:
