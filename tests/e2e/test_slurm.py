@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,15 @@ def assert_resumed(log: str, epochs: int) -> None:
     assert first == list(range(1, len(first) + 1)), log
     assert second[0] in (first[-1], first[-1] + 1), log
     assert second == list(range(second[0], epochs + 1)), log
+
+
+def test_a_launch_below_srun_is_one_process_of_its_step(slurm: SlurmTestbed, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom orc.runtime import Accelerator\n"
+        "it = Accelerator(cpu=True)\ntotal = it.reduce(torch.tensor([1.0 + it.process_index])).item()\n"
+        "print(f'rank {it.process_index} of {it.num_processes}: {total}', flush=True)\n"
+    )
+    launch = (sys.executable, "-m", "orc.launch", "--mixed_precision", "no", str(script))
+    shown = slurm.run("srun", "-N", "2", "-n", "2", *launch, timeout_s=150)
+    assert sorted(shown.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]
