@@ -54,8 +54,7 @@ class Tree:
         shutil.copy(HERE / "run.sh", directory / "tests")
 
     def start(self, **env: str) -> subprocess.Popen[str]:
-        # Whoever runs these tests in the background may ignore SIGINT, and a shell cannot take that back.
-        argv = ["env", "--default-signal", str(self.directory / "tests/run.sh")]
+        argv = [str(self.directory / "tests/run.sh")]
         return subprocess.Popen(argv, env={**self.env, **env}, text=True, start_new_session=True)
 
     def cluster_up(self) -> None:

@@ -22,7 +22,7 @@ class MeetingAlone(Meeting):
         return verdict([value])
 
     def part(self, timeout_s: float = 10.0) -> None:
-        """Nobody is there to part from."""
+        """Return at once: no other rank takes part."""
 
 
 def survey_alone(context: RunContext, meeting: Meeting) -> Survey:

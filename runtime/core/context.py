@@ -81,7 +81,7 @@ class GradientRecord:
             self._current, self._remainder = weakref.ref(loader), loader.remainder
 
     def settings(self) -> dict[str, Any]:
-        """How gradients are accumulated, without the state of a loop."""
+        """Return the settings of gradient accumulation, without the state of a loop."""
         names = ("num_steps", "sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
         return {name: getattr(self, name) for name in names}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Shared:
-    """What all instances of a class show, as a dictionary; empty while there is no context.
+    """Dictionary of the attributes that all instances of a class share; empty while there is no context.
 
     Libraries look at it (``PartialState._shared_state == {}``) to learn whether this process has been set up.
     """

@@ -95,7 +95,7 @@ def check_training(accelerator: Accelerator) -> str:
 
 
 def check_saving(accelerator: Accelerator) -> str:
-    """What save_state has written, load_state brings back on every rank."""
+    """Check that load_state restores on every rank what save_state has written."""
     folder = os.environ.get("ORC_CHECKPOINT_DIR") or (tempfile.mkdtemp() if accelerator.is_main_process else "")
     place = Path(broadcast_object_list([folder])[0], "orc-test")
     source = _model()

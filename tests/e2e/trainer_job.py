@@ -57,7 +57,7 @@ JOB: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Course:
-    """What one rank did: the samples of each step in order, and the figures at its end."""
+    """Record of one rank: the samples of each step in order, and the figures at its end."""
 
     trained: list[str]
     figures: list[str]
