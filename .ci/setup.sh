@@ -52,7 +52,7 @@ fi
 say "installing orc and the tested versions of what it needs"
 # shellcheck disable=SC2086  # PIP_FLAGS is a list of words
 .venv/bin/python -m pip install -q --disable-pip-version-check ${PIP_FLAGS:-} \
-  -c .ci/constraints.txt -e '.[dev,runtime,slurm,aws,gcp,examples,docs,programs]'
+  -c .ci/constraints.txt -e '.[dev,runtime,slurm,aws,gcp,service,examples,docs,programs]'
 # Byte code now, so that the first commands are as fast as the later ones, also where PYTHONDONTWRITEBYTECODE is set.
 .venv/bin/python -m compileall -q launchers orchestrator runtime templates
 touch .venv/.orc-installed
