@@ -137,12 +137,20 @@ class Backend(abc.ABC):
     local_contract: ClassVar[str] = ""  # KEY=VALUE of a job file that runs the job here as the platform would
     # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
     visibility_s: float = 5.0
+    # For how long an attempt that is LOST may come back, in seconds, unless the cluster's ``lost_after`` says so.
+    lost_after_s: float = 0.0
     avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
         self.cluster = cluster
         self._given_state_dir = state_dir
+
+    @property
+    def loss_window_s(self) -> float:
+        """Seconds for which `Phase.LOST` is not believed: 0 where `poll` waits by itself, or knows for certain."""
+        given = self.cluster.lost_after
+        return self.lost_after_s if given is None else float(given)
 
     @property
     def state_dir(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
@@ -15,11 +15,20 @@ from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.network import Network
-from orc.launchers.spec.options import FrozenModel, Line, Name, ShellLines, Variables
+from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, ShellLines, Variables, Whole
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+
+
+class Limits(FrozenModel):
+    """Limits of what orc has at a cluster at one time; further jobs wait in the ledger."""
+
+    max_jobs: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Jobs of all users.")
+    max_jobs_per_user: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Jobs of one user.")
+    max_gpus: Annotated[Whole, Field(ge=0)] | None = Field(None, description="GPUs of all jobs.")
+    max_gpus_per_user: Annotated[Whole, Field(ge=0)] | None = Field(None, description="GPUs of the jobs of one user.")
 
 
 class Cluster(FrozenModel):
@@ -36,6 +45,10 @@ class Cluster(FrozenModel):
     )
     network: Network = Field(
         default_factory=Network.model_construct, description="Which network its nodes use, unless the job says so."
+    )
+    limits: Limits = Field(default_factory=Limits.model_construct, description="What orc has there at one time.")
+    lost_after: Duration | None = Field(
+        None, description="For how long an attempt that is gone without a record may come back before it is LOST."
     )
     options: dict[str, Any] = Field({}, description="Settings of the kind.")
 

@@ -74,6 +74,29 @@ def seconds(value: Any) -> float:
     return int(total) if total == int(total) else total
 
 
+def deadline(value: Any) -> float | str | None:
+    """Return a duration in seconds, or a time as ISO 8601 with its offset; one that is given without is local."""
+    if value is None:
+        return None
+    if isinstance(value, str) and re.match(r"\s*[0-9]{4}-[0-9]{2}-[0-9]{2}", value):
+        from datetime import datetime
+
+        try:
+            at = datetime.fromisoformat(value.strip().replace("Z", "+00:00"))
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is not a time; write for example 2027-01-31 18:00 or 2027-01-31T18:00Z"
+            ) from None
+        return (at if at.tzinfo else at.astimezone()).isoformat()
+    try:
+        found = seconds(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a time such as 2027-01-31 18:00") from None
+    if not found:
+        raise ValueError("a job needs some time; write for example 12h, or a time such as 2027-01-31 18:00")
+    return found
+
+
 def time_limit(value: Any) -> str:
     """Return a time limit as ``H:MM:SS``, from what `seconds` reads; at least 1 s, fractions rounded up."""
     total = -int(-seconds(value) // 1)

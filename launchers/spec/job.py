@@ -14,6 +14,7 @@ from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
+from orc.launchers.spec.retry import Retry as Retry
 from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
@@ -146,24 +147,6 @@ class Checkpoint(FrozenModel):
     resume: Literal["auto", "never"] = Field("auto", description="Whether a new attempt resumes.")
 
 
-class Retry(FrozenModel):
-    """Policy for the attempts after a failed one."""
-
-    max_attempts: Whole = Field(3, ge=1, le=1000, description="Attempts in all.")
-    on: tuple[Literal["crash", "node_failure", "preempted", "timeout"], ...] = Field(
-        ("node_failure", "preempted"), description="Causes that are worth another attempt."
-    )
-    backoff: Duration = Field(10, description="Seconds before the second attempt; doubles each time, 600 at most.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, data: Any) -> Any:
-        """Expand ``on: crash`` to ``on: [crash]``."""
-        if isinstance(data, Mapping) and isinstance(data.get("on"), str):
-            return {**data, "on": [data["on"]]}
-        return data
-
-
 def _runtime_value(key: str) -> Any:
     def read(value: Any) -> Any:
         return None if value is None else check(key, value)
@@ -214,6 +197,11 @@ class JobSpec(FrozenModel):
     runtime: Runtime = Field({}, description="Settings of orc.runtime.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct, description="Saving and resuming.")
     retry: Retry = Field(default_factory=Retry.model_construct, description="When to try again.")
+    deadline: Annotated[float | str, BeforeValidator(grammar.deadline, json_schema_input_type=int | str)] | None = (
+        Field(None, description="When the job is cancelled, queued or not: a duration from its submission, or a time.")
+    )
+    priority: Whole = Field(0, ge=-100, le=100, description="Higher goes first; a point is worth an hour of waiting.")
+    project: Name | None = Field(None, max_length=64, description="Whose quotas it counts against.")
     grace: Duration = Field(30, description="Seconds between SIGTERM and SIGKILL.")
     tags: dict[Name, Text] = Field({}, description="To find jobs by.")
 

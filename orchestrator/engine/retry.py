@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ REFUSED = "refused"
 REFUSED_EXIT = 78
 SAVED_EXIT = 75  # what a rank exits with that has saved and wants to run again
 MAX_BACKOFF_S = 600.0
+JITTER = 0.25  # of a backoff, by which it may be shorter: many jobs that one fault ended do not all come back at once
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ def decide(policy: RetryPolicy, causes: Sequence[str]) -> Retry | GiveUp:
     # The exponent is bounded so that a long history cannot overflow a float.
     delay = min(policy.backoff_s * 2.0 ** min(counted - 1, 32), MAX_BACKOFF_S)
     return Retry(delay, f"{cause}: attempt {counted} of {policy.max_attempts}")
+
+
+def with_jitter(delay_s: float, attempt: str) -> float:
+    """Return a backoff of *delay_s* for the attempt after *attempt* (a marker): up to a quarter less."""
+    return delay_s * (1.0 - JITTER * (zlib.crc32(attempt.encode()) % 1000) / 1000)
 
 
 def retry_cause(cause: str, ranks: Mapping[Any, Mapping[str, Any]]) -> str:

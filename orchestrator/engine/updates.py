@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause
+from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause, with_jitter
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
 
@@ -139,7 +139,7 @@ def update_after_end(
     if isinstance(decision, GiveUp):
         why = f"{reason} ({decision.reason})" if decision.reason else reason
         return JobUpdate((Event(Kind.JOB_FAILED, None, {"cause": str(cause), "reason": why}),), _over(why, ended_at))
-    at = now + decision.delay_s
+    at = now + with_jitter(decision.delay_s, job.attempt.marker if job.attempt else job.id)
     retry = Event(Kind.RETRY, None, {"cause": str(cause), "reason": decision.reason, "at": at})
     why = f"waiting to run again after {reason}" if reason else f"waiting to run again after {cause}"
     return JobUpdate((retry,), {"reason": why, "next_attempt_at": at, "poll_error_at": None})

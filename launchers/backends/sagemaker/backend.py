@@ -43,6 +43,7 @@ class SagemakerBackend(Backend):
 
     kind = "sagemaker"
     visibility_s = 30.0
+    lost_after_s = 60.0
     local_contract = "resources.options.sagemaker.local=contract"
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None, service: Service | None = None) -> None:

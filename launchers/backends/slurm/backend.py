@@ -64,6 +64,7 @@ class SlurmBackend(Backend):
     }
     programs = ("sbatch", "squeue", "sacct", "scancel", "sinfo")
     visibility_s = 20.0
+    loss_window_s = 0.0  # `poll` itself waits for the cluster's ``lost_after``, from the last sign of an agent on
     avoids = True
 
     def __init__(self, cluster: Cluster, transport: Transport | None = None, *, state_dir: Path | None = None) -> None:
@@ -245,7 +246,7 @@ class SlurmBackend(Backend):
         from orc.launchers.attempts.confidential import remove_confidential
         from orc.launchers.attempts.reader import read_attempts
         from orc.launchers.backends.slurm.script import EARLY_S
-        from orc.launchers.backends.slurm.verdict import judge
+        from orc.launchers.backends.slurm.verdict import LOST_AFTER_S, judge
 
         if not handles:
             return {}
@@ -275,6 +276,7 @@ class SlurmBackend(Backend):
                 lead_s=float((own.config or {}).get("notice_s", 0)) + EARLY_S,
                 asked_everyone=asked_everyone,
                 where=directory,
+                lost_after_s=LOST_AFTER_S if self.cluster.lost_after is None else float(self.cluster.lost_after),
             )
             if seen[handle].phase is Phase.FAILED and seen[handle].exit is None:
                 seen[handle] = replace(seen[handle], reason=self._explained(seen[handle].reason, directory))

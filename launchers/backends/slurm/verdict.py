@@ -88,6 +88,7 @@ def judge(
     lead_s: float,
     asked_everyone: bool,
     where: str = "",
+    lost_after_s: float = LOST_AFTER_S,
 ) -> Observation:
     """Return the observation of one attempt.
 
@@ -101,6 +102,8 @@ def judge(
         False when accounting should have been asked and could not be: then "not there" proves nothing.
     where:
         The directory to look at, for messages.
+    lost_after_s:
+        So long after its last sign a job that Slurm does not know may still come back.
     """
     if _is_final(evidence, now) and not (row is not None and row.ended):
         return _observation(Phase.SUCCEEDED, evidence, None)
@@ -119,7 +122,7 @@ def judge(
             return _observation(
                 Phase.RUNNING, evidence, None, reason="Slurm does not know the job; its agents are alive"
             )
-        if not asked_everyone or now - max(submitted_at, sign) < LOST_AFTER_S:
+        if not asked_everyone or now - max(submitted_at, sign) < lost_after_s:
             return _observation(Phase.UNKNOWN, evidence, None, reason="Slurm does not know the job (yet)")
         if evidence.exit is None:
             reason = f"Slurm has forgotten the job; no exit record in {where}"

@@ -14,6 +14,7 @@ from orc.orchestrator.engine.retry import (
     RetryPolicy,
     decide,
     retry_cause,
+    with_jitter,
 )
 
 ALL = ("crash", "node_failure", "preempted", "timeout")
@@ -27,6 +28,14 @@ def test_the_backoff_doubles_up_to_its_bound():
     policy = RetryPolicy(100, ALL, 10.0)
     delays = [decide(policy, ["crash"] * n).delay_s for n in range(1, 10)]
     assert delays == [10, 20, 40, 80, 160, 320, 600, 600, 600]
+
+
+def test_jobs_that_one_fault_ended_do_not_all_come_back_at_once_and_none_comes_late():
+    delays = [with_jitter(100.0, f"orc-job{n}-a1") for n in range(200)]
+    assert 75 < min(delays) < 77
+    assert 98 < max(delays) <= 100
+    assert len(set(delays)) > 100
+    assert with_jitter(100.0, "orc-job7-a1") == delays[7]
 
 
 def test_the_last_allowed_attempt_is_the_last():
