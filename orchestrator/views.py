@@ -101,6 +101,13 @@ class JobView:
     digests: Mapping[str, str]  # {"code": ..., "runtime": ...}
     source: str  # the job file, or "job:<id>" for a resubmission
     attempts: tuple[AttemptView, ...] = field(default=())
+    owner: str = ""  # login name of who submitted it
+    project: str = ""
+    priority: int = 0
+    group_id: str | None = None  # sweep, array, pipeline or schedule that it belongs to
+    group_index: int | None = None
+    not_before: float | None = None
+    deadline_at: float | None = None
 
     @property
     def ended(self) -> bool:
@@ -130,6 +137,13 @@ class JobView:
             "spec": dict(self.spec),
             "digests": dict(self.digests),
             "source": self.source,
+            "owner": self.owner,
+            "project": self.project,
+            "priority": self.priority,
+            "group_id": self.group_id,
+            "group_index": self.group_index,
+            "not_before": self.not_before,
+            "deadline_at": self.deadline_at,
             "attempts": [attempt.to_dict() for attempt in self.attempts],
         }
 
@@ -160,6 +174,13 @@ class JobView:
             job.digests,
             job.source,
             tuple(AttemptView.of(attempt, failed_hosts.get(attempt.number, ())) for attempt in attempts),
+            job.owner,
+            job.project,
+            job.priority,
+            job.group_id,
+            job.group_index,
+            job.not_before,
+            job.deadline_at,
         )
 
 
@@ -179,6 +200,13 @@ class JobRow(NamedTuple):
     hosts: tuple[str, ...]  # of the newest attempt
     tags: Mapping[str, str]
     seen_at: float | None  # when its cluster last said something about it; seconds late at most
+    owner: str = ""  # login name of who submitted it
+    project: str = ""
+    priority: int = 0
+    group_id: str | None = None  # sweep, array, pipeline or schedule that it belongs to
+    group_index: int | None = None
+    not_before: float | None = None
+    deadline_at: float | None = None
 
     @property
     def age_from(self) -> float | None:

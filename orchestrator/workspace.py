@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
 
 
+def login_name() -> str:
+    """Return the name of the effective user; the number where it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
 @dataclass
 class Workspace:
     """Orchestrator of one user, for one thread. `backend_of` opens the backend of a named cluster."""
@@ -29,6 +38,7 @@ class Workspace:
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=lambda: str(Owner.new()))
+    user: str = field(default_factory=login_name)  # whose the new jobs are
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     _backends: dict[str, Backend] = field(default_factory=dict)

@@ -199,6 +199,7 @@ def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId
         digests=snapshot.digests,
         tags=job.tags,
         origin=ws.origin,
+        owner=ws.user,
     )
 
 

@@ -142,7 +142,10 @@ class SqliteDatabase:
         began = time.monotonic()
         told = False
         while True:
-            raw = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=rw", uri=True, timeout=SILENT_S)
+            # One thread at a time, but not always the same one (`LedgerPool`): whoever has a ledger sees to that.
+            raw = sqlite3.connect(
+                f"{self.path.absolute().as_uri()}?mode=rw", uri=True, timeout=SILENT_S, check_same_thread=False
+            )
             raw.isolation_level = None
             try:
                 raw.execute("PRAGMA foreign_keys = ON")

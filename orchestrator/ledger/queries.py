@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
-from orc.orchestrator.ledger.records import AttemptRecord, JobRecord, Reservation
+from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
@@ -43,6 +44,15 @@ def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, A
         JobRecord.from_row(row[:split], AttemptRecord.from_row(row[split:]) if row[split] is not None else None)
         for row in rows
     ]
+
+
+def read_events(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[EventRecord]:
+    """Return the events that meet *condition*, which also says in which order."""
+    rows = connection.tuples(
+        f"SELECT id, job_id, attempt, at, kind, data FROM events WHERE {condition}",  # noqa: S608
+        parameters,
+    )
+    return [EventRecord(id_, job, attempt, at, kind, json.loads(data)) for id_, job, attempt, at, kind, data in rows]
 
 
 def read_reservations(connection: Connection, cluster: str | None, job_id: str | None) -> list[Reservation]:

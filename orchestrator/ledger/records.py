@@ -80,11 +80,18 @@ class JobRecord:
     source: str
     digests: Mapping[str, str]
     attempt: AttemptRecord | None
+    owner: str = ""  # login name of who submitted it
+    project: str = ""
+    priority: int = 0
+    group_id: str | None = None  # sweep, array, pipeline or schedule that it belongs to
+    group_index: int | None = None  # its place there
+    not_before: float | None = None
+    deadline_at: float | None = None
 
     COLUMNS = (
         "id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, ended_at, "
         "next_attempt_at, cancel_requested_at, cancel_grace_s, poll_error_at, claim_owner, claim_expires_at, "
-        "source, digests"
+        "source, digests, owner, project, priority, group_id, group_index, not_before, deadline_at"
     )
 
     @classmethod
@@ -131,6 +138,13 @@ class NewJob:
     digests: Mapping[str, str]
     tags: Mapping[str, str]
     origin: str = ""  # host and state directory that hold its snapshots and secrets
+    owner: str = ""  # login name of who submits it
+    project: str = ""
+    priority: int = 0
+    group_id: str | None = None
+    group_index: int | None = None
+    not_before: float | None = None
+    deadline_at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ metadata = sa.MetaData(
     }
 )
 
+# Columns by which lists of jobs are chosen.
+LIST_FILTERS = ("state", "name", "owner", "cluster", "project")
+
 _JSON = sa.Text  # canonical JSON text: read as a whole, never queried into, the same on every database
 _TIME = sa.Double  # seconds since the epoch
 
@@ -43,12 +46,20 @@ jobs = sa.Table(
     sa.Column("poll_error_at", _TIME),  # last recorded one since the last answer
     sa.Column("claim_owner", sa.String(255)),
     sa.Column("claim_expires_at", _TIME),
+    sa.Column("owner", sa.String(255), nullable=False, server_default=""),  # login name of who submitted it
+    sa.Column("project", sa.String(255), nullable=False, server_default=""),
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("group_id", sa.String(64)),
+    sa.Column("group_index", sa.Integer),
+    sa.Column("not_before", _TIME),
+    sa.Column("deadline_at", _TIME),
     sa.Column("source", sa.Text, nullable=False),
     sa.Column("digests", _JSON, nullable=False),
     sa.Column("spec", _JSON, nullable=False),
-    sa.Index(None, "created_at"),
-    sa.Index(None, "state", "created_at"),
-    sa.Index(None, "name", "created_at"),
+    # Lists are ordered by (created_at, id): each of their filters has an index that gives this order.
+    sa.Index(None, "created_at", "id"),
+    *(sa.Index(None, column, "created_at", "id") for column in LIST_FILTERS),
+    sa.Index(None, "group_id", "group_index"),
 )
 
 job_tags = sa.Table(
@@ -127,25 +138,175 @@ events = sa.Table(
     sa.Index(None, "job_id", "id"),
 )
 
+# Jobs that retention has removed. Only the events of these can be deleted, and only ended jobs can be put here.
+pruned_jobs = sa.Table(
+    "pruned_jobs",
+    metadata,
+    sa.Column("job_id", sa.String(64), primary_key=True),
+    sa.Column("at", _TIME, nullable=False),
+)
+
+# What has to have ended, and how, before a job may start.
+dependencies = sa.Table(
+    "dependencies",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("on_job", sa.ForeignKey("jobs.id"), primary_key=True, index=True),
+    sa.Column("condition", sa.String(16), nullable=False),  # success, any, failure
+)
+
+groups = sa.Table(
+    "groups",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False),  # sweep, array, pipeline, schedule
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("owner", sa.String(255), nullable=False),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("max_parallel", sa.Integer),
+    sa.Column("spec", _JSON, nullable=False),
+    sa.Index(None, "created_at", "id"),
+)
+
+schedules = sa.Table(
+    "schedules",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("owner", sa.String(255), nullable=False),
+    sa.Column("cron", sa.String(255), nullable=False),
+    sa.Column("timezone", sa.String(64), nullable=False),
+    sa.Column("enabled", sa.Boolean, nullable=False),
+    sa.Column("next_at", _TIME),
+    sa.Column("last_at", _TIME),
+    sa.Column("last_job", sa.String(64)),
+    sa.Column("spec", _JSON, nullable=False),
+    sa.Column("digests", _JSON, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("revision", sa.Integer, nullable=False),  # counts the changes, as that of a job
+    sa.UniqueConstraint("owner", "name"),
+    sa.Index(None, "next_at"),
+)
+
+# Turn of one process to ask a cluster, and what is known of its answers.
+cluster_polls = sa.Table(
+    "cluster_polls",
+    metadata,
+    sa.Column("cluster", sa.String(255), primary_key=True),
+    sa.Column("lease_owner", sa.String(255)),
+    sa.Column("lease_expires_at", _TIME),
+    sa.Column("next_at", _TIME),
+    sa.Column("interval_s", _TIME),
+    sa.Column("polled_at", _TIME),
+    sa.Column("answered_at", _TIME),
+    sa.Column("error", sa.Text),
+)
+
+tokens = sa.Table(
+    "tokens",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("hash", sa.String(128), nullable=False, unique=True),  # the token itself is nowhere
+    sa.Column("username", sa.String(255), nullable=False),
+    sa.Column("role", sa.String(16), nullable=False),  # viewer, user, admin
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("expires_at", _TIME),
+    sa.Column("revoked_at", _TIME),
+    sa.Column("last_used_at", _TIME),
+)
+
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("at", _TIME, nullable=False),
+    sa.Column("username", sa.String(255), nullable=False),
+    sa.Column("token_id", sa.String(64)),
+    sa.Column("address", sa.String(255), nullable=False),
+    sa.Column("action", sa.String(64), nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("data", _JSON, nullable=False),
+    sa.Index(None, "username", "id"),
+)
+
+# Secrets of a job, encrypted: the key is not in the ledger.
+sealed_secrets = sa.Table(
+    "sealed_secrets",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("sealed", sa.Text, nullable=False),
+    sa.Column("at", _TIME, nullable=False),
+)
+
+# Messages that have to leave; each event reaches a target once.
+notifications = sa.Table(
+    "notifications",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("event_id", sa.BigInteger, nullable=False),
+    sa.Column("job_id", sa.String(64), nullable=False, index=True),
+    sa.Column("target", sa.String(255), nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("payload", _JSON, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # due, sent, dead
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("next_at", _TIME, nullable=False),
+    sa.Column("last_error", sa.Text, nullable=False),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.UniqueConstraint("event_id", "target"),
+    sa.Index(None, "state", "next_at"),
+)
+
+quotas = sa.Table(
+    "quotas",
+    metadata,
+    sa.Column("scope", sa.String(16), primary_key=True),  # user, project
+    sa.Column("name", sa.String(255), primary_key=True),
+    sa.Column("resource", sa.String(16), primary_key=True),  # gpus, jobs, cost
+    sa.Column("amount", sa.Double, nullable=False),
+)
+
 # What keeps the history append-only, whoever writes.
 APPEND_ONLY = {
     "sqlite": (
         "CREATE TRIGGER events_no_update BEFORE UPDATE ON events "
         "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END",
         "CREATE TRIGGER events_no_delete BEFORE DELETE ON events "
+        "WHEN NOT EXISTS (SELECT 1 FROM pruned_jobs WHERE job_id = OLD.job_id) "
         "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END",
+        "CREATE TRIGGER pruned_jobs_have_ended BEFORE INSERT ON pruned_jobs "
+        "WHEN EXISTS (SELECT 1 FROM jobs WHERE id = NEW.job_id "
+        "AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')) "
+        "BEGIN SELECT RAISE(ABORT, 'a live job cannot be pruned'); END",
+        "CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit "
+        "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END",
+        "CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit "
+        "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END",
     ),
     "postgresql": (
-        "CREATE FUNCTION events_append_only() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION 'events are append-only'; END $$",
+        "CREATE OR REPLACE FUNCTION events_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN "
+        "IF TG_OP = 'DELETE' AND EXISTS (SELECT 1 FROM pruned_jobs WHERE job_id = OLD.job_id) THEN RETURN OLD; END IF; "
+        "RAISE EXCEPTION 'events are append-only'; END $$",
         "CREATE TRIGGER events_append_only BEFORE UPDATE OR DELETE ON events "
         "FOR EACH ROW EXECUTE FUNCTION events_append_only()",
+        "CREATE FUNCTION pruned_jobs_have_ended() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN "
+        "IF EXISTS (SELECT 1 FROM jobs WHERE id = NEW.job_id AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')) "
+        "THEN RAISE EXCEPTION 'a live job cannot be pruned'; END IF; RETURN NEW; END $$",
+        "CREATE TRIGGER pruned_jobs_have_ended BEFORE INSERT ON pruned_jobs "
+        "FOR EACH ROW EXECUTE FUNCTION pruned_jobs_have_ended()",
+        "CREATE FUNCTION audit_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$",
+        "CREATE TRIGGER audit_append_only BEFORE UPDATE OR DELETE ON audit "
+        "FOR EACH ROW EXECUTE FUNCTION audit_append_only()",
     ),
 }
 for _dialect, _statements in APPEND_ONLY.items():
     for _statement in _statements:
         _ddl = sa.DDL(_statement)  # type: ignore[no-untyped-call]
-        sa.event.listen(events, "after_create", _ddl.execute_if(dialect=_dialect))
+        sa.event.listen(metadata, "after_create", _ddl.execute_if(dialect=_dialect))
 
 
 def sqlite_schema() -> str:

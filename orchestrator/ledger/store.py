@@ -10,7 +10,14 @@ from typing import Any
 from orc.orchestrator.ledger.database import Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
-from orc.orchestrator.ledger.queries import conditions, read_failed_hosts, read_jobs, read_reservations
+from orc.orchestrator.ledger.listing import JobFilter, Page, decode_cursor, encode_cursor, read_rows
+from orc.orchestrator.ledger.queries import (
+    conditions,
+    read_events,
+    read_failed_hosts,
+    read_jobs,
+    read_reservations,
+)
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
 
@@ -25,6 +32,10 @@ class Ledger:
     def close(self) -> None:
         """Give up the connection."""
         self.database.close()
+
+    def now(self) -> float:
+        """Return the time by the ledger's clock, in seconds since the epoch."""
+        return self._clock()
 
     @property
     def volatile(self) -> str:
@@ -88,56 +99,42 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> list[tuple[Any, ...]]:
-        """``(id, name, cluster, backend, state, reason, attempts, created_at, updated_at, ended_at, hosts, tags,
-        seen_at)`` of jobs, newest first, *limit* at most. One indexed query for each of the tables."""
-        parts, parameters = ["1 = 1"], {}
-        if states is not None:
-            parameters = {f"s{i}": str(state) for i, state in enumerate(states)}
-            parts.append(f"state IN ({', '.join(f':{n}' for n in parameters)})" if states else "1 = 0")
-        if name is not None:
-            parts.append("name = :name")
-            parameters["name"] = name
-        for i, (key, value) in enumerate((tags or {}).items()):
-            parts.append(f"id IN (SELECT job_id FROM job_tags WHERE key = :k{i} AND value = :v{i})")  # noqa: S608
-            parameters |= {f"k{i}": key, f"v{i}": value}
-        bound = "" if limit is None else f" LIMIT {int(limit)}"
-        chosen = f"FROM jobs WHERE {' AND '.join(parts)} ORDER BY created_at DESC, id{bound}"
+        """Return rows of jobs (`orc.orchestrator.ledger.listing.read_rows`), newest first, *limit* at most."""
         with self.database.read() as connection:
-            rows = connection.tuples(
-                f"SELECT id, name, cluster, backend, state, reason, attempt, created_at, updated_at, ended_at {chosen}",
-                parameters,
-            )
-            tag_rows = connection.tuples(
-                f"SELECT job_id, key, value FROM job_tags WHERE job_id IN (SELECT id {chosen})",  # noqa: S608
-                parameters,
-            )
-            host_rows = connection.tuples(
-                "SELECT a.job_id, a.hosts FROM attempts a JOIN "  # noqa: S608
-                f"(SELECT id, attempt {chosen}) j ON a.job_id = j.id AND a.number = j.attempt WHERE a.hosts <> '[]'",
-                parameters,
-            )
-            seen = dict(
-                connection.tuples(
-                    f"SELECT job_id, at FROM sightings WHERE job_id IN (SELECT id {chosen})",  # noqa: S608
-                    parameters,
-                )
-            )
-        tags_of: dict[str, dict[str, str]] = {}
-        for job_id, key, value in tag_rows:
-            tags_of.setdefault(job_id, {})[key] = value
-        none: dict[str, str] = {}
-        hosts_of = {job_id: tuple(json.loads(hosts)) for job_id, hosts in host_rows}
-        return [(*row, hosts_of.get(row[0], ()), tags_of.get(row[0], none), seen.get(row[0])) for row in rows]
+            return read_rows(connection, JobFilter(states, name, tags=tags or {}), limit=limit)
+
+    def page(self, wanted: JobFilter, after: str | None = None, limit: int = 50) -> Page:
+        """Return the page of *limit* jobs that begins after the cursor *after*, newest first.
+
+        Costs the same wherever it begins. A job that comes meanwhile moves nothing: it is before the first page.
+        Raises `InvalidCursor`.
+        """
+        begin = decode_cursor(after) if after is not None else None
+        with self.database.read() as connection:
+            rows = read_rows(connection, wanted, after=begin, limit=limit + 1)
+        last = rows[limit - 1] if len(rows) > limit else None
+        return Page(rows[:limit], encode_cursor(last[7], last[0]) if last else None)
 
     def events(self, job_id: str) -> list[EventRecord]:
         """Return the job's history, oldest first."""
         with self.database.read() as connection:
-            rows = connection.tuples(
-                "SELECT id, job_id, attempt, at, kind, data FROM events WHERE job_id = :id ORDER BY id", {"id": job_id}
-            )
-        return [
-            EventRecord(id_, job, attempt, at, kind, json.loads(data)) for id_, job, attempt, at, kind, data in rows
-        ]
+            return read_events(connection, "job_id = :id ORDER BY id", {"id": job_id})
+
+    def events_after(self, event_id: int, limit: int, job_id: str | None = None) -> list[EventRecord]:
+        """Return the events (of one job, if given) after the event *event_id*, in their order, *limit* at most.
+
+        Ids grow in the order in which changes become visible, so that nothing comes late behind an id that was seen.
+        """
+        chosen = "id > :after" if job_id is None else "job_id = :id AND id > :after"
+        parameters = {"after": event_id} if job_id is None else {"after": event_id, "id": job_id}
+        with self.database.read() as connection:
+            return read_events(connection, f"{chosen} ORDER BY id LIMIT {int(limit)}", parameters)
+
+    def last_event_id(self) -> int:
+        """Return the id of the newest event, 0 without one."""
+        with self.database.read() as connection:
+            ((newest,),) = connection.tuples("SELECT max(id) FROM events")
+        return newest or 0
 
     def origin(self, job_id: str) -> str:
         """Host and state directory of the process that made the job; empty for jobs of older versions."""
@@ -173,6 +170,8 @@ class Ledger:
         if durable:
             self._must_last()
         with self.database.write() as connection:
+            # One writer at a time, as in SQLite: the ids of events are given in the order in which they become visible.
+            connection.lock("write")
             yield Transaction(connection, self._clock())
 
     def _must_last(self) -> None:
@@ -190,7 +189,7 @@ class Ledger:
             connection.executemany(
                 "INSERT INTO sightings (job_id, at) VALUES (:id, :now) "
                 "ON CONFLICT (job_id) DO UPDATE SET at = excluded.at",
-                [{"id": job_id, "now": now} for job_id in job_ids],
+                [{"id": job_id, "now": now} for job_id in sorted(job_ids)],  # two that do this lock in one order
             )
 
     def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:

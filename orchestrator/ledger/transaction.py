@@ -19,10 +19,13 @@ _JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit"})
 
 
 class Transaction:
-    """The changes of one transaction."""
+    """The changes of one transaction.
+
+    What is not a job goes through `connection` and the functions of the tables' own modules (`tokens`, `groups`, ...).
+    """
 
     def __init__(self, connection: Connection, now: float) -> None:
-        self._connection = connection
+        self.connection = connection
         self.now = now
 
     def create(
@@ -42,10 +45,12 @@ class Transaction:
         self, job: NewJob, reason: str = "", *, owner: str | None = None, claim_expires_at: float | None = None
     ) -> JobRecord:
         """Return a new job without an attempt, which has to wait for *reason*."""
-        self._connection.execute(
+        self.connection.execute(
             "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
-            "claim_owner, claim_expires_at, source, digests, spec) VALUES (:id, :name, :cluster, :backend, 'QUEUED', "
-            ":reason, 0, 0, :now, :now, :owner, :expires, :source, :digests, :spec)",
+            "claim_owner, claim_expires_at, owner, project, priority, group_id, group_index, not_before, deadline_at, "
+            "source, digests, spec) VALUES (:id, :name, :cluster, :backend, 'QUEUED', :reason, 0, 0, :now, :now, "
+            ":claim_owner, :expires, :owner, :project, :priority, :group_id, :group_index, :not_before, :deadline_at, "
+            ":source, :digests, :spec)",
             {
                 "id": job.id,
                 "name": job.name,
@@ -53,14 +58,21 @@ class Transaction:
                 "backend": job.backend,
                 "reason": reason,
                 "now": self.now,
-                "owner": owner,
+                "claim_owner": owner,
                 "expires": claim_expires_at,
+                "owner": job.owner,
+                "project": job.project,
+                "priority": job.priority,
+                "group_id": job.group_id,
+                "group_index": job.group_index,
+                "not_before": job.not_before,
+                "deadline_at": job.deadline_at,
                 "source": job.source,
                 "digests": dump(job.digests),
                 "spec": dump(job.spec),
             },
         )
-        self._connection.executemany(
+        self.connection.executemany(
             "INSERT INTO job_tags (job_id, key, value) VALUES (:id, :key, :value)",
             [{"id": job.id, "key": key, "value": value} for key, value in job.tags.items()],
         )
@@ -86,7 +98,7 @@ class Transaction:
         event = Event(Kind.PREPARED, number, {**told, "hosts": hosts} if hosts else told)
         after = advance(job.position, event)
         self._update_job(job, {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None})
-        self._connection.execute(
+        self.connection.execute(
             "INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, hosts, "
             "progress) VALUES (:job, :number, :marker, :state, '', :plan, :now, 0, :hosts, '{}')",
             {
@@ -115,32 +127,32 @@ class Transaction:
 
     def lock(self, cluster: str) -> None:
         """Make everybody else who places jobs on *cluster* wait until this transaction ends."""
-        self._connection.lock(f"place:{cluster}")
+        self.connection.lock(f"place:{cluster}")
 
     def reservations(self, cluster: str) -> list[Reservation]:
         """Return the hosts of *cluster* that attempts hold."""
-        return read_reservations(self._connection, cluster, None)
+        return read_reservations(self.connection, cluster, None)
 
     def failed_hosts(self, job_id: str) -> dict[int, tuple[str, ...]]:
         """Hosts that were to blame for node failures of the job, by attempt."""
-        return read_failed_hosts(self._connection, job_id)
+        return read_failed_hosts(self.connection, job_id)
 
     def unplaced(self, cluster: str) -> list[tuple[JobRecord, dict[str, Any]]]:
         """Return the jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
         jobs = read_jobs(
-            self._connection,
+            self.connection,
             "j.cluster = :cluster AND j.cancel_requested_at IS NULL AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
             "AND NOT EXISTS (SELECT 1 FROM reservations r WHERE r.job_id = j.id AND r.attempt = j.attempt)))",
             {"cluster": cluster},
         )
         found = []
         for job in sorted(jobs, key=lambda job: (job.created_at, job.id)):
-            ((text,),) = self._connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job.id})
+            ((text,),) = self.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job.id})
             found.append((job, json.loads(text)))
         return found
 
     def _reserve(self, job: JobRecord, number: int, placement: Placement) -> None:
-        self._connection.executemany(
+        self.connection.executemany(
             "INSERT INTO reservations (cluster, host, job_id, attempt, node, slots, at) "
             "VALUES (:cluster, :host, :job, :attempt, :node, :slots, :at)",
             [
@@ -180,11 +192,11 @@ class Transaction:
         if changes:
             self._set("attempts", changes, "job_id = :key_job AND number = :key_number", job.id, job.number)
             if vacate or (after.attempt is not None and after.attempt.terminal):
-                self._connection.execute(
+                self.connection.execute(
                     "DELETE FROM reservations WHERE job_id = :job AND attempt = :number",
                     {"job": job.id, "number": job.number},
                 )
-            self._connection.executemany(
+            self.connection.executemany(
                 "INSERT INTO culprits (job_id, attempt, host) VALUES (:job, :number, :host)",
                 [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(failed_hosts)],
             )
@@ -193,14 +205,14 @@ class Transaction:
 
     def find(self, job_id: str) -> JobRecord | None:
         """Return the job as it is now."""
-        return next(iter(read_jobs(self._connection, "j.id = :id", {"id": job_id})), None)
+        return next(iter(read_jobs(self.connection, "j.id = :id", {"id": job_id})), None)
 
     def reload(self, job: JobRecord) -> JobRecord:
         """Return the job as it is now."""
         return self._reload(job.id)
 
     def _reload(self, job_id: str) -> JobRecord:
-        (job,) = read_jobs(self._connection, "j.id = :id", {"id": job_id})
+        (job,) = read_jobs(self.connection, "j.id = :id", {"id": job_id})
         return job
 
     def _update_job(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
@@ -213,13 +225,13 @@ class Transaction:
         values = {name: dump(v) if name in _JSON_COLUMNS and v is not None else v for name, v in changes.items()}
         values = {name: str(v) if name in ("state", "cause") and v is not None else v for name, v in values.items()}
         assignments = ", ".join(f"{name} = :{name}" for name in values)
-        return self._connection.execute(
+        return self.connection.execute(
             f"UPDATE {table} SET {assignments} WHERE {where}",  # noqa: S608
             {**values, "key_job": job_id, "key_number": number},
         )
 
     def _append(self, job_id: str, events: Iterable[Event]) -> None:
-        self._connection.executemany(
+        self.connection.executemany(
             "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
             [
                 {"job": job_id, "attempt": e.attempt, "at": self.now, "kind": str(e.kind), "data": dump(e.data)}

@@ -360,7 +360,7 @@ def test_a_cluster_is_locked_and_looked_at_within_the_transaction(ledger):
     create(ledger, B, Placement(("n9",), 1), cluster="other")
     with ledger.transaction() as tx:
         locked = []
-        tx._connection.lock = locked.append
+        tx.connection.lock = locked.append
         tx.lock("lab")
         assert locked == ["place:lab"]
         assert [(r.host, r.job) for r in tx.reservations("lab")] == [("n1", A), ("n2", A)]
@@ -495,7 +495,10 @@ ATTEMPT = (
     '{"s":1}',
     '{"c":0}',
 )
-JOB = (A, "n", "c", "b", "QUEUED", "r", 2, 3, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, "me", 8.0, "s", '{"t":"d"}')
+JOB = (
+    *(A, "n", "c", "b", "QUEUED", "r", 2, 3, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, "me", 8.0, "s", '{"t":"d"}'),
+    *("ann", "vision", 9, "g", 4, 10.0, 11.0),
+)
 
 
 def test_rows_become_values_column_by_column():
@@ -509,6 +512,8 @@ def test_rows_become_values_column_by_column():
     assert (job.state, job.number, job.digests, job.attempt) == (JobState.QUEUED, 2, {"t": "d"}, attempt)
     assert type(job.state) is JobState
     assert (job.claim_owner, job.claim_expires_at, job.poll_error_at, job.source) == ("me", 8.0, 7.0, "s")
+    assert (job.owner, job.project, job.priority) == ("ann", "vision", 9)
+    assert (job.group_id, job.group_index, job.not_before, job.deadline_at) == ("g", 4, 10.0, 11.0)
     assert job.position == Position(JobState.QUEUED, 2, AttemptState.LOST)
     assert JobRecord.from_row(JOB, None).position == Position(JobState.QUEUED, 2, None)
     empty = AttemptRecord.from_row((*ATTEMPT[:7], None, *ATTEMPT[8:17], None))

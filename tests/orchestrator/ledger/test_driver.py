@@ -215,7 +215,8 @@ def test_who_comes_while_others_switch_the_journal_tries_again(connections, capl
     assert len(connections.slept) == 5
     assert all(0.005 <= seconds <= 0.05 for seconds in connections.slept)
     assert len(set(connections.slept)) > 1, "not in step"
-    assert connections.asked == [(f"{connections.path.as_uri()}?mode=rw", {"uri": True, "timeout": 1.0})] * 6
+    options = {"uri": True, "timeout": 1.0, "check_same_thread": False}
+    assert connections.asked == [(f"{connections.path.as_uri()}?mode=rw", options)] * 6
     assert len(caplog.records) == 1, "said after more than half a second, and once"
 
 

@@ -130,11 +130,12 @@ def test_a_row_is_all_that_a_list_shows_in_one_look(ledger, put, clock, looks):
     end(ledger, "old")
     looks.clear()
     new, old = ledger.rows()
-    assert new == ("new", "digits", "lab", "fake", "QUEUED", "", 0, now - 9, now - 9, None, (), {}, None)
-    assert old == (
+    assert new[:13] == ("new", "digits", "lab", "fake", "QUEUED", "", 0, now - 9, now - 9, None, (), {}, None)
+    assert old[:13] == (
         *("old", "first", "far", "fake", "FAILED", "", 1, now - 14, now, None, ("n2", "n1")),
         *({"t": "1", "u": "2"}, now),
     )
+    assert old[13:] == new[13:] == ("", "", 0, None, None, None, None)
     assert looks == [4]
 
 
@@ -152,10 +153,10 @@ def test_rows_come_newest_first_then_by_id_up_to_a_limit(ledger, put, clock):
     put("c", 2)
     put("d", 0)
     ledger.note_seen(["a", "b"])
-    assert [row[0] for row in ledger.rows()] == ["c", "a", "b", "d"]
+    assert [row[0] for row in ledger.rows()] == ["c", "b", "a", "d"]
     for limit in range(6):
-        assert [row[0] for row in ledger.rows(limit=limit)] == ["c", "a", "b", "d"][:limit]
-    assert [row[10:] for row in ledger.rows(limit=2)] == [((), {}, None), (("n2",), {"t": "a"}, clock.now)]
+        assert [row[0] for row in ledger.rows(limit=limit)] == ["c", "b", "a", "d"][:limit]
+    assert [row[10:13] for row in ledger.rows(limit=2)] == [((), {}, None), (("n1",), {"t": "b"}, clock.now)]
 
 
 def test_every_filter_of_rows_has_to_hold(ledger, put):

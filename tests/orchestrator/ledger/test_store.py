@@ -129,7 +129,7 @@ def test_rows_are_filtered_by_state_name_and_tags_newest_first(ledger, clock):
     assert ids(tags={"t": "1", "u": "2"}) == ["x-2"]
     assert ids(states=["PREPARED"], name="y") == ["y-1"]
     assert ids(states=["RUNNING"]) == ids(states=[]) == []
-    assert [row[-2] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
+    assert [row[11] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
 
 
 def test_ids_are_found_by_their_start_and_wildcards_mean_nothing(ledger):
@@ -147,7 +147,7 @@ def test_the_list_of_jobs_is_read_through_an_index(tmp_path, clock):
             plan = connection.tuples(
                 f"EXPLAIN QUERY PLAN SELECT id FROM jobs {where} ORDER BY created_at DESC LIMIT 50"
             )
-            assert all("USING INDEX" in row[3] for row in plan), plan
+            assert all("INDEX" in row[3] for row in plan), plan
             assert not any(row[3] == "SCAN jobs" for row in plan), plan
     ledger.close()
 

@@ -98,3 +98,11 @@ def upgrade() -> None:
                 f"CREATE TRIGGER events_no_{verb.lower()} BEFORE {verb} ON events "
                 "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END"
             )
+
+
+def downgrade() -> None:
+    """Remove all tables, and with them the ledger."""
+    for table in ("job_tags", "events", "attempts", "jobs"):
+        op.drop_table(table)
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION events_append_only()")

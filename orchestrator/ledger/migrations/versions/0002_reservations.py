@@ -36,3 +36,9 @@ def upgrade() -> None:
             ["job_id", "attempt"], ["attempts.job_id", "attempts.number"], name="fk_culprits_job_id_attempt"
         ),
     )
+
+
+def downgrade() -> None:
+    """Remove the tables."""
+    op.drop_table("culprits")
+    op.drop_table("reservations")

@@ -18,3 +18,8 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("job_id", name="pk_sightings"),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_sightings_job_id"),
     )
+
+
+def downgrade() -> None:
+    """Remove the table."""
+    op.drop_table("sightings")

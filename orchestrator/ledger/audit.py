@@ -1,0 +1,75 @@
+"""Audit log: who did what, when, from where. Append-only, as events are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.records import dump
+
+_COLUMNS = "id, at, username, token_id, address, action, subject, data"
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """Row of the audit log."""
+
+    id: int
+    at: float  # seconds since the epoch
+    user: str
+    token_id: str | None
+    address: str
+    action: str
+    subject: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> AuditEntry:
+        """Return the entry of a row."""
+        id_, at, user, token_id, address, action, subject, data = row
+        return cls(id_, at, user, token_id, address, action, subject, json.loads(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**vars(self), "data": dict(self.data)}
+
+
+def append(
+    connection: Connection,
+    *,
+    at: float,
+    user: str,
+    action: str,
+    subject: str = "",
+    token_id: str | None = None,
+    address: str = "",
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Add an entry. *data* holds no secrets."""
+    connection.execute(
+        "INSERT INTO audit (at, username, token_id, address, action, subject, data) "
+        "VALUES (:at, :user, :token_id, :address, :action, :subject, :data)",
+        {
+            "at": at,
+            "user": user,
+            "token_id": token_id,
+            "address": address,
+            "action": action,
+            "subject": subject,
+            "data": dump(data or {}),
+        },
+    )
+
+
+def page(connection: Connection, limit: int, before: int | None = None, *, user: str | None = None) -> list[AuditEntry]:
+    """Return the newest entries (of *user*) before the entry *before*, newest first, *limit* at most."""
+    wanted = {"id < :before": ("before", before), "username = :user": ("user", user)}
+    parts = [part for part, (_, value) in wanted.items() if value is not None] or ["1 = 1"]
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM audit WHERE {' AND '.join(parts)} ORDER BY id DESC LIMIT {int(limit)}",  # noqa: S608
+        {name: value for name, value in wanted.values() if value is not None},
+    )
+    return [AuditEntry.from_row(row) for row in rows]

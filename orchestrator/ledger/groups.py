@@ -1,0 +1,78 @@
+"""Groups of jobs: sweeps, arrays, pipelines, and the runs of a schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.records import dump
+
+_COLUMNS = "id, kind, name, owner, created_at, max_parallel, spec"
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """Row of a group."""
+
+    id: str
+    kind: str  # sweep, array, pipeline, schedule
+    name: str
+    owner: str
+    created_at: float
+    max_parallel: int | None = None  # live jobs at a time; any number without one
+    spec: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> GroupRecord:
+        """Return the record of a row."""
+        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
+        return cls(**{**values, "spec": json.loads(values["spec"])})
+
+
+class Member(NamedTuple):
+    """Job of a group."""
+
+    job_id: str
+    place: int | None  # in the group
+    state: JobState
+
+
+def create(connection: Connection, group: GroupRecord) -> None:
+    """Store a new group; its jobs name it as `NewJob.group_id`."""
+    connection.execute(
+        f"INSERT INTO groups ({_COLUMNS}) "  # noqa: S608
+        "VALUES (:id, :kind, :name, :owner, :created_at, :max_parallel, :spec)",
+        {**vars(group), "spec": dump(group.spec)},
+    )
+
+
+def find(connection: Connection, group_id: str) -> GroupRecord | None:
+    """Return the group of this id."""
+    rows = connection.tuples(f"SELECT {_COLUMNS} FROM groups WHERE id = :id", {"id": group_id})  # noqa: S608
+    return GroupRecord.from_row(rows[0]) if rows else None
+
+
+def newest(connection: Connection, limit: int) -> list[GroupRecord]:
+    """Return the newest groups, *limit* at most."""
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM groups ORDER BY created_at DESC, id DESC LIMIT {int(limit)}"  # noqa: S608
+    )
+    return [GroupRecord.from_row(row) for row in rows]
+
+
+def members(connection: Connection, group_id: str) -> list[Member]:
+    """Return the jobs of a group, by their places in it."""
+    rows = connection.tuples(
+        "SELECT id, group_index, state FROM jobs WHERE group_id = :id ORDER BY group_index, id", {"id": group_id}
+    )
+    return [Member(job_id, index, JobState(state)) for job_id, index, state in rows]
+
+
+def set_max_parallel(connection: Connection, group_id: str, number: int | None) -> bool:
+    """Change how many jobs of the group may be live at a time; False where there is no such group."""
+    changed = "UPDATE groups SET max_parallel = :number WHERE id = :id"
+    return connection.execute(changed, {"number": number, "id": group_id}) == 1

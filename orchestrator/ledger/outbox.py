@@ -1,0 +1,113 @@
+"""Outbox of notifications: stored with the event, sent afterwards, by whoever has time, at least once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.records import dump
+
+_COLUMNS = "id, event_id, job_id, target, kind, payload, state, tries, next_at, last_error, created_at"
+
+
+@dataclass(frozen=True)
+class Notification:
+    """Row of the outbox. Times are seconds since the epoch."""
+
+    id: int
+    event_id: int
+    job_id: str
+    target: str
+    kind: str
+    payload: Mapping[str, Any]
+    state: str  # due, sent, dead
+    tries: int
+    next_at: float
+    last_error: str
+    created_at: float
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> Notification:
+        """Return the notification of a row."""
+        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
+        return cls(**{**values, "payload": json.loads(values["payload"])})
+
+
+def put(
+    connection: Connection,
+    *,
+    event_id: int,
+    job_id: str,
+    target: str,
+    kind: str,
+    payload: Mapping[str, Any],
+    now: float,
+) -> bool:
+    """Store a notification that is due at once; False when *target* has one of this event already."""
+    stored = connection.execute(
+        "INSERT INTO notifications (event_id, job_id, target, kind, payload, state, tries, next_at, last_error, "
+        "created_at) VALUES (:event_id, :job_id, :target, :kind, :payload, 'due', 0, :now, '', :now) "
+        "ON CONFLICT (event_id, target) DO NOTHING",
+        {
+            "event_id": event_id,
+            "job_id": job_id,
+            "target": target,
+            "kind": kind,
+            "payload": dump(payload),
+            "now": now,
+        },
+    )
+    return stored == 1
+
+
+def due(connection: Connection, now: float, limit: int) -> list[Notification]:
+    """Return what is to be sent now, the longest waiting first, *limit* at most."""
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM notifications WHERE state = 'due' AND next_at <= :now "  # noqa: S608
+        f"ORDER BY next_at, id LIMIT {int(limit)}",
+        {"now": now},
+    )
+    return [Notification.from_row(row) for row in rows]
+
+
+def take(connection: Connection, notification: Notification, until: float) -> bool:
+    """Take it for sending: nobody else finds it due before *until*. False when another was faster."""
+    taken = connection.execute(
+        "UPDATE notifications SET tries = tries + 1, next_at = :until "
+        "WHERE id = :id AND state = 'due' AND tries = :tries",
+        {"id": notification.id, "tries": notification.tries, "until": until},
+    )
+    return taken == 1
+
+
+def sent(connection: Connection, notification_id: int) -> None:
+    """Note that it has arrived."""
+    connection.execute(
+        "UPDATE notifications SET state = 'sent', last_error = '' WHERE id = :id", {"id": notification_id}
+    )
+
+
+def failed(connection: Connection, notification_id: int, error: str, next_at: float | None) -> None:
+    """Note that it has not arrived; it is due again at *next_at*, never without one."""
+    connection.execute(
+        "UPDATE notifications SET state = CASE WHEN :next_at IS NULL THEN 'dead' ELSE 'due' END, "
+        "next_at = COALESCE(:next_at, next_at), last_error = :error WHERE id = :id",
+        {"id": notification_id, "error": error, "next_at": next_at},
+    )
+
+
+def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:
+    """Return the notifications about a job, oldest first."""
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM notifications WHERE job_id = :id ORDER BY id",  # noqa: S608
+        {"id": job_id},
+    )
+    return [Notification.from_row(row) for row in rows]
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Return the number of notifications by state."""
+    return dict(connection.tuples("SELECT state, count(*) FROM notifications GROUP BY state"))

@@ -1,0 +1,79 @@
+"""Polls of clusters: whose turn it is to ask one, and when it has last answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orc.orchestrator.ledger.database import Connection
+
+_COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error"
+
+
+@dataclass(frozen=True)
+class ClusterPoll:
+    """Row of a cluster. Times are seconds since the epoch."""
+
+    cluster: str
+    lease_owner: str | None = None  # who asks it just now
+    lease_expires_at: float | None = None
+    next_at: float | None = None  # when it is asked again
+    interval_s: float | None = None
+    polled_at: float | None = None  # when it was asked last
+    answered_at: float | None = None  # when it has answered last
+    error: str | None = None  # why it did not answer the last time
+
+
+def find(connection: Connection, cluster: str) -> ClusterPoll | None:
+    """Return what is known of *cluster*; `None` before it was asked for the first time."""
+    rows = connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls WHERE cluster = :c", {"c": cluster})  # noqa: S608
+    return ClusterPoll(*rows[0]) if rows else None
+
+
+def all_polls(connection: Connection) -> list[ClusterPoll]:
+    """Return what is known of all clusters, by name."""
+    return [
+        ClusterPoll(*row)
+        for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster")  # noqa: S608
+    ]
+
+
+def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float) -> bool:
+    """Take the turn to ask *cluster*; False while another owner has it."""
+    connection.execute(
+        "INSERT INTO cluster_polls (cluster) VALUES (:cluster) ON CONFLICT (cluster) DO NOTHING", {"cluster": cluster}
+    )
+    # A lease that ends later than any lease given now was given before the clock was set back.
+    taken = connection.execute(
+        "UPDATE cluster_polls SET lease_owner = :owner, lease_expires_at = :expires WHERE cluster = :cluster AND "
+        "(lease_owner IS NULL OR lease_owner = :owner OR lease_expires_at <= :now OR lease_expires_at > :latest)",
+        {"cluster": cluster, "owner": owner, "expires": now + ttl_s, "now": now, "latest": now + 10 * ttl_s},
+    )
+    return taken == 1
+
+
+def record(connection: Connection, poll: ClusterPoll, owner: str) -> bool:
+    """Store what a poll has shown and give the turn back; False (and nothing stored) when *owner* has lost it."""
+    stored = connection.execute(
+        "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL, next_at = :next_at, "
+        "interval_s = :interval_s, polled_at = :polled_at, answered_at = :answered_at, error = :error "
+        "WHERE cluster = :cluster AND lease_owner = :owner",
+        {
+            "cluster": poll.cluster,
+            "owner": owner,
+            "next_at": poll.next_at,
+            "interval_s": poll.interval_s,
+            "polled_at": poll.polled_at,
+            "answered_at": poll.answered_at,
+            "error": poll.error,
+        },
+    )
+    return stored == 1
+
+
+def release(connection: Connection, cluster: str, owner: str) -> None:
+    """Give the turn back without a result, if it is still *owner*'s."""
+    connection.execute(
+        "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL "
+        "WHERE cluster = :cluster AND lease_owner = :owner",
+        {"cluster": cluster, "owner": owner},
+    )

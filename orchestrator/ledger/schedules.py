@@ -1,0 +1,94 @@
+"""Schedules: jobs that are submitted again and again, by the clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.records import dump
+
+_COLUMNS = "id, name, owner, cron, timezone, enabled, next_at, last_at, last_job, spec, digests, source, revision"
+
+
+@dataclass(frozen=True)
+class ScheduleRecord:
+    """Row of a schedule. Times are seconds since the epoch."""
+
+    id: str
+    name: str
+    owner: str
+    cron: str
+    timezone: str
+    enabled: bool
+    next_at: float | None
+    last_at: float | None
+    last_job: str | None
+    spec: Mapping[str, Any]
+    digests: Mapping[str, str]
+    source: str = ""
+    revision: int = 0
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> ScheduleRecord:
+        """Return the record of a row."""
+        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
+        values["enabled"] = bool(values["enabled"])
+        return cls(**{**values, "spec": json.loads(values["spec"]), "digests": json.loads(values["digests"])})
+
+
+def create(connection: Connection, schedule: ScheduleRecord) -> None:
+    """Store a new schedule."""
+    connection.execute(
+        f"INSERT INTO schedules ({_COLUMNS}) VALUES (:id, :name, :owner, :cron, :timezone, :enabled, "  # noqa: S608
+        ":next_at, :last_at, :last_job, :spec, :digests, :source, :revision)",
+        {**vars(schedule), "spec": dump(schedule.spec), "digests": dump(schedule.digests)},
+    )
+
+
+def find(connection: Connection, schedule_id: str) -> ScheduleRecord | None:
+    """Return the schedule of this id."""
+    return next(iter(_read(connection, "id = :id", {"id": schedule_id})), None)
+
+
+def named(connection: Connection, owner: str, name: str) -> ScheduleRecord | None:
+    """Return the schedule of this name and owner."""
+    return next(iter(_read(connection, "owner = :owner AND name = :name", {"owner": owner, "name": name})), None)
+
+
+def all_schedules(connection: Connection) -> list[ScheduleRecord]:
+    """Return all schedules, by name."""
+    return _read(connection, "1 = 1 ORDER BY name, owner", {})
+
+
+def due(connection: Connection, now: float) -> list[ScheduleRecord]:
+    """Return the enabled schedules whose next run is due, the longest waiting first."""
+    return _read(connection, "next_at <= :now AND enabled = :yes ORDER BY next_at", {"now": now, "yes": True})
+
+
+def update(connection: Connection, schedule: ScheduleRecord, **changes: Any) -> ScheduleRecord:
+    """Set columns of the schedule as it was read; the schedule as it is afterwards. Raises `Conflict`."""
+    values = {name: dump(value) if name in ("spec", "digests") else value for name, value in changes.items()}
+    assignments = ", ".join(f"{name} = :{name}" for name in values)
+    done = connection.execute(
+        f"UPDATE schedules SET {assignments}, revision = revision + 1 "  # noqa: S608
+        "WHERE id = :key AND revision = :seen",
+        {**values, "key": schedule.id, "seen": schedule.revision},
+    )
+    found = find(connection, schedule.id)
+    if done != 1 or found is None:
+        raise Conflict(schedule.id)
+    return found
+
+
+def remove(connection: Connection, schedule_id: str) -> bool:
+    """Forget a schedule; the jobs that it has submitted stay. False where there is none."""
+    return connection.execute("DELETE FROM schedules WHERE id = :id", {"id": schedule_id}) == 1
+
+
+def _read(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[ScheduleRecord]:
+    rows = connection.tuples(f"SELECT {_COLUMNS} FROM schedules WHERE {condition}", parameters)  # noqa: S608
+    return [ScheduleRecord.from_row(row) for row in rows]

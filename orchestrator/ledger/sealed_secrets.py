@@ -1,0 +1,25 @@
+"""Sealed secrets of jobs: ciphertext only; the key that opens it is not in the ledger."""
+
+from __future__ import annotations
+
+from orc.orchestrator.ledger.database import Connection
+
+
+def put(connection: Connection, job_id: str, sealed: str, now: float) -> None:
+    """Store the sealed secrets of a job, in place of those that there may be."""
+    connection.execute(
+        "INSERT INTO sealed_secrets (job_id, sealed, at) VALUES (:job, :sealed, :now) "
+        "ON CONFLICT (job_id) DO UPDATE SET sealed = excluded.sealed, at = excluded.at",
+        {"job": job_id, "sealed": sealed, "now": now},
+    )
+
+
+def find(connection: Connection, job_id: str) -> str | None:
+    """Return the sealed secrets of a job."""
+    rows = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :job", {"job": job_id})
+    return rows[0][0] if rows else None
+
+
+def remove(connection: Connection, job_id: str) -> None:
+    """Forget the secrets of a job that needs them no more."""
+    connection.execute("DELETE FROM sealed_secrets WHERE job_id = :job", {"job": job_id})
