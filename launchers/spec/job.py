@@ -14,7 +14,9 @@ from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
+from orc.launchers.spec.relations import DependsOn, Inputs, Outputs
 from orc.launchers.spec.retry import Retry as Retry
+from orc.launchers.spec.sweep import Array, Sweep
 from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
@@ -204,6 +206,14 @@ class JobSpec(FrozenModel):
     project: Name | None = Field(None, max_length=64, description="Whose quotas it counts against.")
     grace: Duration = Field(30, description="Seconds between SIGTERM and SIGKILL.")
     tags: dict[Name, Text] = Field({}, description="To find jobs by.")
+    depends_on: DependsOn = Field((), description="Jobs that must have ended before this one starts: JOB[:CONDITION].")
+    sweep: Sweep | None = Field(None, description="A job for each combination of values of some keys.")
+    array: Array | None = Field(None, description="So many jobs, told apart by ORC_ARRAY_TASK_ID; or their indices.")
+    max_parallel: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="How many jobs of the sweep, array or pipeline run at a time."
+    )
+    inputs: Inputs = Field({}, description="Artefacts of other jobs, by name: JOB.OUTPUT.")
+    outputs: Outputs = Field({}, description="Files and directories that other jobs can take, by name.")
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -222,6 +232,8 @@ class JobSpec(FrozenModel):
         if (kind := self.launcher.kind) in ("torchrun", "mpirun", "deepspeed") and self._starts(kind):
             what = f"starts {kind} inside {kind}, which starts the ranks already; give `script`, or `launcher: python`"
             problems.append((("command",), what))
+        if self.sweep is not None and self.array is not None:
+            problems.append((("array",), "only one of sweep and array can be given"))
         for known in KEYS.values():
             if known.variable in self.env:  # what the ranks would refuse is refused here
                 try:

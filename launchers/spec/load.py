@@ -77,6 +77,18 @@ def examine(
 
     Raises `SpecError` for what cannot be read as YAML, and for an override that cannot be applied.
     """
+    document, source_path = read_job_file(path, overrides, cluster)
+    if "jobs" in document.data:
+        raise SpecError(
+            "is a pipeline of several jobs", where=str(source_path), hint="`orc submit` and `orc render` take those"
+        )
+    return examine_document(document, source_path, env)
+
+
+def read_job_file(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), cluster: str | None = None
+) -> tuple[Document, Path]:
+    """Return the data of a job file with *overrides*, not checked yet, and the path of the file. Raises `SpecError`."""
     source_path = Path("/dev/stdin" if path == "-" else path)
     text = source.read_file(source_path, "job file")
     if source_path.suffix == ".py":
@@ -94,6 +106,11 @@ def examine(
             overriding.apply(document, override, reading)
         if cluster is not None:
             overriding.put(document, ("cluster",), cluster, f"--cluster {cluster}")
+    return document, source_path
+
+
+def examine_document(document: Document, source_path: Path, env: Mapping[str, str] | None = None) -> Examined:
+    """Return all that is wrong with one job of a job file, whose data is *document*. Raises `SpecError`."""
     base = _base_dir(source_path)
     problems = _interpolate(document, os.environ if env is None else env) if document.has_references() else []
     spec: JobSpec | None
@@ -148,6 +165,12 @@ def validate(document: Document) -> JobSpec:
 
 def reading(path: KeyPath) -> Reading:
     """Return the reading of scalars at *path*: texts for processes are taken as written (``1.10``, ``007``)."""
+    if path[:1] == ("sweep",):  # the values of a sweep are read as where they will stand
+        from orc.launchers.spec.sweep import target_of
+
+        path = target_of(path)
+    if path[:1] == ("jobs",):  # of a pipeline
+        path = path[2:]
     if not path:
         return "typed"
     if path[0] in _TEXTUAL or path == ("checkpoint", "dir") or path[:3] == ("environment", "venv", "python"):
@@ -179,6 +202,10 @@ def suggest(path: KeyPath, name: str) -> str:
     if homes:
         return f", did you mean {' or '.join(homes)}?"
     valid = known_keys(path)
+    if not path and not any(key.startswith(f"{name}_") for key in valid):
+        begun = [f"{section}.{key}" for section, keys in sections.items() for key in keys if key.startswith(f"{name}_")]
+        if begun:
+            return f", did you mean {begun[0]!r}?"
     if near := nearest(name, valid):
         return near
     if not path and (near := nearest(name, [key for keys in sections.values() for key in keys])):
