@@ -35,7 +35,7 @@ class Member(NamedTuple):
     """Member of a group: its job, and what tells it from the others."""
 
     loaded: LoadedJob
-    index: int  # in a sweep or array; the place of a stage in its pipeline
+    number: int  # the index in a sweep or array; the place of a stage in its pipeline
     parameters: Mapping[str, str] = {}
     stage: str = ""
 

@@ -100,7 +100,7 @@ def test_a_random_sweep_draws_the_same_values_for_the_same_seed(load):
 def test_an_array_has_the_variables_that_slurm_people_know(load):
     group = load("array: 1-7:3\nenv: {A: b}")
     assert group.kind == "array"
-    assert [member.index for member in group.members] == [1, 4, 7]
+    assert [member.number for member in group.members] == [1, 4, 7]
     assert group.specs[1].env == {
         "A": "b",
         "ORC_ARRAY_TASK_ID": "4",
@@ -108,7 +108,7 @@ def test_an_array_has_the_variables_that_slurm_people_know(load):
         "ORC_ARRAY_TASK_MIN": "1",
         "ORC_ARRAY_TASK_MAX": "7",
     }
-    assert [member.index for member in load("", "array=3").members] == [0, 1, 2]
+    assert [member.number for member in load("", "array=3").members] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
