@@ -41,6 +41,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "config": "Ask how to train here, or convert a file of Accelerate.",
         "merge-weights": "Merge the shards of a model into one file.",
         "to-fsdp2": "Convert FSDP settings of a file to version 2.",
+        "serve": "Serve the ledger to a team: REST API, web page, passes.",
+        "token": "Create, list and revoke tokens of the service.",
         "clusters": "Show and check the clusters.",
         "hosts": "Run a command on all hosts of a cluster.",
         "tpu-config": "Run commands on all workers of a TPU, to set it up.",

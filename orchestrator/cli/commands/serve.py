@@ -1,0 +1,62 @@
+"""`orc serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+
+
+@click.command("serve")
+@click.option("--host", metavar="ADDRESS", help="Address to listen on; 127.0.0.1 unless given.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 8770 unless given, 0 for a free one.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain (PEM).")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Key of the certificate (PEM).")
+@click.option(
+    "--behind-proxy", is_flag=True, default=None, help="A proxy ends TLS and passes on the address of who asks."
+)
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Name that requests may use. Repeatable."
+)
+@click.option("--no-reconciler", is_flag=True, help="Serve alone: passes are run elsewhere.")
+@click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False), help="File of settings instead of service.yaml."
+)
+@json_option
+def command(
+    allowed_hosts: tuple[str, ...], no_reconciler: bool, config: Path | None, as_json: bool, **given: Any
+) -> None:
+    """Serve the ledger over HTTP: REST API, event streams and web page, and run the passes of the reconciler.
+
+    Settings are flags, ORC_SERVE_* variables, or keys of service.yaml (docs/reference/rest-api.md). It takes requests
+    from this machine alone unless told otherwise, and every request needs a token (`orc token create`).
+    """
+    import logging
+
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui.output import echo, echo_json_line
+
+    try:
+        from orc.orchestrator.service.server import serve
+        from orc.orchestrator.service.settings import load_settings
+    except ImportError as error:
+        raise LaunchError(
+            f"the service needs {error.name or error}, which is not installed here",
+            hint="pip install 'orc-launch[service]'",
+        ) from None
+    from orc.orchestrator.client import Client
+
+    chosen = {**given, "allowed_hosts": allowed_hosts or None, "reconciler": False if no_reconciler else None}
+    settings = load_settings(chosen, config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def tell(url: str) -> None:
+        if as_json:
+            echo_json_line({"url": url})
+        else:
+            echo(f"serving on {url}")
+
+    serve(settings, lambda: Client(reconciler=False), tell)

@@ -1,0 +1,19 @@
+"""Routers of the REST API, a file for each kind of thing (docs/reference/rest-api.md)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from orc.orchestrator.service.api import clusters, events, health, jobs, logs, sessions, tokens
+
+# Below /api/v1.
+ROUTERS: tuple[APIRouter, ...] = (
+    sessions.router,
+    jobs.router,
+    events.router,
+    logs.router,
+    clusters.router,
+    tokens.router,
+)
+# At the top: what probes ask for.
+TOP_ROUTERS: tuple[APIRouter, ...] = (health.router,)

@@ -1,0 +1,45 @@
+"""Routes that read clusters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from fastapi.responses import JSONResponse
+
+from orc.orchestrator.ledger.polls import all_polls
+from orc.orchestrator.service.context import ServiceDep
+from orc.orchestrator.service.models import ClusterList, QueueModel
+
+router = APIRouter(tags=["clusters"])
+
+
+@router.get("/clusters", response_model=ClusterList)
+def list_clusters(service: ServiceDep) -> Any:
+    """Return the clusters, and when each was asked and has answered. Contacts none."""
+    from orc.launchers.spec.clusters import load_clusters
+
+    with service.clients.client() as client:
+        found = load_clusters(client.clusters_file)
+        with client.workspace.ledger.database.read() as connection:
+            polls = {poll.cluster: poll for poll in all_polls(connection)}
+    names = ("polled_at", "answered_at", "interval_s", "error")
+    clusters = [
+        {"name": name, "kind": cluster.kind, **{key: getattr(polls.get(name), key, None) for key in names}}
+        for name, cluster in found.items()
+    ]
+    return JSONResponse({"clusters": clusters})
+
+
+@router.get("/clusters/{name}/queue", response_model=QueueModel)
+def read_queue(service: ServiceDep, name: Annotated[str, Path(max_length=255)]) -> Any:
+    """Ask a cluster for its queue, and our jobs in it."""
+    with service.clients.client() as client:
+        report = client.queue(name)
+    return JSONResponse(
+        {
+            "partitions": [dataclasses.asdict(one) for one in report.partitions],
+            "jobs": [dataclasses.asdict(one) for one in report.jobs],
+        }
+    )

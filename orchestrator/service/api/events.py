@@ -1,0 +1,32 @@
+"""The stream of what happens to all jobs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+
+from orc.orchestrator.service.context import Service, ServiceDep
+from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
+
+router = APIRouter(tags=["events"])
+
+
+@router.get("/events/stream", response_class=EventStream)
+async def stream_events(
+    service: ServiceDep,
+    after: Annotated[int | None, Query(ge=0, description="Id of the last event that is known")] = None,
+    job: Annotated[str | None, Query(max_length=64, description="Events of this job alone")] = None,
+    last_event_id: Annotated[str | None, Header(description="Sent by a client that connects again")] = None,
+) -> Any:
+    """Stream the events of jobs as server-sent events: from now on, or after the one that is known.
+
+    The id of each is the event's. Its data is the event with ``state``, ``name`` and ``owner`` of the job.
+    """
+    return event_stream(service, _texts(service, last_id(last_event_id, after), job))
+
+
+async def _texts(service: Service, after: int | None, job: str | None) -> AsyncGenerator[str]:
+    async for event in service.events.listen(after, job):
+        yield sse_text(event.to_dict(), event_id=event.id)

@@ -1,0 +1,53 @@
+"""Routes that read jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse
+
+from orc.orchestrator.service.context import ServiceDep
+from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.models import EventList, JobList, JobModel
+
+router = APIRouter(tags=["jobs"])
+JobId = Annotated[str, Path(min_length=1, max_length=64, description="Id of the job")]
+
+
+def tag_pairs(texts: list[str]) -> dict[str, str]:
+    """Return ``key=value`` texts as a mapping. Raises `ApiError`."""
+    for text in texts:
+        if not text.partition("=")[0] or "=" not in text:
+            raise ApiError(422, f"tag takes key=value, not {text!r}", where="query.tag")
+    return {key: value for key, _, value in (text.partition("=") for text in texts)}
+
+
+@router.get("/jobs", response_model=JobList)
+def list_jobs(
+    service: ServiceDep,
+    state: Annotated[list[str], Query(description="In one of these states")] = [],  # noqa: B006
+    name: Annotated[str | None, Query(max_length=255)] = None,
+    tag: Annotated[list[str], Query(description="key=value; with all of these tags")] = [],  # noqa: B006
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+) -> Any:
+    """Return jobs, newest first."""
+    with service.clients.client() as client:
+        rows = client.jobs(states=state or None, name=name, tags=tag_pairs(tag), limit=limit)
+    return JSONResponse({"jobs": [row.to_dict() for row in rows], "next": None})
+
+
+@router.get("/jobs/{job_id}", response_model=JobModel)
+def get_job(service: ServiceDep, job_id: JobId) -> Any:
+    """Return a job and its attempts, as the ledger has them."""
+    with service.clients.client() as client:
+        return JSONResponse(client.job(job_id).to_dict())
+
+
+@router.get("/jobs/{job_id}/events", response_model=EventList)
+def list_events(
+    service: ServiceDep, job_id: JobId, after: Annotated[int, Query(ge=0, description="Id of an event")] = 0
+) -> Any:
+    """Return the history of a job, oldest first."""
+    with service.clients.client() as client:
+        return JSONResponse({"events": [e.to_dict() for e in client.events(job_id) if e.id > after]})

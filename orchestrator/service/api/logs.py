@@ -1,0 +1,155 @@
+"""Routes that read logs: what there is, bytes of one, a stream of it, lines that contain a text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import JSONResponse, Response
+
+from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.client import Client, JobNotFound
+from orc.orchestrator.service.api.jobs import JobId
+from orc.orchestrator.service.context import Service, ServiceDep
+from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.log_feed import LogKey, read_at
+from orc.orchestrator.service.log_search import search_log
+from orc.orchestrator.service.models import LogList, LogSearch
+from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
+
+router = APIRouter(tags=["logs"])
+_MOST_BYTES = 4 << 20
+Attempt = Annotated[int | None, Query(ge=1, le=1 << 30, description="Number of the attempt; the newest by default")]
+Offset = Annotated[int, Query(ge=0, lt=1 << 62, description="First byte")]
+
+
+def _selector(
+    rank: Annotated[int | None, Query(ge=0, le=1 << 30, description="What this rank prints")] = None,
+    node: Annotated[int | None, Query(ge=0, le=1 << 30, description="What this node's agent prints")] = None,
+    launcher: Annotated[bool, Query(description="What the cluster's own launcher prints")] = False,
+) -> LogSelector:
+    given = (rank is not None) + (node is not None) + launcher
+    if given > 1:
+        raise ApiError(422, "rank, node and launcher name one log: give one of them", where="query")
+    return LogSelector(rank=rank, node=node, launcher=launcher) if given else LogSelector(rank=0)
+
+
+Selector = Annotated[LogSelector, Depends(_selector)]
+
+
+def _key(client: Client, job_id: str, attempt: int | None, selector: LogSelector) -> LogKey:
+    """Return the name of a log. Raises `JobNotFound`."""
+    job = client.workspace.ledger.job(job_id)
+    if job is None:
+        raise JobNotFound(f"no such job: {job_id}", hint="GET /api/v1/jobs lists the jobs")
+    if attempt is not None and attempt > job.number:
+        raise JobNotFound(f"{job_id} has no attempt {attempt}", hint=f"it has {job.number}")
+    return LogKey(job_id, attempt or job.number or 1, selector)
+
+
+@router.get("/jobs/{job_id}/logs", response_model=LogList)
+def list_logs(service: ServiceDep, job_id: JobId, attempt: Attempt = None) -> Any:
+    """Return the logs that an attempt has so far: ranks, then nodes, then the launcher's."""
+    with service.clients.client() as client:
+        key = _key(client, job_id, attempt, LogSelector(rank=0))
+        found = client.log_selectors(job_id, attempt)
+    logs = [{"rank": one.rank, "node": one.node, "launcher": one.launcher} for one in found]
+    return JSONResponse({"attempt": key.attempt, "logs": logs})
+
+
+@router.get(
+    "/jobs/{job_id}/log",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Bytes of the log",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            "headers": {"X-Orc-Next-Offset": {"schema": {"type": "integer"}, "description": "where the next begins"}},
+        }
+    },
+)
+def read_log(
+    service: ServiceDep,
+    job_id: JobId,
+    selector: Selector,
+    attempt: Attempt = None,
+    offset: Offset = 0,
+    limit: Annotated[int, Query(ge=1, le=_MOST_BYTES, description="Bytes at most")] = 1 << 20,
+    tail: Annotated[int | None, Query(ge=1, le=_MOST_BYTES, description="Last bytes, whatever the offset")] = None,
+) -> Any:
+    """Return bytes of a log as they are; none where it does not go so far (yet)."""
+    with service.clients.client() as client:
+        key = _key(client, job_id, attempt, selector)
+        if tail is not None:
+            offset = max(0, _size(client, key) - tail)
+            limit = tail
+        data = bytearray()
+        while len(data) < limit and (piece := read_at(client, key, offset + len(data), limit - len(data))):
+            data += piece
+    headers = {"X-Orc-Offset": str(offset), "X-Orc-Next-Offset": str(offset + len(data))}
+    return Response(bytes(data), media_type="application/octet-stream", headers=headers)
+
+
+def _size(client: Client, key: LogKey) -> int:
+    """Return the bytes of a log; one on another machine is read for that."""
+    from pathlib import Path
+
+    if path := client.log_file(key.job_id, key.selector, key.attempt):
+        try:
+            return Path(path).stat().st_size
+        except OSError:
+            return 0
+    end = 0
+    for chunk in client.read_log(key.job_id, key.selector, key.attempt):
+        end = chunk.end
+    return end
+
+
+@router.get("/jobs/{job_id}/log/stream", response_class=EventStream)
+def stream_log(
+    service: ServiceDep,
+    job_id: JobId,
+    selector: Selector,
+    attempt: Attempt = None,
+    offset: Offset = 0,
+    last_event_id: Annotated[str | None, Header(description="Sent by a client that connects again")] = None,
+) -> Any:
+    """Stream a log as server-sent events until its attempt has ended.
+
+    The id of each is the byte at which the next begins, its data ``{"text"}``. The last one is an event `end`, or
+    `failed` with what went wrong.
+    """
+    with service.clients.client() as client:
+        key = _key(client, job_id, attempt, selector)
+    begin = last_id(last_event_id, offset) or 0
+    return event_stream(service, _texts(service, key, begin))
+
+
+async def _texts(service: Service, key: LogKey, offset: int) -> AsyncGenerator[str]:
+    try:
+        async for piece in service.logs.follow(key, offset):
+            yield sse_text({"text": piece.text}, event_id=piece.end)
+    except LaunchError as error:
+        yield sse_text({"what": error.what, "where": error.where, "hint": error.hint}, event="failed")
+    else:
+        yield sse_text({"attempt": key.attempt}, event="end")
+
+
+@router.get("/jobs/{job_id}/log/search", response_model=LogSearch)
+def find_in_log(
+    service: ServiceDep,
+    job_id: JobId,
+    selector: Selector,
+    q: Annotated[str, Query(min_length=1, max_length=200, description="Text that lines contain, as it is")],
+    attempt: Attempt = None,
+    offset: Offset = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Lines at most")] = 100,
+    ignore_case: bool = False,
+) -> Any:
+    """Return lines that contain a text. A long log takes several requests: `next` is the offset of the next one."""
+    with service.clients.client() as client:
+        key = _key(client, job_id, attempt, selector)
+        found = search_log(client, key, q, offset=offset, limit=limit, ignore_case=ignore_case)
+    return JSONResponse(found)

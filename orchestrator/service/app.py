@@ -1,0 +1,82 @@
+"""The application: routes behind the gate and the guard."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, FastAPI
+
+from orc.orchestrator.client import Client
+from orc.orchestrator.service import errors
+from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
+from orc.orchestrator.service.audit import Audit
+from orc.orchestrator.service.auth import guard
+from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.event_feed import EventFeed
+from orc.orchestrator.service.gate import Gate
+from orc.orchestrator.service.ledger_clients import LedgerClients
+from orc.orchestrator.service.log_feed import LogFeeds
+from orc.orchestrator.service.metrics import ServiceMetrics
+from orc.orchestrator.service.request_rates import RequestRates
+from orc.orchestrator.service.settings import Settings
+
+PREFIX = "/api/v1"
+_STREAM_THREADS = 6
+
+
+def _open_client() -> Client:
+    return Client(reconciler=False)
+
+
+def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_client) -> FastAPI:
+    """Return the service as an ASGI application; ``app.state.service`` is its `Service`.
+
+    Args:
+        settings: Settings of the service.
+        open_client: Opens a client of the ledger; called for each of the threads that work on requests.
+    """
+    # As many clients as threads: nobody waits for a client who has a thread.
+    clients = LedgerClients(open_client, settings.threads + _STREAM_THREADS + 4)
+    service = Service(
+        settings,
+        clients,
+        RequestRates(settings.requests_per_minute, settings.failed_logins_per_minute),
+        EventFeed(clients, settings.poll_interval),
+        LogFeeds(clients, _STREAM_THREADS),
+        ServiceMetrics(),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
+        yield
+        service.stopping.set()
+        service.events.close()
+        clients.close()
+
+    app = FastAPI(
+        title="orc",
+        version=importlib.metadata.version("orc-launch"),
+        description="Jobs of PyTorch training on any cluster.",
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        dependencies=[Depends(guard)],
+        responses=errors.ERROR_RESPONSES,
+        generate_unique_id_function=lambda route: route.name,
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    errors.install(app)
+    below = APIRouter(prefix=PREFIX)
+    for router in ROUTERS:
+        below.include_router(router)
+    app.include_router(below)
+    for router in TOP_ROUTERS:
+        app.include_router(router)
+    app.add_middleware(Audit, service=service)
+    app.add_middleware(Gate, service=service)  # the outermost
+    return app

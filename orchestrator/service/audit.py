@@ -1,0 +1,69 @@
+"""The audit log: every request that changes something, with who sent it. Written before it is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger import audit as rows
+from orc.orchestrator.service.auth import SAFE_METHODS, Principal, address_of
+from orc.orchestrator.service.context import Service
+
+logger = logging.getLogger("orc.service")
+
+
+def note_subject(request: Request, subject: str, **data: Any) -> None:
+    """Name what a request has made or changed, where its path does not; *data* holds no secret."""
+    request.state.audit_subject = subject
+    request.state.audit_data = data
+
+
+class Audit:
+    """ASGI application that writes the line of a request when its answer begins; whoever reads it finds the line."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and write down what became of it."""
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start" and (line := _line(scope, message["status"])):
+                try:
+                    await anyio.to_thread.run_sync(self._write, line)
+                except LaunchError as error:
+                    logger.error("the audit log cannot be written: %s; %s", error, line)
+            await send(message)
+
+        await self._app(scope, receive, send_on)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with self._service.clients.client() as client, client.workspace.ledger.database.write() as connection:
+            rows.append(connection, at=self._service.clock(), **line)
+
+
+def _line(scope: Scope, status: int) -> dict[str, Any] | None:
+    """Return the columns of a request's line; `None` for one that nobody was let in for."""
+    state = scope.get("state", {})
+    principal: Principal | None = state.get("principal")
+    route = scope.get("route")
+    if principal is None or route is None:
+        return None
+    subject = state.get("audit_subject") or "/".join(str(part) for part in scope.get("path_params", {}).values())
+    return {
+        "action": str(getattr(route, "name", "")),
+        "subject": subject[:500],
+        "user": principal.user,
+        "token_id": principal.token_id,
+        "address": address_of(Request(scope)),
+        "data": {"status": status, **state.get("audit_data", {})},
+    }

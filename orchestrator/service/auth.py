@@ -1,0 +1,141 @@
+"""The guard of the service: who asks, and whether they may. Every route passes it, or says that it is public."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyCookie, HTTPBearer
+from pydantic import BaseModel
+
+from orc.orchestrator.client import Client, JobNotFound
+from orc.orchestrator.service import tokens
+from orc.orchestrator.service.context import Service, service_of
+from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.request_rates import too_many
+
+COOKIE = "orc_session"
+PAGE_HEADER = "X-Orc-Request"  # a page of another site cannot send it
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_ENDPOINT = TypeVar("_ENDPOINT", bound=Callable[..., object])
+
+# They declare the ways in for OpenAPI; `guard` reads both.
+_bearer = HTTPBearer(auto_error=False, description="A token of `orc token create`")
+_cookie = APIKeyCookie(
+    name=COOKIE, auto_error=False, description="The token as a session of the web page; set by POST /api/v1/login"
+)
+
+
+class Principal(BaseModel):
+    """Somebody who has shown a valid token."""
+
+    user: str
+    role: str
+    token_id: str
+
+    def has_role(self, role: str) -> bool:
+        """Return True when this role includes *role*."""
+        return tokens.ROLES.index(self.role) >= tokens.ROLES.index(role)
+
+    def may_change(self, owner: str) -> bool:
+        """Return True when what belongs to *owner* may be changed: by an admin, or by its owner in the role user."""
+        return self.role == "admin" or (self.role == "user" and self.user == owner)
+
+
+def public(endpoint: _ENDPOINT) -> _ENDPOINT:
+    """Mark a route that needs no token."""
+    endpoint.__dict__["orc_public"] = True
+    return endpoint
+
+
+def needs_role(role: str) -> Callable[[_ENDPOINT], _ENDPOINT]:
+    """Mark a route that needs another role than viewer (to read) or user (to change)."""
+
+    def mark(endpoint: _ENDPOINT) -> _ENDPOINT:
+        endpoint.__dict__["orc_role"] = role
+        return endpoint
+
+    return mark
+
+
+def role_of_route(endpoint: object, method: str) -> str | None:
+    """Return the role that a route needs; `None` for a public one."""
+    if getattr(endpoint, "orc_public", False):
+        return None
+    role: str = getattr(endpoint, "orc_role", "viewer" if method in SAFE_METHODS else "user")
+    return role
+
+
+def address_of(request: Request) -> str:
+    """Return the address that a request came from; behind a trusted proxy, the one that the proxy names."""
+    return request.client.host if request.client else "?"
+
+
+def authenticate(service: Service, token: str, address: str) -> Principal:
+    """Return who holds *token*. Raises `ApiError`: it does not count, or too many from *address* did not."""
+    service.rates.refuse_guessing(address)
+    with service.clients.client() as client:
+        record = tokens.find(client.workspace.ledger, token, service.clock())
+    if record is None:
+        service.rates.note_failure(address)
+        raise _unauthorized("this token does not count: it is unknown, expired or revoked")
+    return Principal(user=record.user, role=record.role, token_id=record.id)
+
+
+def _unauthorized(what: str) -> ApiError:
+    hint = "send `Authorization: Bearer orc_...`; an admin makes tokens with `orc token create`"
+    return ApiError(401, what, hint=hint, headers={"WWW-Authenticate": "Bearer"})
+
+
+def guard(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    _shown: Annotated[object, Security(_bearer)] = None,
+    _session: Annotated[object, Security(_cookie)] = None,
+) -> None:
+    """Let a request pass that its route allows; the `Principal` is ``request.state.principal`` from then on.
+
+    Here alone it is decided who may do what: a route needs a role, and what changes a job (``{job_id}`` in its path)
+    needs its owner. Raises `ApiError`.
+    """
+    role = role_of_route(request.scope.get("endpoint"), request.method)
+    if role is None:
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    by_cookie = not scheme
+    if by_cookie:
+        token = request.cookies.get(COOKIE, "")
+    elif scheme.lower() != "bearer":
+        token = ""
+    if not token:
+        raise _unauthorized("a token is needed")
+    principal = authenticate(service, token.strip(), address_of(request))
+    request.state.principal = principal
+    if wait := service.rates.retry_after("token", principal.token_id):
+        raise too_many(wait)
+    if by_cookie and request.method not in SAFE_METHODS and PAGE_HEADER not in request.headers:
+        raise ApiError(403, f"requests of a session that change something need the header {PAGE_HEADER}")
+    if not principal.has_role(role):
+        raise ApiError(403, f"this needs the role {role}; this token has the role {principal.role}")
+    job_id = request.path_params.get("job_id")
+    if job_id is not None and request.method not in SAFE_METHODS:
+        with service.clients.client() as client:
+            _check_owner(client, principal, str(job_id))
+
+
+def _check_owner(client: Client, principal: Principal, job_id: str) -> None:
+    job = client.workspace.ledger.job(job_id)
+    if job is None:
+        raise JobNotFound(f"no such job: {job_id}", hint="GET /api/v1/jobs lists the jobs")
+    if not principal.may_change(job.owner):
+        raise ApiError(403, f"{job_id} belongs to {job.owner or 'nobody'}: only its owner or an admin may change it")
+
+
+def principal_of(request: Request) -> Principal:
+    """Return who asks; for routes that are not public."""
+    found: Principal = request.state.principal
+    return found
+
+
+PrincipalDep = Annotated[Principal, Depends(principal_of)]

@@ -1,0 +1,44 @@
+"""Context of a running service: what its requests share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, Request
+
+from orc.orchestrator.service.ledger_clients import LedgerClients
+from orc.orchestrator.service.request_rates import RequestRates
+from orc.orchestrator.service.settings import Settings
+
+if TYPE_CHECKING:
+    from orc.orchestrator.service.event_feed import EventFeed
+    from orc.orchestrator.service.log_feed import LogFeeds
+    from orc.orchestrator.service.metrics import ServiceMetrics
+
+
+@dataclass
+class Service:
+    """Settings, clients and feeds of one service process."""
+
+    settings: Settings
+    clients: LedgerClients
+    rates: RequestRates
+    events: EventFeed
+    logs: LogFeeds
+    metrics: ServiceMetrics
+    clock: Callable[[], float] = time.time
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end
+    driver_alive: Callable[[], bool | None] = lambda: None  # None: no driver in this process
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that a request came to."""
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]

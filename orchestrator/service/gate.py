@@ -1,0 +1,154 @@
+"""The gate in front of every request: host names, sizes, rates, headers of answers, the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orc.launchers.control_characters import escape_controls
+from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.errors import error_response
+
+access = logging.getLogger("orc.service.access")
+# Large bodies go to these alone; they are streamed to the disk.
+UPLOADS = "/api/v1/bundles/"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",  # a page sets its own
+}
+
+
+class Gate:
+    """ASGI application around the service's own."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._hosts = _names(service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it here."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return  # no websockets
+        began = time.perf_counter()
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                if self._service.settings.tls:
+                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+                if scope["path"].startswith("/api/"):
+                    headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await refusal(scope, receive, send_on)
+            else:
+                await self._app(scope, self._bounded(scope, receive), send_on)
+        finally:
+            self._note(scope, status, time.perf_counter() - began)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = Headers(scope=scope)
+        service = self._service
+        if self._hosts is not None and _host_of(headers) not in self._hosts:
+            return error_response(
+                400, "this service is not known by that name", where="Host", hint="allowed_hosts names the others"
+            )
+        address = scope["client"][0] if scope.get("client") else "?"
+        if wait := service.rates.retry_after("address", address):
+            return error_response(
+                429, "too many requests", hint=f"come again in {wait} s", headers={"Retry-After": str(wait)}
+            )
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
+            return error_response(400, "no such length", where="Content-Length")
+        if len(length) > 18 or int(length) > self._limit(scope):
+            return _too_large(self._limit(scope))
+        return None
+
+    def _limit(self, scope: Scope) -> int:
+        settings = self._service.settings
+        return settings.max_upload if scope["path"].startswith(UPLOADS) else settings.max_body
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """Return *receive* for a body that may not be larger than the limit, and may not stop in the middle."""
+        limit, taken, complete = self._limit(scope), 0, False
+
+        async def bounded() -> Message:
+            nonlocal taken, complete
+            if complete:
+                return await receive()  # the end of the connection, which may take hours
+            try:
+                message = await asyncio.wait_for(receive(), self._service.settings.body_timeout)
+            except TimeoutError:
+                raise HTTPException(408, "the body does not come") from None
+            taken += len(message.get("body", b""))
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            if taken > limit:
+                raise HTTPException(413, f"the body is larger than {limit} bytes")
+            return message
+
+        return bounded
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route: Any = scope.get("route")
+        path = getattr(route, "path", "") or "other"
+        self._service.metrics.requests.labels(scope["method"], path, str(status)).observe(seconds)
+        if status in (401, 403, 413, 429):
+            self._service.metrics.refused.labels(str(status)).inc()
+        principal = scope.get("state", {}).get("principal")
+        # The query is left out: whatever was mistyped into it would be kept here.
+        access.info(
+            "%s %s %s %d %.1fms %s",
+            scope["client"][0] if scope.get("client") else "?",
+            scope["method"],
+            escape_controls(scope["path"])[:500],
+            status,
+            seconds * 1000,
+            f"{escape_controls(principal.user)} {principal.token_id}" if principal else "-",
+        )
+
+
+def _too_large(limit: int) -> ASGIApp:
+    return error_response(413, f"the body is larger than {limit} bytes", headers={"Connection": "close"})
+
+
+def _names(service: Service) -> frozenset[str] | None:
+    """Return the names that the service answers to; `None` for any, where nobody has named some.
+
+    On loopback a web site could otherwise have its own name point here, and act with the browser's session.
+    """
+    settings = service.settings
+    if settings.allowed_hosts:
+        return frozenset({*(name.lower() for name in settings.allowed_hosts), "127.0.0.1", "localhost", "[::1]"})
+    if settings.is_loopback and not settings.behind_proxy:
+        return frozenset({"127.0.0.1", "localhost", "[::1]", settings.host.lower()})
+    return None
+
+
+def _host_of(headers: Headers) -> str:
+    """Return the name of the Host header without its port."""
+    host = headers.get("host", "").lower()
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]

@@ -1,0 +1,71 @@
+"""Clients of the ledger for requests: a bounded number of them, each used by one request at a time."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orc.orchestrator.client import Client
+from orc.orchestrator.ledger.errors import LedgerError
+
+
+class LedgerClients:
+    """Pool of clients. What a request opens (backends, connections to hosts) the next one uses again.
+
+    A client opened before clusters.yaml was changed is closed, so that every request sees the file as it is.
+    """
+
+    def __init__(self, open_client: Callable[[], Client], limit: int) -> None:
+        self._open = open_client
+        self._free: queue.LifoQueue[tuple[Client, object] | None] = queue.LifoQueue()
+        for _ in range(limit):
+            self._free.put(None)
+
+    @contextmanager
+    def client(self, *, writes: bool = False) -> Iterator[Client]:
+        """Lend a client; waits while all are in use. Call it in a thread, never in the event loop.
+
+        Args:
+            writes: The ledger will be changed.
+
+        Raises:
+            LedgerError: The ledger cannot be opened, or, with *writes*, not be changed.
+        """
+        kept = self._free.get()
+        try:
+            if kept is not None and kept[1] != _stamp(kept[0].clusters_file):
+                kept[0].close()
+                kept = None
+            if kept is None:
+                client = self._open()
+                kept = (client, _stamp(client.clusters_file))
+            ledger = kept[0].workspace.ledger
+            if writes and ledger.volatile:
+                raise LedgerError(f"the ledger can only be read: {ledger.volatile}", hint="free some space")
+            yield kept[0]
+        finally:
+            # A copy in memory grows old: the next request tries the ledger itself.
+            if kept is not None and kept[0].workspace.ledger.volatile:
+                kept[0].close()
+                kept = None
+            self._free.put(kept)
+
+    def close(self) -> None:
+        """Close the clients that no request uses."""
+        while True:
+            try:
+                kept = self._free.get_nowait()
+            except queue.Empty:
+                return
+            if kept is not None:
+                kept[0].close()
+
+
+def _stamp(path: Path) -> object:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

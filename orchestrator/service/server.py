@@ -1,0 +1,155 @@
+"""The server: one uvicorn process with the application and, unless told otherwise, the driver of passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.client import Client
+from orc.orchestrator.service import tokens
+from orc.orchestrator.service.app import create_app
+from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.settings import Settings
+
+logger = logging.getLogger("orc.service")
+_CONNECTIONS = 2000  # more are refused with 503
+_LARGEST_HEAD = 64 << 10
+
+
+def check(settings: Settings, client: Client, now: float) -> None:
+    """Raise `LaunchError` for settings under which others could read or do what they may not.
+
+    Every request needs a token wherever the service listens. Beyond this machine there must be one, and what travels
+    must be encrypted, here or by a proxy.
+    """
+    if settings.is_loopback:
+        return
+    if not tokens.any_valid(client.workspace.ledger, now):
+        raise LaunchError(
+            f"{settings.host} can be reached by other machines, and no token exists yet",
+            where="--host",
+            hint="make one first: orc token create --user NAME --role admin",
+        )
+    if not settings.https:
+        raise LaunchError(
+            f"{settings.host} can be reached by other machines, and tokens would travel in the clear",
+            where="--host",
+            hint="give --tls-cert and --tls-key, or --behind-proxy where a proxy encrypts",
+        )
+
+
+class Server(uvicorn.Server):
+    """Uvicorn server that ends the streams of the service first when it is told to stop."""
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        """Let streams end with a word when to come again, and requests finish."""
+        app: Any = self.config.app
+        app.state.service.stopping.set()
+        await super().shutdown(sockets)
+
+
+def make_server(settings: Settings, app: FastAPI) -> Server:
+    """Return a server for *app*. Raises `LaunchError` for a certificate that cannot be used."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,  # the gate writes one without queries and with users
+        server_header=False,
+        proxy_headers=settings.behind_proxy,
+        forwarded_allow_ips=list(settings.trusted_proxies),
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+        limit_concurrency=_CONNECTIONS,
+        h11_max_incomplete_event_size=_LARGEST_HEAD,
+        ws="none",
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise LaunchError(
+            f"the certificate cannot be used: {error}", where=f"{settings.tls_cert}, {settings.tls_key}"
+        ) from None
+    if config.ssl is not None:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return Server(config)
+
+
+def serve(settings: Settings, open_client: Callable[[], Client], on_listening: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: Settings of the service.
+        open_client: Opens a client of the ledger.
+        on_listening: Called with the URL once connections are taken.
+
+    Raises:
+        LaunchError: It may not, or cannot, listen there.
+    """
+    with open_client() as client:
+        check(settings, client, client.workspace.clock())
+    app = create_app(settings, open_client=open_client)
+    server = make_server(settings, app)
+    service: Service = app.state.service
+    stop = threading.Event()
+    driver = _start_driver(service, open_client, stop) if settings.reconciler else None
+    try:
+        asyncio.run(_serve(server, settings, on_listening))
+    finally:
+        stop.set()
+        if driver is not None:
+            driver.join(settings.shutdown_timeout)
+
+
+async def _serve(server: Server, settings: Settings, on_listening: Callable[[str], None]) -> None:
+    sockets = _bind(settings)
+    scheme = "https" if settings.tls else "http"
+    host, port = sockets[0].getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    task = asyncio.create_task(server.serve(sockets=sockets))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        on_listening(f"{scheme}://{shown}:{port}")
+    await task
+
+
+def _bind(settings: Settings) -> list[socket.socket]:
+    """Return the socket to listen on. Raises `LaunchError`."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen there: {error.strerror or error}", where=where, hint="another --port, or 0 for a free one"
+        ) from None
+    return [bound]
+
+
+def _start_driver(
+    service: Service, open_client: Callable[[], Client], stop: threading.Event
+) -> threading.Thread | None:
+    """Return the thread that runs the passes."""
+    from orc.orchestrator.engine.driver import Driver
+
+    thread = threading.Thread(target=Driver(open_client).run, args=(stop,), name="orc-driver", daemon=True)
+    service.driver_alive = thread.is_alive
+    thread.start()
+    return thread

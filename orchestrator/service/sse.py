@@ -1,0 +1,83 @@
+"""Server-sent events: their text form, and a response that ends when the service does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.errors import ApiError
+
+PING_S = 15.0
+RETRY_MS = 2000  # a client comes again after so long; with its last id nothing is lost
+
+
+class EventStream(StreamingResponse):
+    """Response of server-sent events."""
+
+    media_type = "text/event-stream"
+
+
+def sse_text(data: Any, *, event_id: int | None = None, event: str | None = None) -> str:
+    """Return one event as text; *data* becomes one line of JSON."""
+    lines = [f"id: {event_id}"] if event_id is not None else []
+    if event is not None:
+        lines.append(f"event: {event}")
+    return "\n".join([*lines, f"data: {json.dumps(data, separators=(',', ':'))}", "", ""])
+
+
+def last_id(header: str | None, parameter: int | None) -> int | None:
+    """Return where a stream goes on: the Last-Event-ID that a client sends again, else the *parameter*."""
+    if header is not None and header.isascii() and header.isdigit() and len(header) < 19:
+        return int(header)
+    return parameter
+
+
+def event_stream(service: Service, texts: AsyncGenerator[str]) -> EventStream:
+    """Return a response of *texts*, with a sign of life while there are none; it ends when the service stops.
+
+    Raises:
+        ApiError: The service is stopping, or too many streams are open.
+    """
+    if service.stopping.is_set():
+        raise ApiError(503, "the service is stopping", headers={"Retry-After": "2"})
+    if service.metrics.streams_open >= service.settings.max_streams:
+        raise ApiError(503, "too many event streams are open", headers={"Retry-After": "10"})
+    return EventStream(
+        _living(service, texts),
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _living(service: Service, texts: AsyncGenerator[str]) -> AsyncIterator[str]:
+    stopped = asyncio.ensure_future(service.stopping.wait())
+    upcoming: asyncio.Future[str] | None = None
+    with service.metrics.stream():
+        try:
+            yield f"retry: {RETRY_MS}\n\n"
+            while True:
+                upcoming = upcoming or asyncio.ensure_future(anext(texts))
+                waited: set[asyncio.Future[Any]] = {upcoming, stopped}
+                await asyncio.wait(waited, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done():
+                    yield f"retry: {RETRY_MS}\n: the service stops\n\n"
+                    return
+                if not upcoming.done():
+                    yield ": still here\n\n"
+                    continue
+                try:
+                    text = upcoming.result()
+                except StopAsyncIteration:
+                    return
+                upcoming = None
+                yield text
+        finally:
+            stopped.cancel()
+            if upcoming is not None:
+                upcoming.cancel()
+                await asyncio.gather(upcoming, return_exceptions=True)
+            await texts.aclose()
