@@ -22,6 +22,7 @@ from orc.orchestrator.service.settings import Settings
 
 logger = logging.getLogger("orc.service")
 _CONNECTIONS = 2000  # more are refused with 503
+_PASS_S = 2.0
 _LARGEST_HEAD = 64 << 10
 
 
@@ -147,9 +148,18 @@ def _start_driver(
     service: Service, open_client: Callable[[], Client], stop: threading.Event
 ) -> threading.Thread | None:
     """Return the thread that runs the passes."""
-    from orc.orchestrator.engine.driver import Driver
 
-    thread = threading.Thread(target=Driver(open_client).run, args=(stop,), name="orc-driver", daemon=True)
+    def run() -> None:
+        with open_client() as client:
+            while not stop.is_set():
+                try:
+                    with service.metrics.passes.time():
+                        client.refresh()
+                except LaunchError as error:
+                    logger.warning("a pass has failed: %s", error)
+                stop.wait(_PASS_S)
+
+    thread = threading.Thread(target=run, name="orc-driver", daemon=True)
     service.driver_alive = thread.is_alive
     thread.start()
     return thread

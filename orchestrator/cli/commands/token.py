@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class _Span(click.ParamType):
+class _Span(click.ParamType["float | None"]):
     """Time like 90d, 12h or never, in seconds."""
 
     name = "span"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
         if value is None or value == "never" or isinstance(value, float):
-            return None if value == "never" else value
+            return None if value == "never" or value is None else float(value)
         number, unit = str(value)[:-1], str(value)[-1:]
         if not number.isdigit() or unit not in _UNITS or not 0 < int(number) * _UNITS[unit] <= 3660 * 86400:
             self.fail(f"{value!r} is no time: 90d, 12h, 30m, or never.", param, ctx)

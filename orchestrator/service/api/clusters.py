@@ -18,10 +18,10 @@ router = APIRouter(tags=["clusters"])
 @router.get("/clusters", response_model=ClusterList)
 def list_clusters(service: ServiceDep) -> Any:
     """Return the clusters, and when each was asked and has answered. Contacts none."""
-    from orc.launchers.spec.clusters import load_clusters
+    from orc.launchers.spec.clusters import read_clusters
 
     with service.clients.client() as client:
-        found = load_clusters(client.clusters_file)
+        found, _ = read_clusters(client.clusters_file if client.clusters_file.exists() else None)
         with client.workspace.ledger.database.read() as connection:
             polls = {poll.cluster: poll for poll in all_polls(connection)}
     names = ("polled_at", "answered_at", "interval_s", "error")

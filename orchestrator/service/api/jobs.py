@@ -7,11 +7,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse
 
+from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.listing import JobFilter
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.models import EventList, JobList, JobModel
+from orc.orchestrator.views import JobRow
 
 router = APIRouter(tags=["jobs"])
+Text = Annotated[str | None, Query(max_length=255)]
 JobId = Annotated[str, Path(min_length=1, max_length=64, description="Id of the job")]
 
 
@@ -26,15 +30,22 @@ def tag_pairs(texts: list[str]) -> dict[str, str]:
 @router.get("/jobs", response_model=JobList)
 def list_jobs(
     service: ServiceDep,
-    state: Annotated[list[str], Query(description="In one of these states")] = [],  # noqa: B006
-    name: Annotated[str | None, Query(max_length=255)] = None,
-    tag: Annotated[list[str], Query(description="key=value; with all of these tags")] = [],  # noqa: B006
+    state: Annotated[list[JobState], Query(description="In one of these states")] = [],  # noqa: B006
+    name: Text = None,
+    owner: Text = None,
+    cluster: Text = None,
+    project: Text = None,
+    group: Text = None,
+    tag: Annotated[list[str], Query(max_length=20, description="key=value; with all of these tags")] = [],  # noqa: B006
+    q: Annotated[str | None, Query(max_length=255, description="Part of id, name, owner, cluster or project")] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    cursor: Annotated[str | None, Query(max_length=500, description="`next` of the page before")] = None,
 ) -> Any:
-    """Return jobs, newest first."""
+    """Return jobs, newest first, a page at a time."""
+    wanted = JobFilter(state or None, name, owner, cluster, project, group, tag_pairs(tag), q)
     with service.clients.client() as client:
-        rows = client.jobs(states=state or None, name=name, tags=tag_pairs(tag), limit=limit)
-    return JSONResponse({"jobs": [row.to_dict() for row in rows], "next": None})
+        page = client.workspace.ledger.page(wanted, cursor, limit)
+    return JSONResponse({"jobs": [JobRow(*row).to_dict() for row in page.rows], "next": page.next})
 
 
 @router.get("/jobs/{job_id}", response_model=JobModel)
