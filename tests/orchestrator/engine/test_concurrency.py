@@ -113,18 +113,6 @@ def test_two_reconcilers_at_once_send_every_retry_once_and_lose_no_event(client,
         assert client.job(view.id).state == "PENDING"
 
 
-def test_two_reconcilers_at_once_take_over_a_cut_off_submission_once(client, backend, job_file, at_once):
-    backend.behave(submit="swallowed")
-    views = [client.submit(job_file()) for _ in range(6)]
-    backend.behave(submit=None, submit_s=0.01)
-    at_once(2, PASSES, 3)
-    markers = sorted(view.attempt.marker for view in views)
-    assert sorted(backend.calls("run")) == markers
-    assert sorted(backend.calls("submit")) == sorted(markers * 2)
-    for view in views:
-        check_history(client, view.id)
-
-
 def test_submits_at_once_make_a_job_each(client, backend, job_file, at_once, where):
     path = job_file().source_path
     processes = 8 if where == "file" else 4  # which a server does not know from eight

@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_backend import FakeBackend
 from hosts_testbed import eventually
 
-from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import fault_points
 
@@ -102,71 +100,3 @@ def test_submissions_killed_at_random_moments_run_exactly_once_each(job_yaml, ru
     ids = finish_all()
     assert killed > 0
     assert lines(runs) == sorted(f"{job_id} 1" for job_id in ids)
-
-
-PASS = """
-import sys
-from pathlib import Path
-from fake_backend import FakeBackend
-from orc.orchestrator.client import Client
-backend = FakeBackend(Path(sys.argv[1]))
-Client(backend_of=lambda _: backend).refresh()
-"""
-
-
-@pytest.mark.parametrize("point", ["prepared", "staged", "submitting", "submitted", "handle-stored"])
-def test_a_pass_killed_while_it_sends_a_retry_loses_and_doubles_nothing(
-    point, client, backend, clock, job_file, subprocess_env
-):
-    view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    env = {**subprocess_env, fault_points.VARIABLE: point}
-    done = subprocess.run([sys.executable, "-c", PASS, str(backend.root)], env=env, check=False)
-    assert done.returncode == -signal.SIGKILL
-    clock.now = time.time()
-    client.refresh()
-    view = client.job(view.id)
-    assert (view.state, [a.number for a in view.attempts]) == ("PENDING", [1, 2])
-    assert backend.calls("run") == [a.marker for a in view.attempts]
-    assert len(backend.calls("submit")) == 2
-
-
-PLACED = """
-import sys
-from pathlib import Path
-from fake_backend import FakeBackend
-from orc.launchers.spec import load_job
-from orc.orchestrator.client import Client
-backend = FakeBackend(Path(sys.argv[1]), hosts={"n1": 1, "n2": 1})
-Client(backend_of=lambda _: backend).submit(load_job(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("point", ["prepared", "staged", "submitting", "submitted", "handle-stored", "claim-released"])
-def test_the_hosts_of_a_killed_submission_are_kept_for_it_until_it_has_ended(
-    point, orc_home, tmp_path, job_file, subprocess_env
-):
-    backend = FakeBackend(tmp_path / "fake", hosts={"n1": 1, "n2": 1})
-    one = job_file(resources={"nodes": 1})
-    env = {**subprocess_env, fault_points.VARIABLE: point}
-    argv = [sys.executable, "-c", PLACED, str(backend.root), str(one.source_path)]
-    assert subprocess.run(argv, env=env, check=False).returncode == -signal.SIGKILL
-    hurried = Hurried()
-    with Client(backend_of=lambda _: backend, clock=hurried, sleep=hurried.sleep) as client:
-        (killed,) = client.jobs()
-        assert [(r.host, r.job) for r in client.reservations()] == [("n1", killed.id)]
-        second, third = client.submit(one), client.submit(one)
-        assert (second.attempt.hosts, third.state) == (("n2",), "QUEUED")
-        client.refresh()
-        marker = client.job(killed.id).attempt.marker
-        assert client.job(killed.id).attempt.hosts == ("n1",)
-        assert backend.calls("run").count(marker) == 1
-        backend.set(marker, Phase.SUCCEEDED)
-        client.refresh()
-        assert client.job(third.id).attempt.hosts == ("n1",)
-        for view in (second, client.job(third.id)):
-            backend.set(view.attempt.marker, Phase.SUCCEEDED)
-        client.refresh()
-        assert client.reservations() == []
-        assert {row.state for row in client.jobs()} == {"SUCCEEDED"}

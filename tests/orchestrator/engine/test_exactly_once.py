@@ -1,0 +1,454 @@
+"""Lives of jobs on a cluster whose truth is known: never two running attempts of a job, never a lost job, never a
+status that was not true.
+
+Submissions, passes and cancellations are processes on two machines with one ledger. They go on step by step, in any
+order; each may be killed between any two steps; the cluster loses messages, hides what it has, refuses, breaks,
+requeues and preempts; clocks jump. What must hold is checked after every commit of the ledger.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from fake_backend import FakeBackend
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Phases
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from simulated_cluster import ALIVE, LOCAL, SAGEMAKER, SLURM, SSH, TPU, Habits, Run, SimulatedCluster, World
+from simulated_processes import Killed, Machine, Process, simulated
+
+from orc.launchers.backends.base import Cause, Phase, Snapshot
+from orc.launchers.errors import LaunchError
+from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.spec import JobSpec, load_job
+from orc.orchestrator.client import Client
+from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.submission import start, start_array
+from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
+
+JOB = """\
+name: j
+command: 'true'
+launcher: python
+secrets: [TOKEN]
+retry: {max_attempts: 3, on: [crash, preempted, node_failure], backoff: 5}
+"""
+SECRET = {"TOKEN": "hunter2-hunter2"}
+TROUBLE = {
+    "submit": [None, None, "refuse", "unreachable", "ambiguous", "swallowed", "late", "bug"],
+    "poll": [None, None, "unreachable", "bug", "unknown", "partly"],
+    "find": [None, None, "unreachable"],
+    "stage": [None, None, "unreachable"],
+    "cancel": [None, None, "unreachable", "partly", "lost"],
+    "advance": [None, "unreachable", "bug"],
+}
+ENDS = [
+    (Phase.SUCCEEDED, None),
+    (Phase.FAILED, Cause.CRASH),
+    (Phase.FAILED, Cause.PREEMPTED),
+    (Phase.FAILED, Cause.NODE_FAILURE),
+    (Phase.LOST, Cause.NODE_FAILURE),
+]
+TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+@functools.cache
+def _ingredients() -> tuple[JobSpec, Snapshot, ContentStore]:
+    directory = Path(tempfile.mkdtemp(prefix="orc-lives-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / "project").mkdir()
+    (directory / "project" / "job.yaml").write_text(JOB)
+    loaded = load_job(directory / "project" / "job.yaml")
+    store = ContentStore(directory / "store")
+    return loaded.spec, take(store, loaded, lambda *_: None, FakeBackend(directory / "cluster")), store
+
+
+class Lives(RuleBasedStateMachine):
+    habits: ClassVar[Habits]
+    counted: ClassVar[Counter[str]]
+    most_jobs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = contextlib.ExitStack()
+        root = Path(self.context.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        self.world = World(self.habits)
+        self.offset = 0.0  # of the wall clocks from the true time
+        self.processes: list[Process] = []
+        self.ids: list[str] = []
+        self.ended_as: list[str] = []
+        self.checked: dict[str, int] = {}  # by job: the revision that was compared with the truth
+        self.spec, self.snapshot, store = _ingredients()
+
+        def prepare(client: Client) -> None:
+            client.workspace.store = store
+
+        def backend_of(pause: Any) -> SimulatedCluster:
+            return SimulatedCluster(self.world, pause)
+
+        def clock() -> float:
+            return self.world.now + self.offset
+
+        self.machines = {
+            name: Machine(name, root, clock, backend_of, prepare, self.check_what_is_new) for name in ("here", "there")
+        }
+        (root / "state").mkdir(mode=0o700)
+        self.context.enter_context(
+            simulated(self.machines, f"sqlite:///{root / 'state' / 'ledger.db'}", self.new_job_id)
+        )
+        for machine in self.machines.values():
+            self.context.callback(machine.close)
+        self.observer = self.machines["here"].new_client()
+        self.observer.workspace.ledger.database = self.observer.workspace.ledger.database._database
+
+    def new_job_id(self, name: str) -> str:
+        self.made = getattr(self, "made", 0) + 1
+        return f"{name}-{self.made:06d}"
+
+    # -- what happens
+
+    def begin(self, machine: str, what: str, work: Any) -> Process:
+        process = Process(self.machines[machine], what, work)
+        self.processes.append(process)
+        self.counted[f"process {what}"] += 1
+        return process
+
+    @initialize(data=st.data())
+    def first(self, data: Any) -> None:
+        self.submit(data, "here")
+
+    @precondition(lambda self: len(self.ids) < self.most_jobs and len(self.processes) < 4)
+    @rule(data=st.data(), machine=st.sampled_from(["here", "here", "there"]))
+    def submit(self, data: Any, machine: str) -> None:
+        self.world.now += 0.001  # no two jobs are of the same age
+        spec = self.spec
+        if self.habits.hosts:
+            nodes, slots = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), ("2:3", 1), (3, 1)]))
+            resources = spec.resources.model_copy(update={"nodes": nodes, "procs_per_node": slots})
+            spec = spec.model_copy(update={"resources": resources})
+        if self.habits.arrays and data.draw(st.booleans()):
+
+            def work(client: Client) -> list[str]:
+                made = start_array(client.workspace, [spec] * 2, self.snapshot, source="", given=SECRET)
+                return [job.id for job in made]
+
+            self.begin(machine, "array", work)
+        else:
+            self.begin(machine, "submit", self.submission_of(spec))
+        self.go_on(data)
+
+    def submission_of(self, spec: JobSpec) -> Callable[[Client], list[str]]:
+        return lambda client: [start(client.workspace, spec, self.snapshot, source="", given=SECRET).id]
+
+    @precondition(lambda self: len(self.processes) < 4)
+    @rule(
+        data=st.data(),
+        machine=st.sampled_from(["here", "here", "there"]),
+        patience_s=st.sampled_from([0.0, 0.0, 15.0]),
+    )
+    def reconcile(self, data: Any, machine: str, patience_s: float) -> None:
+        self.begin(machine, "pass", lambda client: client.refresh(patience_s=patience_s))
+        self.go_on(data)
+
+    @precondition(lambda self: self.ids and len(self.processes) < 4)
+    @rule(data=st.data(), machine=st.sampled_from(["here", "there"]))
+    def cancel(self, data: Any, machine: str) -> None:
+        job = data.draw(st.sampled_from(self.ids))
+        self.begin(machine, "cancel", lambda client: client.cancel([job]))
+        self.go_on(data)
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def go_on(self, data: Any) -> None:
+        """A process goes on, to its end, for some steps, or to the next step of some kind."""
+        process = data.draw(st.sampled_from(self.processes))
+        far = data.draw(st.sampled_from(["end", "end", 1, 3, 10, "submit", "find", "cancel", "poll", "point"]))
+        points = (*fault_points.POINTS, *fault_points.PASS_POINTS)
+        if far == "end":
+            process.go()
+        elif isinstance(far, int):
+            process.go(lambda steps, at: steps >= far)
+        else:
+            process.go(lambda steps, at: at.startswith(far) or (far == "point" and at in points))
+        self.reap(process)
+
+    @precondition(lambda self: any(process.at != "begin" for process in self.processes))
+    @rule(data=st.data())
+    def kill(self, data: Any) -> None:
+        process = data.draw(st.sampled_from([process for process in self.processes if process.at != "begin"]))
+        self.counted[f"killed at {process.at}"] += 1
+        process.kill()
+        self.reap(process)
+
+    def reap(self, process: Process) -> None:
+        if not process.over:
+            return
+        self.processes.remove(process)
+        if process.what in ("submit", "array") and isinstance(process.error, LaunchError):
+            # What the user was told: it has not started, and will not.
+            self.counted["submissions refused"] += 1
+        elif process.what in ("submit", "array") and process.result is not None:
+            assert set(process.result) <= set(self.ids)
+        elif process.what == "pass" and not isinstance(process.error, Killed):
+            assert process.error is None, process.error
+
+    @rule(data=st.data())
+    def trouble(self, data: Any) -> None:
+        what = data.draw(st.sampled_from([*sorted(TROUBLE), "slowness", "dead"]))
+        if what == "slowness":
+            self.world.slowness = data.draw(st.sampled_from([0.0, 0.5, 0.95]))
+        elif what == "dead":
+            self.world.trouble["dead"] = data.draw(st.sampled_from([(), (), ("n1",), ("n2", "n3")]))
+        else:
+            how = data.draw(st.sampled_from(TROUBLE[what] + ["busy"] * bool(self.habits.hosts and what == "submit")))
+            self.world.trouble[what] = how
+
+    @rule(seconds=st.sampled_from([1.0, 11.0, 40.0, 400.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(seconds=st.sampled_from([-3600.0, -20.0, 3600.0]))
+    def clocks_jump(self, seconds: float) -> None:
+        # A cluster's window is counted by the clock: one that jumps ahead within it cuts it short.
+        if seconds < 0 or self.world.is_quiet():
+            self.offset = max(self.offset + seconds, -7200.0)
+
+    @precondition(lambda self: self.world.arrived())
+    @rule(data=st.data())
+    def runs(self, data: Any) -> None:
+        waiting = [run for run in self.world.arrived() if run.phase is Phase.PENDING and not run.steps]
+        if waiting:
+            run = data.draw(st.sampled_from(waiting))
+            run.becomes(Phase.RUNNING)
+            self.counted["truth: runs"] += 1
+
+    @precondition(lambda self: self.world.alive())
+    @rule(data=st.data(), end=st.sampled_from(ENDS))
+    def ends(self, data: Any, end: tuple[Phase, Cause | None]) -> None:
+        run = data.draw(st.sampled_from(self.world.alive()))
+        if run.phase is Phase.PENDING and end[0] is Phase.SUCCEEDED:
+            run.becomes(Phase.RUNNING)
+        run.becomes(*end)
+        if end[1] is Cause.NODE_FAILURE:
+            run.failed_hosts = run.hosts[:1]
+        self.counted[f"truth: {end[1] or end[0]}"] += 1
+
+    @precondition(lambda self: self.habits.requeues and self.world.alive())
+    @rule(data=st.data())
+    def is_requeued(self, data: Any) -> None:
+        run = data.draw(st.sampled_from(self.world.alive()))
+        run.restarts += 1
+        run.becomes(Phase.PENDING)
+        self.counted["truth: requeued"] += 1
+
+    # -- what holds
+
+    def check_what_is_new(self) -> None:
+        """Called after every commit: all that the ledger says of jobs that have changed is, or was, true."""
+        ledger = self.observer.workspace.ledger
+        with ledger.database.read() as connection:
+            revisions = dict(connection.tuples("SELECT id, revision FROM jobs ORDER BY created_at, id"))
+        assert self.checked.keys() <= revisions.keys(), "a job is lost"
+        self.ids = list(revisions)
+        for job_id, revision in revisions.items():
+            if self.checked.get(job_id) == revision:
+                continue
+            self.checked[job_id] = revision
+            job, attempts = ledger.job(job_id), ledger.attempts(job_id)
+            events = ledger.events(job_id)
+            told = fold(Event(Kind(e.kind), e.attempt, e.data) for e in events)
+            assert told.job == job.state
+            assert told.attempts == {attempt.number: attempt.state for attempt in attempts}
+            assert (job.state in TERMINAL) == (job.ended_at is not None)
+            for attempt in attempts:
+                ended_badly = attempt.state in ("FAILED", "PREEMPTED", "LOST", "CANCELLED")
+                assert (attempt.cause is None) == (not ended_badly)
+                assert self.is_true(attempt), (attempt, self.world.runs.get(attempt.marker))
+            assert SECRET["TOKEN"] not in repr((job, attempts, events))
+            self.counted[f"event {events[-1].kind}"] += 1
+
+    def is_true(self, attempt: Any) -> bool:
+        run: Run | None = self.world.runs.get(attempt.marker)
+        match attempt.state:
+            case "PREPARED" | "SUBMITTING" | "AMBIGUOUS":
+                return True
+            case "PENDING":
+                return run is not None and attempt.restarts <= run.restarts
+            case "RUNNING":
+                return run is not None and Phase.RUNNING in run.has_been and attempt.restarts <= run.restarts
+            case "SUCCEEDED":
+                return run is not None and run.phase is Phase.SUCCEEDED
+            case "LOST":
+                return run is not None and run.phase is Phase.LOST
+            case "PREEMPTED":
+                return run is not None and (run.phase, run.cause) == (Phase.FAILED, Cause.PREEMPTED)
+            case "FAILED" if attempt.cause == "launch":
+                return run is None
+            case "FAILED":
+                return run is not None and (run.phase, run.cause) == (Phase.FAILED, attempt.cause)
+            case "CANCELLED":
+                return run is None or run.phase is Phase.CANCELLED
+        raise AssertionError(attempt.state)
+
+    @invariant()
+    def never_two_attempts_of_a_job_at_once(self) -> None:
+        jobs = Counter(run.job for run in self.world.alive())
+        assert not jobs or max(jobs.values()) == 1, jobs
+
+    @invariant()
+    def what_has_ended_runs_no_more(self) -> None:
+        if self.processes:
+            return
+        ended = {job.id for job in self.observer.workspace.ledger.jobs(self.ids) if job.state.terminal}
+        assert not [run for run in self.world.runs.values() if run.job in ended and run.phase in ALIVE]
+
+    @invariant()
+    def hosts_are_kept_for_what_may_use_them_and_never_twice(self) -> None:
+        if not self.habits.hosts:
+            return
+        promised, used = Counter[str](), Counter[str]()
+        held: dict[str, list[str]] = {}
+        for reservation in sorted(self.observer.reservations(), key=lambda r: r.node):
+            promised[reservation.host] += reservation.slots
+            held.setdefault(reservation.marker, []).append(reservation.host)
+        for run in self.world.alive():
+            used.update(dict.fromkeys(run.hosts, run.slots))
+        for host, slots in self.habits.hosts.items():
+            assert promised[host] <= slots
+            assert used[host] <= slots
+        for job_id in self.ids:
+            for attempt in self.observer.workspace.ledger.attempts(job_id):
+                hosts = held.pop(attempt.marker, None)
+                if attempt.state in ("SUBMITTING", "AMBIGUOUS", "PENDING", "RUNNING"):
+                    assert hosts == list(attempt.hosts)
+                elif attempt.state != "PREPARED":
+                    assert hosts is None
+        assert not held
+
+    def teardown(self) -> None:
+        """With the trouble over, every job comes to an end that agrees with what happened on the cluster."""
+        try:
+            for process in list(self.processes):
+                process.go()
+                self.reap(process)
+            self.come_to_an_end()
+        finally:
+            for process in self.processes:
+                process.kill()
+            self.context.close()
+
+    def come_to_an_end(self) -> None:
+        self.world.trouble.clear()
+        self.world.slowness = 0.0
+        for _ in range(60):
+            for machine in ("here", "there"):
+                process = self.begin(machine, "pass", lambda client: client.refresh())
+                process.go()
+                self.reap(process)
+            for run in self.world.alive():
+                if not run.steps:
+                    run.becomes(Phase.RUNNING)
+                    run.becomes(Phase.SUCCEEDED)
+            self.world.pass_time(700)
+            self.never_two_attempts_of_a_job_at_once()
+            if all(job.state.terminal for job in self.observer.workspace.ledger.jobs(self.ids)):
+                break
+        for machine in self.machines.values():
+            for file in machine.state_dir.glob("job-secrets/*"):
+                os.utime(file, (0, 0))
+            process = self.begin(machine.name, "pass", lambda client: client.refresh())
+            process.go()
+            self.reap(process)
+            assert not list(machine.state_dir.glob("job-secrets/*"))
+        for job_id in self.ids:
+            view = self.observer.job(job_id)
+            assert view.ended, view
+            self.ended_as.append(view.state)
+            ran = [run for run in self.world.runs.values() if run.job == job_id]
+            assert (view.state == "SUCCEEDED") == (Phase.SUCCEEDED in [run.phase for run in ran])
+            assert len(ran) <= len(view.attempts)
+
+
+def kind_of_lives(habits: Habits) -> tuple[type[Lives], Counter[str]]:
+    counted: Counter[str] = Counter()
+    return type(f"Lives_{habits.kind}", (Lives,), {"habits": habits, "counted": counted}), counted
+
+
+each_kind = pytest.mark.parametrize("habits", [LOCAL, SSH, SLURM, SAGEMAKER, TPU], ids=lambda habits: habits.kind)
+# `--hypothesis-profile=long` leads as many lives as that profile says, other ones each time.
+LONG = settings.get_current_profile_name() == "long"
+
+
+@each_kind
+@pytest.mark.timeout(100_000 if LONG else 300)
+def test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue(habits: Habits, capsys: Any) -> None:
+    lives, counted = kind_of_lives(habits)
+    run_state_machine_as_test(
+        lives,
+        settings=settings(
+            max_examples=settings.default.max_examples if LONG else 25,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=not LONG,
+            phases=[Phases.generate, Phases.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(f"{habits.kind}: {json.dumps(dict(sorted(counted.items())))}")
+
+
+def submission(life: Lives) -> Process:
+    return life.begin("here", "submit", life.submission_of(life.spec))
+
+
+def retry(life: Lives) -> Process:
+    submission(life).go()
+    for run in life.world.alive():
+        run.becomes(Phase.FAILED, Cause.CRASH)
+    life.begin("there", "pass", lambda client: client.refresh()).go()
+    life.world.pass_time(60)
+    return life.begin("here", "pass", lambda client: client.refresh())
+
+
+def cancellation(life: Lives) -> Process:
+    submission(life).go()
+    return life.begin("there", "cancel", lambda client: client.cancel(life.ids))
+
+
+@each_kind
+@pytest.mark.parametrize("work", [submission, retry, cancellation])
+def test_every_step_of_a_process_may_be_its_last(habits: Habits, work: Any) -> None:
+    lives, _ = kind_of_lives(habits)
+    for last in itertools.count(1):
+        life = lives()
+        process = work(life)
+        process.go(lambda steps, at, last=last: steps >= last)
+        done = process.over
+        process.kill()
+        life.processes.clear()
+        life.teardown()
+        assert set(life.ended_as) <= ({"SUCCEEDED", "CANCELLED"} if work is cancellation else {"SUCCEEDED"})
+        if done:
+            break
+    assert last > 5
