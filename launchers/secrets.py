@@ -58,40 +58,47 @@ def redact(text: str, values: Iterable[str]) -> str:
 
 
 def _from_file(path: Path) -> str | None:
-    """The content of a private file without its last line end; `None` when there is no such file."""
+    return read_private(path, f"secret {path.name}")
+
+
+def read_private(path: Path, what: str) -> str | None:
+    """Return the content of a private file without its last line end; `None` when there is no such file.
+
+    *what* is its name in errors, which never show the content. Raises `SpecError` for a file that others could read.
+    """
     try:
         # One descriptor for the checks and the reading: the file cannot be exchanged in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SpecError(f"the secret {path.name} cannot be read: {error.strerror}", where=str(path)) from None
+        raise SpecError(f"the {what} cannot be read: {error.strerror}", where=str(path)) from None
     try:
-        _check_private(path, os.fstat(descriptor))
+        _check_private(path, what, os.fstat(descriptor))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read(_MAX_BYTES + 1)
     finally:
         os.close(descriptor)
     if len(content) > _MAX_BYTES:
-        raise SpecError(f"the secret {path.name} is larger than {_MAX_BYTES >> 10} KiB", where=str(path))
+        raise SpecError(f"the {what} is larger than {_MAX_BYTES >> 10} KiB", where=str(path))
     try:
         text = content.decode()
     except UnicodeDecodeError:
         text = "\0"  # refused below, like any other value that no environment variable can hold
     if "\0" in text:
-        raise SpecError(f"the secret {path.name} is not text", where=str(path))
+        raise SpecError(f"the {what} is not text", where=str(path))
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _check_private(path: Path, status: os.stat_result) -> None:
+def _check_private(path: Path, what: str, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise SpecError(f"the secret {path.name} is not a plain file", where=str(path))
+        raise SpecError(f"the {what} is not a plain file", where=str(path))
     if status.st_uid != os.geteuid():
-        raise SpecError(f"the secret {path.name} belongs to another user", where=str(path))
+        raise SpecError(f"the {what} belongs to another user", where=str(path))
     if mode & ~0o600:
-        what = "can be used by others" if mode & 0o077 else "is not a private file"
-        raise SpecError(f"the secret {path.name} {what} (mode {mode:04o})", where=str(path), hint=f"chmod 600 {path}")
+        why = "can be used by others" if mode & 0o077 else "is not a private file"
+        raise SpecError(f"the {what} {why} (mode {mode:04o})", where=str(path), hint=f"chmod 600 {path}")
 
 
 def _has_keyring() -> bool:

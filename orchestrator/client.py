@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.engine.reconciler import PassReport
+    from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import JobRecord, Reservation
 
 # How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that drives
@@ -29,10 +31,6 @@ _INTERVAL_HERE = (0.05, 2.0)
 _INTERVAL_AWAY = (1.0, 10.0)
 # An agent starts `orc tick` just before it is gone; for so long its attempt may still look alive.
 _SETTLE_S = 5.0
-
-
-class JobNotFound(LaunchError):
-    """No job, or more than one, answers to that name."""
 
 
 class Client(FunctionCalls):
@@ -44,7 +42,12 @@ class Client(FunctionCalls):
 
     With *reconciler*, `submit` leaves a process behind that goes on with live jobs
     (`orc.orchestrator.engine.detached`).
+
+    `ServiceClient` has the same methods for the jobs of a service.
     """
+
+    address = ""  # of a service: this one has none
+    log_interval_s = 0.1
 
     def __init__(
         self,
@@ -144,14 +147,27 @@ class Client(FunctionCalls):
         record = start(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
         return self._submitted(record)
 
-    def resubmit(self, job_id: str, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None) -> JobView:
+    def resubmit(
+        self,
+        job_id: str,
+        *,
+        overrides: Sequence[str] = (),
+        on_progress: Callable[[str, Mapping[str, Any]], None] | None = None,
+    ) -> JobView:
         """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
+
+        Args:
+            job_id: Id of the old job, which stays as it is.
+            overrides: Changes of the specification, ``resources.nodes=4``, as after ``--set``.
+            on_progress: As of `submit`.
 
         Raises:
             JobNotFound: There is no such job.
+            SpecError: An override is wrong, or needs other files than the job has.
             LaunchError: The job certainly does not run.
         """
-        from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
+        from orc.orchestrator.engine.attempt_inputs import stored_snapshot
+        from orc.orchestrator.engine.changed_spec import changed
         from orc.orchestrator.engine.submission import silent, start
         from orc.orchestrator.functions.keys import key_of
 
@@ -159,7 +175,7 @@ class Client(FunctionCalls):
         old = self.job(job_id)
         record = start(
             ws,
-            stored_spec(ws, old.id),
+            changed(old.spec, overrides, where=old.id),
             stored_snapshot(ws, old.digests),
             source=f"job:{old.id}",
             progress=on_progress or silent,
@@ -225,6 +241,21 @@ class Client(FunctionCalls):
         if report.unreachable and on_unreachable:
             on_unreachable(report.unreachable)
         return views
+
+    def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
+        """Set tags of a job; `None` removes one, and others stay. Return the job with them.
+
+        Raises:
+            JobNotFound: There is no such job.
+            SpecError: A tag is none that a job file could have.
+        """
+        from orc.orchestrator.ledger.tags import checked_tags, write_tags
+
+        changes = checked_tags(tags)
+        self._checked_id(job_id)
+        with self.workspace.ledger.transaction() as tx:
+            write_tags(tx, job_id, changes)
+        return self.job(job_id)
 
     def _check_cancelled(self, ids: Sequence[str], report: PassReport) -> None:
         """Raise `LedgerError` for a cancellation that is neither stored nor sent to the cluster."""
@@ -520,6 +551,31 @@ class Client(FunctionCalls):
         """
         backend, handle = self.at_backend(job_id, attempt)
         return backend.logs(handle, selector, offset) if handle else iter(())
+
+    def follow_log(
+        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
+    ) -> Iterator[LogChunk]:
+        """Yield the content of one log as it grows, until its attempt has ended.
+
+        Args:
+            job_id: Id of the job.
+            selector: The log; it need not exist yet.
+            attempt: Number of the attempt; by default the newest when this begins, or the first.
+            offset: First byte.
+        """
+        from orc.orchestrator.clients.following import follow_log
+
+        return follow_log(self, self.workspace.sleep, job_id, selector, attempt, offset)
+
+    def metrics(self, job_id: str) -> Reader:
+        """Return a reader of what the training of a job measures; each `read` goes on from where it stopped.
+
+        Raises:
+            JobNotFound: There is no such job.
+        """
+        from orc.orchestrator.insight.metrics import Reader
+
+        return Reader(self.workspace, self._checked_id(job_id))
 
     def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
         """Return the path of one log on this machine; `None` where it has to be read with `read_log`."""

@@ -76,7 +76,13 @@ class Workspace:
     @cached_property
     def store(self) -> ContentStore:
         """The local store of code snapshots."""
-        from orc.launchers.layout import Layout
         from orc.launchers.snapshot.content_store import ContentStore
 
-        return ContentStore(Path(Layout.at(self.state_dir.as_posix()).store))
+        return ContentStore(store_path(self.state_dir))
+
+
+def store_path(state_dir: Path) -> Path:
+    """Return the place of the snapshots below a state directory."""
+    from orc.launchers.layout import Layout
+
+    return Path(Layout.at(state_dir.as_posix()).store)

@@ -37,6 +37,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "events": "The history of a job.",
     },
     "Set up": {
+        "login": "Use a service instead of the ledger of this machine.",
+        "logout": "Forget the token for a service.",
+        "whoami": "Where commands go, and as whom.",
         "init": "Copy a starter job.",
         "config": "Ask how to train here, or convert a file of Accelerate.",
         "merge-weights": "Merge the shards of a model into one file.",

@@ -72,9 +72,9 @@ def tag_pairs(texts: tuple[str, ...]) -> dict[str, str] | None:
 def _complete_jobs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.connecting import connect
 
-    with Client() as client:
+    with connect() as client:
         rows = client.jobs(limit=200)
     return [CompletionItem(row.id, help=row.state) for row in rows if row.id.startswith(incomplete)]
 

@@ -1,20 +1,78 @@
-"""The client of one command."""
+"""The client of one command: of the service that is configured (`orc login`), else of the ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from orc.launchers.spec import LoadedJob
     from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
 
 
-def open_client(*, reconciler: bool = True) -> Client:
+def open_client(*, reconciler: bool = True) -> JobsClient:
     """Return a client that is closed when the command ends. Raises `LaunchError`.
 
-    Where jobs are live, a reconciler is left behind that goes on with them, unless *reconciler* is false.
+    It is that of a service where one is configured. Else, where jobs are live, a reconciler is left behind that goes on
+    with them, unless *reconciler* is false.
     """
+    from orc.orchestrator.clients import logins
+
+    if login := logins.configured():
+        from orc.orchestrator.clients.connecting import service_client
+
+        service = service_client(login)
+        click.get_current_context().call_on_close(service.close)
+        return service
+    return _of_ledger(reconciler)
+
+
+def open_ledger(*, reconciler: bool = True) -> Client:
+    """Return the client of the ledger, as `open_client`, for commands that go through no service.
+
+    Raises `NeedsLedger` where a service is configured: the ledger here is not the one that is meant then.
+    """
+    from orc.orchestrator.clients import logins
+
+    if login := logins.configured():
+        raise _needs_ledger(login.url)
+    return _of_ledger(reconciler)
+
+
+def check_job(path: str, overrides: Sequence[str], cluster: str | None, *, needs_clusters: bool = False) -> LoadedJob:
+    """Return the job in the file *path*, checked by all that can be asked here.
+
+    The clusters are the service's where one is configured, and it checks the rest; a command that *needs_clusters*
+    cannot do without. Raises `LaunchError`.
+    """
+    from orc.orchestrator.clients import logins
+
+    if login := logins.configured():
+        if needs_clusters:
+            raise _needs_ledger(login.url)
+        from orc.launchers.spec import load_job
+
+        return load_job(path, overrides, cluster=cluster)
+    from orc.orchestrator.engine.validation import load_checked
+
+    return load_checked(path, overrides, cluster=cluster)
+
+
+def _needs_ledger(url: str) -> Exception:
+    from orc.orchestrator.clients.errors import NeedsLedger
+
+    name = click.get_current_context().command_path
+    return NeedsLedger(
+        f"`{name}` works on the ledger and the clusters of the machine it runs on, and commands here go to a service",
+        where=url,
+        hint="run it on the service's machine, or with ORC_SERVICE_URL=local for the ledger of this one",
+    )
+
+
+def _of_ledger(reconciler: bool) -> Client:
     from orc.orchestrator.client import Client
 
     client = Client(reconciler=reconciler)

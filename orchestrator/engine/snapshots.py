@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.environments.rendering import environment_of
@@ -17,23 +17,43 @@ from orc.launchers.snapshot.scan import Bundle, ScanWatch
 DEFAULT_LIMIT = 2 * 1000**3
 LIMIT_VARIABLE = "ORC_SNAPSHOT_LIMIT"
 
+ProgressCallback = Callable[[str, Mapping[str, Any]], None]
+
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
 
 
-def take(
-    store: ContentStore,
-    loaded: LoadedJob,
-    progress: Callable[[str, Mapping[str, Any]], None],
-    backend: Backend,
-) -> Snapshot:
+class Destination(Protocol):
+    """Cluster that a snapshot is for, as far as it decides what belongs to it. A backend is one."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Its configuration."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """True when its root is on other machines."""
+        ...
+
+    @property
+    def root(self) -> str:
+        """The directory of orc's files there."""
+        ...
+
+
+def take(store: ContentStore, loaded: LoadedJob, progress: ProgressCallback, backend: Destination) -> Snapshot:
     """Store what *loaded* needs on the cluster of *backend*, and return it: its code, this installation's runtime, and
     the environment that it brings along. Raises `BundleError`, `SpecError`.
     """
+    return with_code(store, loaded, take_code(store, loaded, progress, backend), backend, progress)
+
+
+def take_code(store: ContentStore, loaded: LoadedJob, progress: ProgressCallback, backend: Destination) -> Bundle:
+    """Store the code of *loaded* and return it. Raises `BundleError`, `SpecError`."""
     limit = size_limit(loaded.spec)
     code = store.snapshot(
         loaded.workdir,
@@ -52,7 +72,7 @@ def take(
             "finding", {"level": finding.level, "what": finding.what, "where": finding.where, "hint": finding.hint}
         )
     check_script(loaded.spec, code.bundle)
-    return with_code(store, loaded, code.bundle, backend, progress)
+    return code.bundle
 
 
 def size_limit(job: JobSpec) -> int:
@@ -72,22 +92,25 @@ def size_limit(job: JobSpec) -> int:
 
 
 def with_code(
-    store: ContentStore,
-    loaded: LoadedJob,
-    code: Bundle,
-    backend: Backend,
-    progress: Callable[[str, Mapping[str, Any]], None],
+    store: ContentStore, loaded: LoadedJob, code: Bundle, backend: Destination, progress: ProgressCallback
 ) -> Snapshot:
     """Return the snapshot of a job whose *code* is in the store already. Raises as `take`."""
     runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
+    return Snapshot(code, runtime, take_environment(store, loaded, backend, progress))
+
+
+def take_environment(
+    store: ContentStore, loaded: LoadedJob, backend: Destination, progress: ProgressCallback
+) -> Bundle | None:
+    """Store the environment that *loaded* brings along, if it does, and return it. Raises `BundleError`."""
     environment = environment_tree(loaded, backend.cluster, store.scan_cache)
-    if environment is not None:
-        progress("environment", {"files": len(environment.bundle.entries), "bytes": environment.bundle.size})
-        store.ingest(environment, on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}))
-    return Snapshot(code, runtime, environment.bundle if environment else None)
+    if environment is None:
+        return None
+    progress("environment", {"files": len(environment.bundle.entries), "bytes": environment.bundle.size})
+    return store.ingest(environment, on_progress=lambda done, size: progress("snapshot", {"done": done, "bytes": size}))
 
 
-def code_exclude(loaded: LoadedJob, backend: Backend) -> tuple[str, ...]:
+def code_exclude(loaded: LoadedJob, backend: Destination) -> tuple[str, ...]:
     """Return the patterns of what is not code: those of the job, an environment that travels by itself, and the root of
     the cluster, which holds the snapshots of all jobs.
     """

@@ -22,12 +22,12 @@ def command(dry_run: bool, as_json: bool) -> int:
     Their clusters are asked what became of them, and they are written into the ledger: after it was deleted, or
     replaced by an old backup. Exit status 1 when a cluster could not be asked.
     """
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.cli.ui.output import echo
     from orc.orchestrator.engine import adoption, job_files
 
-    client = open_client()
+    client = open_ledger()
     ws = client.workspace
     kept = job_files.unknown(ws)
     if dry_run:

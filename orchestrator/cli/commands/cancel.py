@@ -17,7 +17,7 @@ from orc.orchestrator.cli.options import (
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
 
 
 @click.command("cancel")
@@ -70,7 +70,7 @@ def command(
         echo(view.id if form == "name" else headline)
 
 
-def _agree(client: Client, ids: list[str]) -> None:
+def _agree(client: JobsClient, ids: list[str]) -> None:
     """Print the jobs that are about to be cancelled, and ask.
 
     Raises `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.

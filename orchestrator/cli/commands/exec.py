@@ -14,7 +14,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
 
 _NOT_RUN = 125
 
@@ -44,7 +44,7 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
     return become(client, on_node(chosen, program, rank=rank, terminal=terminal))
 
 
-def pick(client: Client, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
+def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
     """Return the node that is meant. Raises `LaunchError` when the job has no such one."""
     from orc.launchers.errors import LaunchError
 
@@ -58,7 +58,7 @@ def pick(client: Client, job: str, entries: Sequence[NodeEntry], node: int | Non
     return entries[number]
 
 
-def become(client: Client, argv: Sequence[str]) -> NoReturn:
+def become(client: JobsClient, argv: Sequence[str]) -> NoReturn:
     """Replace this process by *argv*. Raises `LaunchError` when that cannot be."""
     from orc.launchers.errors import LaunchError
 

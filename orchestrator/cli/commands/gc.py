@@ -55,11 +55,11 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     from orc.launchers.remote.transport import LocalTransport
     from orc.launchers.snapshot.gc import GcRequest
     from orc.launchers.transfer.targets import Targets, collect_garbage
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.engine.retention import snapshot_needs
 
-    client = open_client()
+    client = open_ledger()
     needed = snapshot_needs(client.workspace.ledger)
     request = GcRequest("", older_than, needed.digests, needed.ended, work, dry_run)
     if cluster is None:

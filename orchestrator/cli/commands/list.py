@@ -11,7 +11,7 @@ from orc.orchestrator.cli.options import filter_options, output_options, tag_pai
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.views import JobRow
 
 STALE_S = 60.0  # a state that is older is asked for again, the detached reconciler having failed to
@@ -52,7 +52,7 @@ def command(
         show(client, rows, form)
 
 
-def fresh(client: Client, read_rows: Callable[[], list[JobRow]]) -> list[JobRow]:
+def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[JobRow]:
     """Return the rows, after the clusters of those with old states were asked."""
     import time
 
@@ -64,7 +64,7 @@ def fresh(client: Client, read_rows: Callable[[], list[JobRow]]) -> list[JobRow]
     return rows
 
 
-def show(client: Client, rows: Sequence[JobRow], form: str | None) -> None:
+def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
     """Print the rows as *form*: json, yaml, name, wide or a table."""
     from orc.orchestrator.cli.ui import output
 
@@ -72,9 +72,10 @@ def show(client: Client, rows: Sequence[JobRow], form: str | None) -> None:
         return
     if not rows:
         echo("no jobs", err=True)
+        from orc.orchestrator.client import Client
         from orc.orchestrator.engine.job_files import unknown
 
-        if lost := unknown(client.workspace):
+        if isinstance(client, Client) and (lost := unknown(client.workspace)):
             echo(f"jobs that have a directory here and are not in the ledger: {len(lost)}; `orc adopt`", err=True)
     elif form == "name":
         echo("\n".join(job.id for job in rows))

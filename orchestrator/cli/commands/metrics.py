@@ -11,8 +11,8 @@ from orc.orchestrator.cli.options import json_option, newest_job_argument
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
-    from orc.orchestrator.insight.metrics import Line, Reader
+    from orc.orchestrator.clients.protocol import JobsClient, MetricsReader
+    from orc.orchestrator.insight.metrics import Line
 
 ROWS = 10
 HEIGHT = 8
@@ -42,11 +42,11 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
     """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import reporting
-    from orc.orchestrator.insight.metrics import Reader, course
+    from orc.orchestrator.insight.metrics import course
 
     client = open_client()
     job_id = client.resolve(job)
-    reader = Reader(client.workspace, job_id)
+    reader = client.metrics(job_id)
     lines = reader.read()
     reporting.warn_unreachable({host: e.what for host, e in reader.unreachable.items()}, "its part is missing below")
     if not following and not lines:
@@ -73,7 +73,7 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
         echo(text)
 
 
-def _nothing(client: Client, job_id: str) -> Exception:
+def _nothing(client: JobsClient, job_id: str) -> Exception:
     from orc.launchers.errors import LaunchError
 
     view = client.job(job_id)
@@ -97,7 +97,7 @@ def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -
             )
 
 
-def _growth(client: Client, job_id: str, reader: Reader) -> Iterator[list[Line]]:
+def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[list[Line]]:
     """Print the measurements from now on, until the job has ended."""
     import time
 

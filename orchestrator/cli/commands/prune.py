@@ -39,11 +39,11 @@ def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_js
     entry in clusters.yaml that cannot be used; the others are pruned all the same.
     """
     from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.engine import cleanup
 
-    ws = open_client().workspace
+    ws = open_ledger().workspace
     names, silent = ([cluster], {}) if cluster is not None else cleanup.sweepable_clusters(ws)
     wanted = {*cleanup.OVER, *(["kept"] if kept else []), *(["unknown"] if unknown else [])}
     rows: list[tuple[str, Leftover, str]] = []

@@ -5,23 +5,32 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.commands.submit import follow_options, reconciler_option, run
-from orc.orchestrator.cli.options import job_argument, json_option
+from orc.orchestrator.cli.options import job_argument, json_option, set_option
 
 
 @click.command("resubmit")
 @job_argument
+@set_option
 @follow_options
 @reconciler_option
 @json_option
-def command(job: str, following: bool, ranks: tuple[int, ...], all_ranks: bool, reconciler: bool, as_json: bool) -> int:
-    """Run JOB again as a new job, from the same code snapshot and specification."""
+def command(
+    job: str,
+    overrides: tuple[str, ...],
+    following: bool,
+    ranks: tuple[int, ...],
+    all_ranks: bool,
+    reconciler: bool,
+    as_json: bool,
+) -> int:
+    """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set."""
     from orc.orchestrator.cli.session import open_client
 
     client = open_client(reconciler=reconciler)
     job_id = client.resolve(job)
     return run(
         client,
-        lambda on_progress: client.resubmit(job_id, on_progress=on_progress),
+        lambda on_progress: client.resubmit(job_id, overrides=overrides, on_progress=on_progress),
         following=following,
         ranks=ranks,
         all_ranks=all_ranks,

@@ -10,11 +10,11 @@ from orc.orchestrator.cli.options import LIVE_STATES, optional_jobs_argument, ou
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.views import JobView
 
 
-def unended(client: Client) -> list[str]:
+def unended(client: JobsClient) -> list[str]:
     """Ids of the jobs that have not ended, newest first."""
     return [row.id for row in client.jobs(states=LIVE_STATES, limit=1000)]
 
@@ -45,7 +45,7 @@ def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
         echo("\n\n".join(jobtext.details(view, checkpoint_dir(client, view)) for view in views))
 
 
-def checkpoint_dir(client: Client, view: JobView) -> str | None:
+def checkpoint_dir(client: JobsClient, view: JobView) -> str | None:
     """Return the place of the job's checkpoints; `None` when its cluster is not configured any more."""
     from orc.launchers.errors import LaunchError
 

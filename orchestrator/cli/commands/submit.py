@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Selection
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.views import JobView
 
 Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
@@ -75,14 +75,13 @@ def command(
 
     With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
     """
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.engine.validation import load_checked
+    from orc.orchestrator.cli.session import check_job, open_client
 
     if local_contract:  # which needs less than the platform does, so it is known before anything is checked
         from orc.launchers.spec import load_job
 
         overrides = (*overrides, _local_contract(load_job(job_file, overrides, cluster=cluster).spec.cluster))
-    loaded = load_checked(job_file, overrides, cluster=cluster)
+    loaded = check_job(job_file, overrides, cluster, needs_clusters=dry_run)
     if dry_run:
         from orc.orchestrator.cli.commands.render import show
 
@@ -118,7 +117,7 @@ def _local_contract(name: str) -> str:
 
 
 def run(
-    client: Client,
+    client: JobsClient,
     submit: Submit,
     *,
     following: bool,
@@ -187,7 +186,7 @@ def _agree_to_size(values: Mapping[str, Any]) -> None:
     asking.ask("take a snapshot of that size")
 
 
-def _follow(client: Client, view: JobView, selection: Selection, as_json: bool) -> JobView:
+def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bool) -> JobView:
     """Return the job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
     from orc.orchestrator.cli.ui.display import display
     from orc.orchestrator.cli.ui.follow import conclusion, follow

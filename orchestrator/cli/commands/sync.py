@@ -45,7 +45,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     Submitting does this by itself. Exit status 1 when a host could not be served; the others are.
     """
     from orc.launchers.transfer import sync
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.engine.validation import load_checked
 
@@ -54,7 +54,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     if job_file is None and overrides:
         raise click.UsageError("--set needs a job file", click.get_current_context())
     loaded = load_checked(job_file, overrides, cluster=cluster) if job_file is not None else None
-    client = open_client()
+    client = open_ledger()
     name = loaded.spec.cluster if loaded else str(cluster)
     with closing(client.workspace.backend(name)) as backend:
         targets = backend.stores()

@@ -12,10 +12,10 @@ from orc.orchestrator.cli.options import json_option
 @json_option
 def command(job: str, as_json: bool) -> None:
     """Run one reconciler pass over a job, waiting first for the backoff of a retry that is due."""
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
 
-    client = open_client(reconciler=False)
+    client = open_ledger(reconciler=False)
     view = client.tick(client.resolve(job))
     if as_json:
         output.echo_json(view.to_dict())

@@ -11,7 +11,7 @@ from orc.orchestrator.cli.options import json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.insight.sessions import Sample
 
 HEADER = (
@@ -58,7 +58,7 @@ def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -
         return _live(sampling, interval) if live else _plain(sampling, once, as_json, interval)
 
 
-def running(client: Client) -> list[str]:
+def running(client: JobsClient) -> list[str]:
     """Ids of the jobs that run now."""
     states = ("SUBMITTING", "PENDING", "RUNNING")
     client.refresh([row.id for row in client.jobs(states=states, limit=100)])

@@ -10,10 +10,9 @@ from orc.orchestrator.cli.ui import jobtext, reporting
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.display import Display
     from orc.orchestrator.cli.ui.tail import Cursor, Selection
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.views import JobView
 
-LOG_INTERVAL_S = 0.1
 # A pass may take at most this share of the time: fast where asking is cheap (this machine), polite where it is not.
 REFRESH_SHARE = 0.1
 REFRESH_INTERVAL_S = (0.2, 10.0)
@@ -22,7 +21,7 @@ REFRESH_INTERVAL_S = (0.2, 10.0)
 class Watch:
     """Refresh of a job now and then, with one warning when its cluster does not answer."""
 
-    def __init__(self, client: Client, job_id: str) -> None:
+    def __init__(self, client: JobsClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._due, self._silent = 0.0, False
 
@@ -41,7 +40,7 @@ class Watch:
 
 
 def follow(
-    client: Client,
+    client: JobsClient,
     job_id: str,
     cursor: Cursor,
     selection: Selection,
@@ -73,10 +72,10 @@ def follow(
             return view
         _show(view, shown)
         if not moved:
-            time.sleep(LOG_INTERVAL_S)
+            time.sleep(client.log_interval_s)
 
 
-def _copy(client: Client, job_id: str, cursor: Cursor, attempt: int, selection: Selection, *, final: bool) -> bool:
+def _copy(client: JobsClient, job_id: str, cursor: Cursor, attempt: int, selection: Selection, *, final: bool) -> bool:
     from orc.launchers.errors import BackendUnreachable
 
     try:

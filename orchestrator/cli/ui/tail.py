@@ -21,7 +21,7 @@ from orc.launchers.control_characters import escape_controls
 from orc.orchestrator.cli.ui.output import echo_json_line
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.protocol import JobsClient
 
 _SENDFILE_BYTES = 1 << 30
 
@@ -209,7 +209,7 @@ class Cursor:
 
     def __init__(
         self,
-        client: Client,
+        client: JobsClient,
         job_id: str,
         sink: Sink,
         start: int = 0,

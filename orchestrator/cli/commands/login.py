@@ -1,0 +1,51 @@
+"""`orc login`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+
+@click.command("login")
+@click.argument("url", metavar="URL")
+@click.option("--token-file", type=click.Path(), help="File of mode 0600 that holds the token.")
+@click.option("--ca", type=click.Path(), help="File of the certificates to trust instead of the system's.")
+@click.option("--insecure-http", is_flag=True, help="Agree to send the token unencrypted over a network.")
+@json_option
+def command(url: str, token_file: str | None, ca: str | None, insecure_http: bool, as_json: bool) -> None:
+    """Store a token for the service at URL; from then on commands go to it instead of the ledger of this machine.
+
+    The token is asked for on a terminal, else read from standard input: an argument would be seen by others.
+    """
+    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.clients import logins
+    from orc.orchestrator.clients.connecting import service_client
+    from orc.orchestrator.clients.logins import Login
+
+    address = logins.checked_url(url)
+    trusted = str(Path(ca).expanduser().absolute()) if ca else ""
+    logins.refuse_clear_text(Login(address, insecure_http=insecure_http))
+    token = logins.token_file(Path(token_file)) if token_file else _asked(address)
+    login = Login(address, token, trusted, insecure_http)
+    with service_client(login) as client:
+        me = client.me()
+    place = logins.store(login)
+    if as_json:
+        echo_json({"url": address, "user": me["user"], "role": me["role"], "file": str(place)})
+        return
+    echo(f"logged in to {address} as {me['user']} ({me['role']})")
+    echo(f"the token is in {place}; `orc logout` removes it", err=True)
+
+
+def _asked(address: str) -> str:
+    """Return the token that somebody types, without showing it, or that comes in on standard input."""
+    from orc.orchestrator.clients import logins
+
+    if sys.stdin.isatty():
+        return logins.checked_token(str(click.prompt(f"token for {address}", hide_input=True, err=True)).strip())
+    return logins.checked_token(sys.stdin.readline(4096).strip(), "standard input")

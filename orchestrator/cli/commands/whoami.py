@@ -1,0 +1,33 @@
+"""`orc whoami`."""
+
+from __future__ import annotations
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+
+@click.command("whoami")
+@json_option
+def command(as_json: bool) -> None:
+    """Say where commands go, to a service or the ledger of this machine, and as whom."""
+    import getpass
+
+    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.clients import logins
+    from orc.orchestrator.clients.connecting import service_client
+
+    login = logins.configured()
+    if login is None:
+        told = {"service": None, "user": getpass.getuser(), "role": None}
+        text = f"{told['user']}, with the ledger of this machine"
+    else:
+        with service_client(login) as client:
+            me = client.me()
+        told = {"service": login.url, "user": me["user"], "role": me["role"]}
+        text = f"{me['user']} ({me['role']}) at {login.url}"
+    if as_json:
+        echo_json(told)
+    else:
+        echo(text)

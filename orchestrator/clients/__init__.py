@@ -1,0 +1,1 @@
+"""Clients: the protocol that all of them satisfy, and those that talk to a service."""

@@ -1,0 +1,105 @@
+"""Errors of clients: the same classes whether a ledger or a service has said them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orc.launchers.errors import (
+    BackendError,
+    BackendUnreachable,
+    BundleError,
+    LaunchError,
+    NoRoom,
+    RenderError,
+    SpecError,
+)
+
+
+class JobNotFound(LaunchError):
+    """No job, or more than one, answers to that name."""
+
+
+class ServiceUnreachable(LaunchError):
+    """The service did not answer, or not as a service of orc does. Says nothing about jobs."""
+
+
+class NotLoggedIn(LaunchError):
+    """The service does not know the token: there is none, it has expired, or it was revoked."""
+
+
+class NotAllowed(LaunchError):
+    """The user may not do that: another user's job, or a role without that right."""
+
+
+class NeedsLedger(LaunchError):
+    """The command or method works on the ledger itself and cannot go through a service."""
+
+
+class SnapshotMissing(BundleError):
+    """The service lacks trees that a job is made of: they are uploaded, and the request is sent again."""
+
+    digests: tuple[str, ...] = ()
+
+
+_KINDS: Mapping[str, type[LaunchError]] = {
+    kind.__name__: kind
+    for kind in (
+        LaunchError,
+        SpecError,
+        RenderError,
+        BundleError,
+        BackendError,
+        BackendUnreachable,
+        NoRoom,
+        JobNotFound,
+        ServiceUnreachable,
+        NotLoggedIn,
+        NotAllowed,
+        NeedsLedger,
+        SnapshotMissing,
+    )
+}
+_BY_STATUS: Mapping[int, type[LaunchError]] = {
+    401: NotLoggedIn,
+    403: NotAllowed,
+    422: SpecError,
+    503: ServiceUnreachable,
+}
+_OF_A_JOB = re.compile(r"/api/v1/jobs/[^/]+")
+_HINTS = {
+    401: "`orc login URL` stores a token; an administrator makes one with `orc token create`",
+    429: "the service limits how often it is asked; try again in a moment",
+}
+
+
+def kind_of(error: LaunchError) -> str:
+    """Return the name under which an error travels: its class, or the nearest one above that every client knows."""
+    return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _KINDS), "LaunchError")
+
+
+def error_of(status: int, body: Any, *, path: str, url: str) -> LaunchError:
+    """Return the error that a service has answered: what, where and hint as it said them.
+
+    Args:
+        status: HTTP status of the answer.
+        body: Its JSON, as far as it is some.
+        path: Path that was asked for.
+        url: URL of the service, for answers that say nothing.
+
+    Returns:
+        A `LaunchError` of the class that the ledger's client would have raised.
+    """
+    said = body.get("error") if isinstance(body, Mapping) else None
+    told = said if isinstance(said, Mapping) else {}
+    kind = _KINDS.get(str(told.get("kind", "")))
+    if kind is None:
+        missing = JobNotFound if _OF_A_JOB.fullmatch(path) else LaunchError
+        kind = missing if status == 404 else _BY_STATUS.get(status, LaunchError)
+    what = str(told.get("what") or f"the service answered with status {status}")
+    where = str(told.get("where") or ("" if told else url))
+    error = kind(what, where=where, hint=str(told.get("hint") or _HINTS.get(status, "")))
+    if isinstance(error, SnapshotMissing) and isinstance(body, Mapping):
+        error.digests = tuple(str(digest) for digest in body.get("missing", ()))
+    return error

@@ -1,0 +1,124 @@
+"""HTTP of the clients of a service: settings of a connection, answers into values, what is tried again. No I/O."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.clients import logins
+from orc.orchestrator.clients.errors import ServiceUnreachable, error_of
+from orc.orchestrator.clients.requests import Reply
+
+if TYPE_CHECKING:
+    import httpx
+
+    from orc.orchestrator.clients.logins import Login
+    from orc.orchestrator.clients.requests import Request
+
+Answer = TypeVar("Answer")
+TRIES = 5
+_AGAIN = (429, 502, 503, 504)
+_LONGEST_PAUSE_S = 20.0
+
+
+def options(login: Login) -> dict[str, Any]:
+    """Return the arguments of an httpx client for a service. Raises `LaunchError` for a login that is not safe."""
+    import httpx
+
+    logins.refuse_clear_text(login)
+    headers = {"User-Agent": "orc", "Accept": "application/json"}
+    if login.token:
+        headers["Authorization"] = f"Bearer {login.token}"
+    return {
+        "base_url": login.url,
+        "headers": headers,
+        "verify": _trust(login),
+        "timeout": httpx.Timeout(60.0, connect=10.0),
+        # A redirection would carry the token to wherever it leads; a proxy has no business with this machine.
+        "follow_redirects": False,
+        "trust_env": not logins.is_loopback(login.url),
+    }
+
+
+def _trust(login: Login) -> ssl.SSLContext | bool:
+    if not login.url.startswith("https://"):
+        return True
+    try:
+        # Python's own: the system's certificates, and the variables that OpenSSL knows.
+        return ssl.create_default_context(cafile=login.ca or None)
+    except (OSError, ssl.SSLError) as error:
+        raise LaunchError(
+            f"the file of certificates cannot be read: {error.strerror or error}", where=login.ca
+        ) from None
+
+
+def arguments(request: Request[Any]) -> dict[str, Any]:
+    """Return the arguments of httpx for *request*, but its content."""
+    import httpx
+
+    given: dict[str, Any] = {
+        "params": dict(request.params),
+        "headers": dict(request.headers),
+        "timeout": httpx.Timeout(request.timeout_s, connect=10.0),
+    }
+    return given if request.content is not None or request.body is None else {**given, "json": request.body}
+
+
+def answer(response: httpx.Response, request: Request[Answer], url: str) -> Answer:
+    """Return what *response*, whose body was read, answers. Raises `LaunchError` for an error, or what is no answer."""
+    body: Any = None
+    if "json" in response.headers.get("content-type", ""):
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+    if not response.is_success and not response.is_redirect:
+        raise error_of(response.status_code, body, path=request.path, url=url)
+    try:
+        if response.is_success:
+            return request.read(Reply(body, response.content, response.headers))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass
+    raise ServiceUnreachable(
+        "the answer is not that of a service of orc", where=url, hint="check the URL, and proxies in between"
+    )
+
+
+def unreachable(error: Exception, url: str) -> ServiceUnreachable:
+    """Return the error for a service that gave no answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ServiceUnreachable(
+                f"the service's certificate is not trusted: {cause.verify_message}",
+                where=url,
+                hint="`orc login --ca FILE URL` trusts the certificate of its authority",
+            )
+        cause = cause.__cause__ or cause.__context__
+    what = str(error) or type(error).__name__
+    return ServiceUnreachable(
+        f"the service cannot be reached: {what}", where=url, hint="is `orc serve` running there? ORC_SERVICE_URL=local "
+        "uses the ledger of this machine instead",
+    )  # fmt: skip
+
+
+def pause(attempt: int, response: httpx.Response | None) -> float | None:
+    """Return how long to wait before a request is sent again, for the *attempt*-th time; `None` for an answer to keep.
+
+    Answers that say so are waited for, a lost connection is tried again soon.
+    """
+    if attempt >= TRIES or (response is not None and response.status_code not in _AGAIN):
+        return None
+    if response is not None and (told := _seconds(response.headers)) is not None:
+        return min(told, _LONGEST_PAUSE_S)
+    return 0.1 * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
+
+
+def _seconds(headers: Mapping[str, str]) -> float | None:
+    try:
+        return max(float(headers["retry-after"]), 0.0)
+    except (KeyError, ValueError):
+        return None

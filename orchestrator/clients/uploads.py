@@ -1,0 +1,90 @@
+"""Snapshot of a job that goes to a service: taken into the local store, sent from there as far as it is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.snapshot.manifest import SYMLINK
+from orc.orchestrator.clients import content_stream
+
+if TYPE_CHECKING:
+    from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.manifest import Bundle, Entry
+    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.clusters import Cluster
+    from orc.orchestrator.clients.protocol import ProgressCallback
+
+
+def silent(_stage: str, _data: Mapping[str, Any]) -> None:
+    """Show no progress."""
+
+
+class ServiceCluster:
+    """Cluster of a service, of which nothing but the name is known here: it is elsewhere."""
+
+    is_remote = True
+    root = ""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def cluster(self) -> Cluster:
+        """A cluster without settings: those that count are the service's."""
+        from orc.launchers.spec.clusters import Cluster
+
+        return Cluster(name=self._name, kind="service")
+
+
+class LocalSnapshot:
+    """Trees of a job in the local store, and what of them has to be sent."""
+
+    def __init__(self, loaded: LoadedJob, progress: ProgressCallback) -> None:
+        from orc.launchers.paths import state_dir
+        from orc.launchers.snapshot.content_store import ContentStore
+        from orc.orchestrator.engine import snapshots
+        from orc.orchestrator.workspace import store_path
+
+        store: ContentStore = ContentStore(store_path(state_dir()))
+        self._progress = progress
+        destination = ServiceCluster(loaded.spec.cluster)
+        code = snapshots.take_code(store, loaded, progress, destination)
+        environment = snapshots.take_environment(store, loaded, destination, progress)
+        self._trees: dict[str, Bundle] = {"code": code}
+        if environment is not None:
+            self._trees["environment"] = environment
+        self._store = store
+        self._sent = 0
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the trees by what they are."""
+        return {name: bundle.digest for name, bundle in self._trees.items()}
+
+    def bundles(self, digests: Sequence[str]) -> list[Bundle]:
+        """Return the manifests of those trees."""
+        return [bundle for bundle in self._trees.values() if bundle.digest in digests]
+
+    def contents(self, bundle: Bundle) -> dict[str, Entry]:
+        """Return the contents of a tree by hash."""
+        return {entry.sha256: entry for entry in bundle.entries if entry.mode != SYMLINK}
+
+    def uploads(
+        self, bundle: Bundle, hashes: Sequence[str], limit: int
+    ) -> Iterator[tuple[Callable[[], Iterator[bytes]], int]]:
+        """Yield the streams that bring the contents *hashes* of a tree, each with its size."""
+        known = self.contents(bundle)
+        home = os.fsencode(self._store.tree_path(bundle.digest))
+        wanted = [known[one] for one in hashes if one in known]
+        total = sum(entry.size for entry in wanted)
+        done = 0
+
+        def source(entry: Entry) -> bytes:
+            return home + b"/" + entry.path.encode()
+
+        for upload in content_stream.batches(wanted, limit):
+            yield (lambda upload=upload: content_stream.encode(upload, source)), upload.size
+            done += sum(entry.size for entry in upload.entries)
+            self._progress("upload", {"done": done, "bytes": total})
