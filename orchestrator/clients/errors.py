@@ -21,7 +21,7 @@ class JobNotFound(LaunchError):
     """No job, or more than one, answers to that name."""
 
 
-class ServiceUnreachable(LaunchError):
+class ServiceUnreachable(BackendUnreachable):
     """The service did not answer, or not as a service of orc does. Says nothing about jobs."""
 
 

@@ -61,10 +61,12 @@ def submit(loaded: LoadedJob, progress: ProgressCallback) -> Flow[JobView]:
     request = requests.submit(spec, snapshot.digests, source, secrets, requests.new_key())
     for _ in range(_UPLOADS):
         try:
-            return (yield request)
+            view: JobView = yield request
+            return view
         except SnapshotMissing as missing:
             yield from _upload(snapshot, missing.digests)
-    return (yield request)
+    view = yield request
+    return view
 
 
 def _upload(snapshot: LocalSnapshot, digests: Sequence[str]) -> Flow[None]:
@@ -87,7 +89,8 @@ def resubmit(job_id: str, overrides: Sequence[str]) -> Flow[JobView]:
     old: JobView = yield requests.job(job_id)
     spec = changed(old.spec, overrides, where=old.id)
     secrets = resolve_secrets(spec.secrets)
-    return (yield requests.resubmit(old.id, overrides, secrets, requests.new_key()))
+    view: JobView = yield requests.resubmit(old.id, overrides, secrets, requests.new_key())
+    return view
 
 
 def cancel(

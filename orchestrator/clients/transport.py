@@ -114,7 +114,7 @@ def pause(attempt: int, response: httpx.Response | None) -> float | None:
         return None
     if response is not None and (told := _seconds(response.headers)) is not None:
         return min(told, _LONGEST_PAUSE_S)
-    return 0.1 * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
+    return float(0.1 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
 
 
 def _seconds(headers: Mapping[str, str]) -> float | None:

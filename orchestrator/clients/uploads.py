@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.snapshot.manifest import SYMLINK
@@ -85,6 +86,6 @@ class LocalSnapshot:
             return home + b"/" + entry.path.encode()
 
         for upload in content_stream.batches(wanted, limit):
-            yield (lambda upload=upload: content_stream.encode(upload, source)), upload.size
+            yield partial(content_stream.encode, upload, source), upload.size
             done += sum(entry.size for entry in upload.entries)
             self._progress("upload", {"done": done, "bytes": total})

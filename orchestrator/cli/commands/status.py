@@ -48,7 +48,10 @@ def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
 def checkpoint_dir(client: JobsClient, view: JobView) -> str | None:
     """Return the place of the job's checkpoints; `None` when its cluster is not configured any more."""
     from orc.launchers.errors import LaunchError
+    from orc.orchestrator.client import Client
 
+    if not isinstance(client, Client):
+        return None  # the service's clusters are not known here
     try:
         return client.workspace.backend(view.cluster).checkpoint_dir(view.spec, view.id)
     except LaunchError:
