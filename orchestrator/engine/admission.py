@@ -7,9 +7,16 @@ asks again, so that two passes at once cannot both take the last place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.engine.dependencies import waiting_reason
+from orc.orchestrator.ledger import dependencies, groups
+from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.records import JobRecord
@@ -24,21 +31,90 @@ class Hold:
     reason: str
 
 
+class Held(LaunchError):
+    """A job may not be sent now: it waits, and that is no fault of anybody."""
+
+
 @dataclass
 class Admission:
     """One look at the ledger, within one transaction: what the checks share is read once."""
 
     ws: Workspace
     tx: Transaction
+    jobs: Sequence[JobRecord]  # that will be asked about
+    admitted: list[JobRecord] = field(default_factory=list)  # by this look: they take places, too
 
     def hold(self, job: JobRecord) -> Hold | None:
         """Return why *job* is not sent now; `None` when it may be."""
         for check in CHECKS:
             if found := check(self, job):
                 return found
+        self.admitted.append(job)
         return None
+
+    @cached_property
+    def dependencies(self) -> dict[str, list[tuple[dependencies.Dependency, JobState]]]:
+        """What the jobs wait for that have not begun yet."""
+        found: dict[str, list[tuple[dependencies.Dependency, JobState]]] = defaultdict(list)
+        if ids := [job.id for job in self.jobs if not job.number]:
+            for one, state in dependencies.of_jobs(self.tx.connection, ids):
+                found[one.job_id].append((one, state))
+        return found
+
+    @cached_property
+    def free_places(self) -> dict[str, int]:
+        """How many more jobs each group may have under way, where it has a limit."""
+        found = {}
+        for group_id in {job.group_id for job in self.jobs if job.group_id}:
+            group = groups.find(self.tx.connection, group_id)
+            if group is not None and group.max_parallel is not None:
+                members = groups.members(self.tx.connection, group_id)
+                under_way = sum(not m.state.terminal and m.state is not JobState.QUEUED for m in members)
+                found[group_id] = group.max_parallel - under_way
+        return found
+
+
+def holds(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Hold]:
+    """Return why queued ones of *jobs* are not sent now, by job; the others may be. One look at the ledger."""
+    from orc.orchestrator.ledger.transaction import Transaction
+
+    queued = [job for job in jobs if job.state is JobState.QUEUED and job.cancel_requested_at is None]
+    if not queued:
+        return {}
+    with ws.ledger.database.read() as connection:
+        look = Admission(ws, Transaction(connection, ws.clock()), queued)
+        found = {job.id: look.hold(job) for job in queued}
+    return {job_id: hold for job_id, hold in found.items() if hold is not None}
+
+
+def admit(ws: Workspace, tx: Transaction, job: JobRecord) -> None:
+    """Check, in the transaction that makes an attempt of *job*, that it may be sent. Raises `Held`."""
+    if job.group_id:
+        tx.connection.lock(f"group:{job.group_id}")
+    if found := Admission(ws, tx, [job]).hold(job):
+        raise Held(found.reason, where=job.id)
+
+
+def _not_before(look: Admission, job: JobRecord) -> Hold | None:
+    if job.not_before is None or job.not_before <= look.tx.now:
+        return None
+    from orc.orchestrator.engine.cron import shown
+
+    return Hold(f"waiting until {shown(job.not_before)}")
+
+
+def _dependencies(look: Admission, job: JobRecord) -> Hold | None:
+    reason = waiting_reason(look.dependencies.get(job.id, ()))
+    return Hold(reason) if reason else None
+
+
+def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:
+    if job.group_id is None or job.group_id not in look.free_places:
+        return None
+    free = look.free_places[job.group_id] - sum(one.group_id == job.group_id for one in look.admitted)
+    return Hold(f"waiting for its turn in {job.group_id}") if free < 1 else None
 
 
 Check = Callable[[Admission, "JobRecord"], Hold | None]
 
-CHECKS: tuple[Check, ...] = ()
+CHECKS: tuple[Check, ...] = (_not_before, _dependencies, _max_parallel)

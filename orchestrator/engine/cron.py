@@ -36,6 +36,12 @@ def newest_due(expression: str, zone: str, first: float, now: float) -> float:
     return max(_next(expression, moment, backwards=True).timestamp(), first)
 
 
+def shown(moment: float, zone: str = "") -> str:
+    """Return a time for people, in the time zone of this machine unless *zone* names another."""
+    tz = _zone(zone) if zone else None
+    return datetime.fromtimestamp(moment, tz).astimezone(tz).strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
 def _zone(name: str) -> ZoneInfo:
     from zoneinfo import ZoneInfoNotFoundError, available_timezones
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
-from orc.orchestrator.engine import claims
+from orc.orchestrator.engine import admission, claims
 from orc.orchestrator.engine.excluded_hosts import excluded
 from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -70,11 +70,14 @@ class PlacementPlanner:
         if job.state is JobState.PREPARED and (found := self._recorded(job)):
             return found
         while True:
-            plan, placement = self.choose(examine=self.places, behind=(job.created_at, job.id))
+            # The first attempt of a job that waited in the queue was not looked at when it was submitted.
+            examine = self.places or self.attempt.number == 1
+            plan, placement = self.choose(examine=examine, behind=(job.created_at, job.id))
 
             def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
                 current = tx.reload(job)
                 if current.state is JobState.QUEUED:
+                    admission.admit(self.ws, tx, current)
                     return tx.prepare(current, self.attempt.marker, plan.digest, placement)
                 assert placement is not None
                 return tx.place(current, placement)
@@ -195,11 +198,15 @@ class PlacementPlanner:
         from orc.launchers.spec import JobSpec
 
         found = []
-        for other, text in tx.unplaced(self.spec.cluster):
+        unplaced = tx.unplaced(self.spec.cluster)
+        look = admission.Admission(self.ws, tx, [other for other, _ in unplaced])
+        for other, text in unplaced:
             if self._behind is not None and (other.created_at, other.id) >= self._behind:
                 continue
             if other.next_attempt_at is not None and other.next_attempt_at > tx.now:
                 continue  # it waits for a time, not for room
+            if other.state is JobState.QUEUED and look.hold(other):
+                continue  # it waits for something else
             in_hand = other.claim_owner != self.ws.owner and not claims.is_free(
                 other.claim_owner, other.claim_expires_at, tx.now, claims.owner_is_gone
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom, PartlyUnreachable
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import claims, job_secrets, submission
+from orc.orchestrator.engine import admission, claims, dependencies, job_secrets, submission
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner
@@ -52,9 +52,14 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s
     if ws.ledger.volatile:
         _poll_all(ws, ws.ledger.active(job_ids), report)
         return report
-    jobs = ws.ledger.active(job_ids)
+    if job_ids is not None:
+        job_ids = dependencies.with_relatives(ws, job_ids)
+    jobs = _live(ws, job_ids)
+    held = _hold(ws, jobs)
 
     def is_due(job: JobRecord) -> bool:
+        if job.id in held:
+            return False
         return _needs_driving(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
 
     due = [job for job in jobs if is_due(job)]
@@ -70,11 +75,32 @@ def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s
     _poll_all(ws, jobs, report)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
     driven = {job.id for job in due if job.cluster not in crowded}
-    for job in ws.ledger.active(job_ids):
+    jobs = _live(ws, job_ids)
+    held = _hold(ws, jobs)
+    for job in jobs:
         if job.id not in driven and is_due(job):
             _drive(ws, job, report)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
+
+
+def _live(ws: Workspace, job_ids: Sequence[str] | None) -> list[JobRecord]:
+    """Return the jobs that have not ended, without those that can no longer start, which are cancelled now."""
+    jobs = ws.ledger.active(job_ids)
+    return ws.ledger.active(job_ids) if dependencies.cancel_impossible(ws, jobs) else jobs
+
+
+def _hold(ws: Workspace, jobs: Sequence[JobRecord]) -> Mapping[str, admission.Hold]:
+    """Return why queued jobs are not sent now, after it was recorded."""
+    held = admission.holds(ws, jobs)
+    by_id = {job.id: job for job in jobs}
+    told = []
+    for job_id, hold in held.items():
+        if by_id[job_id].reason != hold.reason:
+            waiting = Event(Kind.WAITING, None, {"reason": hold.reason})
+            told.append((by_id[job_id], JobUpdate((waiting,), {"reason": hold.reason})))
+    _write_all(ws, told)
+    return held
 
 
 def _places(ws: Workspace, cluster: str) -> bool:
@@ -172,6 +198,9 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         prepared = planner.prepare(job)
     except NoRoom as error:
         submission.wait_for_room(ws, job, planner.waiting_reason(error))
+        return
+    except admission.Held as held:  # somebody else has just taken the last place
+        submission.wait_for_room(ws, job, held.what)
         return
     except BackendUnreachable as error:
         if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest

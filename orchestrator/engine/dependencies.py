@@ -1,0 +1,176 @@
+"""Dependencies of jobs: which ends of other jobs one waits for, and what follows when they come or can no longer come.
+
+orc judges them itself, on every backend alike: a dependency is on a job with all of its attempts, which no cluster's
+own dependencies know, and the two may be on different clusters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import SpecError
+from orc.orchestrator.engine import job_secrets
+from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.ledger import dependencies as table
+from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
+
+if TYPE_CHECKING:
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.relations import Requirement
+    from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.workspace import Workspace
+
+_SHOWN = 3
+_NEAR = 200  # newest jobs that a mistyped id is compared with
+
+
+def is_met(condition: str, state: JobState) -> bool:
+    """Return True when a job in *state* has ended as *condition* wants: success, failure (or cancelled), any."""
+    return state.terminal and (condition == "any" or (condition == "success") == (state is JobState.SUCCEEDED))
+
+
+def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+    """Return why a job with these dependencies waits; empty when all are met."""
+    open_ = [one.on_job for one, state in found if not state.terminal]
+    if not open_:
+        return ""
+    more = f" and {len(open_) - _SHOWN} more" if len(open_) > _SHOWN else ""
+    return f"waiting for the end of {', '.join(open_[:_SHOWN])}{more}"
+
+
+def impossible_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+    """Return why a job with these dependencies can never start; empty while it can."""
+    for one, state in found:
+        if state.terminal and not is_met(one.condition, state):
+            wanted = "ended without success" if one.condition == "failure" else "succeeded"
+            return f"{one.on_job} has {state.lower()}, and this job runs only after it has {wanted}"
+    return ""
+
+
+# -- new jobs
+
+
+def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Requirement]:
+    """Return what *spec* waits for, with the full ids of the jobs; *known* are ids that are about to be submitted.
+
+    Raises `SpecError` for jobs that are not there, outputs that they do not have, and ends that can no longer come.
+    """
+    from orc.launchers.spec.relations import Requirement, artefact, requirement
+
+    found: dict[str, Requirement] = {}
+    for text in spec.depends_on:
+        wanted = requirement(text)
+        job = wanted.job if wanted.job in known else job_named(ws, wanted.job)
+        found[job] = Requirement(job, wanted.condition)
+    for name, text in spec.inputs.items():
+        source, output = artefact(text)
+        if source not in known:
+            source = job_named(ws, source)
+            outputs = ws.ledger.spec(source).get("outputs", {})
+            if output not in outputs:
+                from orc.launchers.spec.problems import choose
+
+                hint = choose(output, list(outputs)) if outputs else ": it has none"
+                raise SpecError(f"inputs.{name}: {source} has no output {output!r}{hint}", where=spec.name)
+        if found.get(source, Requirement(source)).condition != "success":
+            raise SpecError(f"inputs.{name} needs the success of {source}, which depends_on has otherwise")
+        found[source] = Requirement(source)
+    states = {job.id: job.state for job in ws.ledger.jobs([job for job in found if job not in known])}
+    ended = [(table.Dependency("", job, one.condition), states[job]) for job, one in found.items() if job in states]
+    if never := impossible_reason(ended):
+        raise SpecError(never, where=spec.name, hint="resubmit that job first, or wait for another end: JOB:any")
+    return list(found.values())
+
+
+def job_named(ws: Workspace, ref: str) -> str:
+    """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `SpecError`."""
+    if ref == "@last":
+        if rows := ws.ledger.rows(limit=1):
+            return str(rows[0][0])
+        raise SpecError("depends on @last, and there is no job yet")
+    candidates = ws.ledger.matching_ids(ref, limit=4)
+    if ref in candidates or ws.ledger.job(ref) is not None:
+        return ref
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise SpecError(f"depends on {ref!r}, which is not unique", hint=f"it is the start of {', '.join(candidates)}")
+    from orc.launchers.spec.problems import nearest
+
+    near = nearest(ref, [str(row[0]) for row in ws.ledger.rows(limit=_NEAR)])
+    raise SpecError(f"depends on {ref!r}, and there is no such job{near}", hint="`orc list` shows the jobs")
+
+
+# -- passes
+
+
+def with_relatives(ws: Workspace, job_ids: Sequence[str]) -> list[str]:
+    """Return *job_ids* and the live jobs whose end decides about them, or whose start they decide about."""
+    with ws.ledger.database.read() as connection:
+        every = table.of_jobs(connection)
+        of_group = connection.tuples(
+            "SELECT j.id, j.group_id FROM jobs j JOIN groups g ON g.id = j.group_id "
+            "WHERE g.max_parallel IS NOT NULL AND j.state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
+        )
+        given = connection.tuples(
+            f"SELECT id, group_id FROM jobs WHERE group_id IS NOT NULL AND id IN ({_marks(job_ids)})",  # noqa: S608
+            _values(job_ids),
+        ) if of_group else []  # fmt: skip
+    before: dict[str, list[str]] = defaultdict(list)
+    after: dict[str, list[str]] = defaultdict(list)
+    for one, _ in every:
+        before[one.job_id].append(one.on_job)
+        after[one.on_job].append(one.job_id)
+    found = dict.fromkeys(job_ids)
+    for job in job_ids:
+        found.update(dict.fromkeys(after[job]))
+    groups = {group for _, group in given}
+    found.update(dict.fromkeys(job for job, group in of_group if group in groups))
+    reached = list(found)
+    while reached:
+        for job in before[reached.pop()]:
+            if job not in found:
+                found[job] = None
+                reached.append(job)
+    return list(found)
+
+
+def _marks(job_ids: Sequence[str]) -> str:
+    return ", ".join(f":j{number}" for number in range(len(job_ids))) or "NULL"
+
+
+def _values(job_ids: Sequence[str]) -> dict[str, str]:
+    return {f"j{number}": job for number, job in enumerate(job_ids)}
+
+
+def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
+    """Cancel those of *jobs* that can no longer start, with the reason; and those that wait for these. True if any."""
+    waiting = {job.id: job for job in jobs if job.state is JobState.QUEUED and not job.number}
+    changed = False
+    while waiting:
+        with ws.ledger.database.read() as connection:
+            found = table.of_jobs(connection, list(waiting))
+        reasons: dict[str, str] = {}
+        for one, state in found:
+            if why := impossible_reason([(one, state)]):
+                reasons.setdefault(one.job_id, why)
+        if not reasons:
+            break
+        changed = True
+        for job_id, why in reasons.items():
+            _cancel(ws, waiting.pop(job_id), why)
+    return changed
+
+
+def _cancel(ws: Workspace, job: JobRecord, why: str) -> None:
+    from orc.orchestrator.engine import submission
+
+    def change(_: JobRecord, now: float) -> JobUpdate:
+        over = Event(Kind.JOB_CANCELLED, None, {"cause": "dependency", "reason": why})
+        return JobUpdate((over,), {"reason": why, "ended_at": now, "next_attempt_at": None, "poll_error_at": None})
+
+    ended = submission.apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
+    if ended.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
