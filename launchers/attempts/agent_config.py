@@ -13,6 +13,7 @@ from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import PlanFile
 from orc.launchers.spec.network import fence
+from orc.launchers.spec.relations import CHECKPOINTS, variable
 from orc.runtime.core.config import ConfigError, to_env
 
 if TYPE_CHECKING:
@@ -69,6 +70,32 @@ def environment(job: JobSpec, attempt: AttemptId, cluster: Cluster, layout: Layo
     return {**threads, **cluster.env, **runtime, **job.env}
 
 
+def artefact_variables(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, layout: Layout) -> dict[str, str]:
+    """Return the variables with the places of the job's inputs and outputs on its nodes."""
+    found = {}
+    for name, bundle in snapshot.inputs.items():
+        top = bundle.entries[0].path.partition("/")[0]  # of a file and of a directory alike: its own name
+        found[variable("INPUT", name)] = str(layout.tree(bundle.digest) / top)
+    for name in job.outputs:
+        found[variable("OUTPUT", name)] = output_path(job, name, attempt, layout)
+    return found
+
+
+def output_path(job: JobSpec, name: str, attempt: AttemptId, layout: Layout) -> str:
+    """Return the place of an output on the job's nodes. Raises `RenderError` for an object store."""
+    given = job.outputs[name]
+    if given != CHECKPOINTS:
+        return posixpath.join(str(layout.work(attempt.job)), given)
+    place = checkpoint_dir(job, attempt, layout)
+    if "://" in place:
+        raise RenderError(
+            f"outputs.{name}: the checkpoints are in an object store, {place}",
+            where=job.name,
+            hint="Other jobs can read them there: give them its URL.",
+        )
+    return place
+
+
 def agent_config(
     job: JobSpec,
     snapshot: Snapshot,
@@ -114,7 +141,7 @@ def agent_config(
             **({"environment": made} if made else {}),
             **({"network": network} if network else {}),
             "command": command.to_dict(),
-            "env": environment(job, attempt, cluster, layout),
+            "env": environment(job, attempt, cluster, layout) | artefact_variables(job, snapshot, attempt, layout),
             "secrets": list(job.secrets),
             **({"core_dumps": True} if job.core_dumps else {}),
             "setup": list(setup if setup is not None else (*cluster.setup, *job.setup)),

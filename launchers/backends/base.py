@@ -140,6 +140,7 @@ class Backend(abc.ABC):
     # For how long an attempt that is LOST may come back, in seconds, unless the cluster's ``lost_after`` says so.
     lost_after_s: float = 0.0
     avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
+    passes_artefacts: bool = False  # outputs of its jobs can be fetched from here, and inputs be brought to them
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:

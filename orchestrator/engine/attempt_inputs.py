@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BundleError, LaunchError, SpecError
-from orc.orchestrator.engine import job_secrets
+from orc.orchestrator.engine import artefacts, job_secrets
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
@@ -37,7 +37,7 @@ def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Ma
     spec = stored_spec(ws, job.id)
     try:
         secrets = job_secrets.load(ws.state_dir, job.id, spec.secrets)
-        return spec, _snapshot(ws, job), secrets
+        snapshot = _snapshot(ws, job)
     except (BundleError, SpecError) as error:
         origin = ws.ledger.origin(job.id)
         if origin in ("", ws.origin):
@@ -46,6 +46,7 @@ def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Ma
         raise InputsUnavailable(
             f"waiting for {host}, where its snapshot and secrets are ({directory}); here: {error.what}", where=job.id
         ) from error
+    return spec, artefacts.collected(ws, job, spec, snapshot), secrets
 
 
 def _snapshot(ws: Workspace, job: JobRecord) -> Snapshot:
@@ -82,6 +83,7 @@ class InputsUnavailable(LaunchError):
 def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
     """Return the snapshots that a job was submitted with, from the local store. Raises `BundleError`, `SpecError`."""
     from orc.launchers.backends.base import Snapshot
+    from orc.launchers.snapshot.trees import INPUT
 
     environment = ws.store.load(digests["environment"]) if "environment" in digests else None
     runtime = ws.store.load(digests["runtime"])
@@ -90,4 +92,7 @@ def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
             "an earlier version of orc has submitted this job, and this one does not start that one's agents",
             hint="submit the job file again",
         )
-    return Snapshot(ws.store.load(digests["code"]), runtime, environment)
+    inputs = {
+        key.removeprefix(INPUT): ws.store.load(digest) for key, digest in digests.items() if key.startswith(INPUT)
+    }
+    return Snapshot(ws.store.load(digests["code"]), runtime, environment, inputs)

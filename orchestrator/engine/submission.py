@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, Progress
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
+from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, NewJob
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, Placement, Snapshot, SupportsArrays
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
+    from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.ledger.transaction import Transaction
 
 
@@ -59,10 +62,14 @@ def start(
     will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
     """
     ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
+    if job.depends_on or set(job.inputs) - set(snapshot.inputs):
+        from orc.orchestrator.engine.groups import Entry, enqueue
+
+        return enqueue(ws, [Entry(job, snapshot, source=source)], given=given)[0]
     secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
     attempt = AttemptId(new_job_id(job.name), 1)
     planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
-    new = _new_job(ws, job, snapshot, attempt, source)
+    new = new_job(ws, job, snapshot, attempt, source)
     try:
         prepared = _record(ws, new, planner, secrets)
     except BaseException:
@@ -103,11 +110,14 @@ def start_array(
     source: str,
     at_once: int | None = None,
     given: Mapping[str, str] | None = None,
+    group: GroupRecord | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[JobRecord]:
     """Submit new jobs with the same resources as one array of which *at_once* run at a time.
 
-    The cluster is one that `SupportsArrays`. Each job is as durable, and as sure to run once, as one that `start`
-    submits; attempts that follow a failure are submitted by themselves. Raises what `start` raises.
+    *group* is a new group that they belong to, *numbers* are their indices there. The cluster is one that
+    `SupportsArrays`. Each job is as durable, and as sure to run once, as one that `start` submits; attempts that follow
+    a failure are submitted by themselves. Raises what `start` raises.
     """
     from orc.launchers.backends.base import SupportsArrays
 
@@ -118,14 +128,21 @@ def start_array(
     planners = [PlacementPlanner(ws, job, snapshot, AttemptId(new_job_id(job.name), 1)) for job in jobs]
     plans = [planner.render(None) for planner in planners]
     planners[0].check(plans[0], None)
-    new = [_new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
+    new = [new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
+    if group is not None:
+        pairs = zip(new, numbers or range(len(new)), strict=True)
+        new = [replace(job, group_id=group.id, group_index=number) for job, number in pairs]
     try:
         for job in new:
             job_secrets.keep(ws.state_dir, job.id, secrets)
         with ws.ledger.transaction() as tx:
+            if group is not None:
+                groups.create(tx.connection, group)
             expires = tx.now + claims.TTL_S
-            pairs = zip(new, plans, strict=True)
-            records = [tx.create(job, plan.marker, plan.digest, ws.owner, expires) for job, plan in pairs]
+            records = [
+                tx.create(job, plan.marker, plan.digest, ws.owner, expires)
+                for job, plan in zip(new, plans, strict=True)
+            ]
     except BaseException:
         for job in new:
             job_secrets.remove(ws.state_dir, job.id)
@@ -188,7 +205,8 @@ def _deliver_array(
         _accept(ws, job, handle)
 
 
-def _new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, source: str) -> NewJob:
+def new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, source: str) -> NewJob:
+    """Return the row of a job that is submitted."""
     return NewJob(
         id=attempt.job,
         name=job.name,

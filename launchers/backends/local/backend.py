@@ -46,6 +46,7 @@ class LocalBackend(Backend):
     """Runs attempts as detached agents on this machine, below the cluster's root directory."""
 
     kind = "local"
+    passes_artefacts = True
     self_driving = True
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:

@@ -56,6 +56,7 @@ class SlurmBackend(Backend):
     """Backend of one Slurm cluster. Without *transport* it is entered here, or over SSH to its login node."""
 
     kind = "slurm"
+    passes_artefacts = True
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
         "login": ("[USER@]HOST", "Login node, reached over SSH; this machine unless given."),
         "ssh_config": ("PATH", "SSH configuration instead of ~/.ssh/config."),

@@ -46,6 +46,7 @@ class SshBackend(Backend):
     """Jobs on the hosts of one cluster, which are reached through *open_all* (SSH unless given)."""
 
     kind = "ssh"
+    passes_artefacts = True
     visibility_s = 10.0
 
     def __init__(

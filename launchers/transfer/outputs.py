@@ -1,0 +1,93 @@
+"""Outputs of a job, brought into the store here: listed where they are, fetched, and verified by their digests."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import posixpath
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import BackendError, BundleError
+from orc.launchers.remote.programs import Program
+from orc.launchers.remote.transport import LocalTransport
+from orc.launchers.snapshot.manifest import SYMLINK, Bundle
+from orc.launchers.snapshot.scan import SourceTree
+from orc.launchers.snapshot.tree_store import DamagedContent
+from orc.launchers.transfer.output_listing import listing
+from orc.launchers.transfer.wire import CHUNK, ByteSource
+
+if TYPE_CHECKING:
+    from orc.launchers.remote.transport import Transport
+    from orc.launchers.snapshot.content_store import ContentStore
+
+LISTING_S = 3600.0  # many gigabytes are read for their digests
+SILENCE_S = 60.0
+LISTER = Program(
+    "transfer.output_listing",
+    ("errors", "snapshot.hashing", "snapshot.manifest", "orc.runtime.core.names"),
+)
+
+
+def collect(path: str, transport: Transport, python: str, store: ContentStore) -> Bundle:
+    """Make the file or directory *path* of another machine, or of this one, a snapshot of *store*.
+
+    It is in the store whole, or not at all. Raises `BundleError` for what is not there or changes meanwhile, and what
+    the transport raises.
+    """
+    if isinstance(transport, LocalTransport):
+        bundle, parent = listing(path), posixpath.dirname(path)
+        return _ingest(bundle, parent, store, path)
+    done = transport.run_program(LISTER, python=python, timeout_s=LISTING_S, stdin=json.dumps({"path": path}).encode())
+    try:
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        if failure := answer.get("error"):
+            raise BundleError(str(failure["what"]), where=f"{transport.name}: {failure['where']}")
+        bundle = Bundle.from_dict(answer["manifest"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.status}"
+        raise BackendError(f"the listing of an output failed: {last}", where=transport.name) from None
+    if store.use(bundle.digest):
+        return bundle
+    with tempfile.TemporaryDirectory(prefix="orc-output-") as directory:
+        _fetch(bundle, path, transport, Path(directory))
+        return _ingest(bundle, directory, store, f"{transport.name}: {path}")
+
+
+def _ingest(bundle: Bundle, parent: str, store: ContentStore, where: str) -> Bundle:
+    sources = {e.path: os.fsencode(f"{parent}/{e.path}") for e in bundle.entries if e.mode != SYMLINK}
+    try:
+        return store.ingest(SourceTree(bundle, sources))
+    except DamagedContent as error:
+        raise BundleError(f"the output changed while it was collected: {error.where}", where=where) from None
+
+
+def _fetch(bundle: Bundle, path: str, transport: Transport, directory: Path) -> None:
+    """Write the files of *bundle*, which are at *path*, below *directory*, in one stream."""
+    wanted = {entry.path for entry in bundle.entries if entry.mode != SYMLINK}
+    argv = ("tar", "-C", posixpath.dirname(path), "-cf", "-", "--no-recursion", "--null", "--files-from", "-")
+    with transport.stream(argv, timeout_s=SILENCE_S) as process:
+        process.write("".join(f"./{name}\0" for name in sorted(wanted)).encode())
+        process.close_stdin()
+        got = set()
+        try:
+            with tarfile.open(fileobj=io.BufferedReader(ByteSource(process.read), CHUNK), mode="r|") as archive:
+                for member in archive:
+                    name = member.name.removeprefix("./")
+                    content = archive.extractfile(member) if member.isreg() else None
+                    if name not in wanted or content is None:  # names that are wanted are safe: `Bundle` has seen them
+                        raise BundleError(f"the host sent {name!r}, which was not asked for", where=transport.name)
+                    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                    with (directory / name).open("xb") as file:
+                        shutil.copyfileobj(content, file, CHUNK)
+                    got.add(name)
+        except tarfile.TarError as error:
+            raise BundleError(f"the output came damaged: {error}", where=transport.name) from None
+        ended = process.wait()
+    if got != wanted:
+        reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BundleError(f"{len(wanted - got)} files of the output are missing: {reason}", where=transport.name)
