@@ -21,7 +21,22 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
+class _Age(click.ParamType[float]):
+    """``7d``, ``12h``, ``90m``: seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from orc.launchers.spec.grammar import seconds
+
+        try:
+            return seconds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 SECONDS = _Seconds(0, 10 * 366 * 86400)
+AGE = _Age()
 
 JOB_FILE = "job.yaml"
 # Settings of a command whose options are documented with underscores (--config_file); hyphens work, too.

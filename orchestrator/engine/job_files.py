@@ -47,9 +47,13 @@ def note_cancelled(state_dir: Path, job_id: str) -> None:
 
 
 def unknown(ws: Workspace) -> list[SavedJob]:
-    """Return the jobs of the state directory that are missing from the ledger, oldest first."""
+    """Return the jobs of the state directory that the ledger has lost, oldest first; not those that were pruned."""
+    from orc.orchestrator.ledger.prune import was_pruned
+
     kept = {found.job.id: found for found in _kept(ws.state_dir)}
     known = {record.id for record in ws.ledger.jobs(list(kept))}
+    with ws.ledger.database.read() as connection:
+        known |= was_pruned(connection, list(kept))
     return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
 
 

@@ -92,11 +92,9 @@ def sent(connection: Connection, notification_id: int) -> None:
 
 def failed(connection: Connection, notification_id: int, error: str, next_at: float | None) -> None:
     """Note that it has not arrived; it is due again at *next_at*, never without one."""
-    connection.execute(
-        "UPDATE notifications SET state = CASE WHEN :next_at IS NULL THEN 'dead' ELSE 'due' END, "
-        "next_at = COALESCE(:next_at, next_at), last_error = :error WHERE id = :id",
-        {"id": notification_id, "error": error, "next_at": next_at},
-    )
+    change = "state = 'dead'" if next_at is None else "next_at = :next_at"
+    values = {"id": notification_id, "error": error} | ({} if next_at is None else {"next_at": next_at})
+    connection.execute(f"UPDATE notifications SET {change}, last_error = :error WHERE id = :id", values)  # noqa: S608
 
 
 def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from orc.orchestrator.ledger.database import Database
+from orc.orchestrator.ledger.database import Connection, Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
 from orc.orchestrator.ledger.listing import JobFilter, Page, decode_cursor, encode_cursor, read_rows
@@ -169,10 +169,18 @@ class Ledger:
         """
         if durable:
             self._must_last()
-        with self.database.write() as connection:
-            # One writer at a time, as in SQLite: the ids of events are given in the order in which they become visible.
-            connection.lock("write")
+        with self._write() as connection:
             yield Transaction(connection, self._clock())
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        """Open a transaction of the only writer, as in SQLite.
+
+        So the ids of events are given in the order in which they become visible, and no two wait for each other.
+        """
+        with self.database.write() as connection:
+            connection.lock("write")
+            yield connection
 
     def _must_last(self) -> None:
         if self.volatile:
@@ -185,11 +193,11 @@ class Ledger:
     def note_seen(self, job_ids: Sequence[str]) -> None:
         """Record that the clusters of these jobs have reported them now."""
         now = self._clock()
-        with self.database.write() as connection:
+        with self._write() as connection:
             connection.executemany(
                 "INSERT INTO sightings (job_id, at) VALUES (:id, :now) "
                 "ON CONFLICT (job_id) DO UPDATE SET at = excluded.at",
-                [{"id": job_id, "now": now} for job_id in sorted(job_ids)],  # two that do this lock in one order
+                [{"id": job_id, "now": now} for job_id in job_ids],
             )
 
     def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:
@@ -202,13 +210,13 @@ class Ledger:
         else:
             claim += "claim_owner = :seen AND claim_expires_at = :seen_expires"
             parameters |= {"seen": job.claim_owner, "seen_expires": job.claim_expires_at}
-        with self.database.write() as connection:
+        with self._write() as connection:
             taken = connection.execute(claim, parameters)
         return taken == 1
 
     def release(self, job_id: str, owner: str) -> None:
         """Give the job back, if it is still *owner*'s."""
-        with self.database.write() as connection:
+        with self._write() as connection:
             connection.execute(
                 "UPDATE jobs SET claim_owner = NULL, claim_expires_at = NULL WHERE id = :id AND claim_owner = :owner",
                 {"id": job_id, "owner": owner},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import cluster_option, json_option
+from orc.orchestrator.cli.options import AGE, cluster_option, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -16,26 +16,12 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.gc import GcReport
 
 
-class _Age(click.ParamType[float]):
-    """``7d``, ``12h``, ``90m``: seconds."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from orc.launchers.spec.grammar import seconds
-
-        try:
-            return seconds(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command("gc")
 @cluster_option
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; change nothing.")
 @click.option(
     "--older-than",
-    type=_Age(),
+    type=AGE,
     default="7d",
     show_default=True,
     metavar="AGE",

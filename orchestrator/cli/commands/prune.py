@@ -1,4 +1,4 @@
-"""`orc prune`."""
+"""`orc prune`: delete what jobs have left in the cloud, or old jobs from the ledger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.options import AGE, complete_clusters, json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -31,13 +31,55 @@ _WHY = {
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
 @click.option("--kept", is_flag=True, help="Delete what was kept on purpose (on_finish: keep, idle) too.")
 @click.option("--unknown", is_flag=True, help="Delete what belongs to no job in this ledger too: is it nobody else's?")
+@click.option(
+    "--jobs-older-than",
+    type=AGE,
+    metavar="AGE",
+    help="Remove jobs that ended so long ago (30d) from the ledger, and nothing else.",
+)
+@click.option("--keep-failed", is_flag=True, help="With --jobs-older-than: not those that have failed.")
 @json_option
-def command(cluster: str | None, dry_run: bool, kept: bool, unknown: bool, as_json: bool) -> int:
+def command(
+    cluster: str | None,
+    dry_run: bool,
+    kept: bool,
+    unknown: bool,
+    jobs_older_than: float | None,
+    keep_failed: bool,
+    as_json: bool,
+) -> int:
     """Delete what jobs have left in the cloud: TPUs that carry our marker and that no live job needs.
 
     Everything found is shown. Exit status 1 when something could not be deleted, or a cluster did not answer or has an
     entry in clusters.yaml that cannot be used; the others are pruned all the same.
+
+    With --jobs-older-than, remove the history of old jobs from the ledger instead. Their logs and checkpoints stay.
     """
+    if jobs_older_than is not None:
+        if kept or unknown:
+            raise click.UsageError("--jobs-older-than is about the ledger, --kept and --unknown are about the cloud")
+        return _prune_jobs(jobs_older_than, cluster, keep_failed=keep_failed, dry_run=dry_run, as_json=as_json)
+    if keep_failed:
+        raise click.UsageError("--keep-failed goes with --jobs-older-than")
+    return _prune_clouds(cluster, dry_run=dry_run, kept=kept, unknown=unknown, as_json=as_json)
+
+
+def _prune_jobs(age: float, cluster: str | None, *, keep_failed: bool, dry_run: bool, as_json: bool) -> int:
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.ledger.prune import PruneRule, prune, would_prune
+
+    ledger = open_client().workspace.ledger
+    rule = PruneRule(ledger.now() - age, keep_failed, cluster)
+    report = would_prune(ledger, rule) if dry_run else prune(ledger, rule)
+    if as_json:
+        output.echo_json({"dry_run": dry_run, "jobs": report.jobs, "events": report.events})
+    else:
+        echo(f"{'would remove' if dry_run else 'removed'} {report.jobs} jobs with {report.events} events")
+    return 0
+
+
+def _prune_clouds(cluster: str | None, *, dry_run: bool, kept: bool, unknown: bool, as_json: bool) -> int:
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output

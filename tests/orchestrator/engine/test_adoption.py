@@ -9,6 +9,7 @@ from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import job_files
 from orc.orchestrator.engine.adoption import AdoptionResult, adopt
+from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.ledger.records import Reservation
 
 
@@ -93,6 +94,17 @@ def test_a_job_of_which_its_cluster_has_nothing_or_does_not_answer_is_left(clien
     (backend.root / "jobs" / f"{job.attempt.marker}.json").unlink()
     assert adopt_all(again) == [AdoptionResult(job.id, "local", 0)]
     assert again.jobs() == []
+
+
+def test_a_job_that_was_pruned_is_not_brought_back(client, backend, job_file, clock):
+    job = client.submit(job_file())
+    client.cancel([job.id])
+    client.refresh()
+    clock.now += 100
+    client.submit(job_file())
+    ledger = client.workspace.ledger
+    assert prune(ledger, PruneRule(clock.now)).jobs == 1
+    assert job_files.unknown(client.workspace) == []
 
 
 def test_what_is_no_file_of_ours_is_passed_over(client, job_file, orc_home):

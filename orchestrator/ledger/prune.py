@@ -1,0 +1,140 @@
+"""Pruning of jobs that ended long ago: with their attempts, events and tags, some of them in each transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.lifecycle import TERMINAL_JOB
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
+
+BATCH = 500  # jobs of one transaction: others wait for it
+_ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL_JOB))
+# In the order in which nothing refers to what is gone.
+_OF_JOBS = (
+    *("reservations", "culprits", "attempts", "job_tags", "sightings", "sealed_secrets", "notifications"),
+    *("dependencies", "events"),
+)
+_UNNEEDED = (
+    "NOT EXISTS (SELECT 1 FROM dependencies d JOIN jobs l ON l.id = d.job_id "  # noqa: S608
+    f"WHERE d.on_job = j.id AND l.state NOT IN ({_ENDED}))",
+    "NOT EXISTS (SELECT 1 FROM groups g JOIN jobs l ON l.group_id = g.id "  # noqa: S608
+    f"WHERE g.id = j.group_id AND g.kind <> 'schedule' AND l.state NOT IN ({_ENDED}))",
+    "NOT EXISTS (SELECT 1 FROM notifications n WHERE n.job_id = j.id AND n.state = 'due')",
+    "j.id <> COALESCE((SELECT job_id FROM events ORDER BY id DESC LIMIT 1), '')",
+)
+
+
+@dataclass(frozen=True)
+class PruneRule:
+    """Jobs to remove: those that had ended before *ended_before*, seconds since the epoch."""
+
+    ended_before: float
+    keep_failed: bool = False
+    cluster: str | None = None
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """Result of pruning."""
+
+    jobs: int
+    events: int
+    groups: int = 0
+
+
+def prunable(connection: Connection, rule: PruneRule, limit: int | None = None) -> list[str]:
+    """Return the ids of the jobs that *rule* removes, oldest first, *limit* at most.
+
+    Never one that is live, that a live job depends on, whose sweep, array or pipeline has live jobs, or about which
+    a notification has still to be sent. The job of the newest event stays, too: SQLite would give its id again.
+    """
+    states = ", ".join(f"'{state}'" for state in sorted(TERMINAL_JOB) if not (rule.keep_failed and state == "FAILED"))
+    parameters: dict[str, object] = {"before": rule.ended_before}
+    # A job that has ended before was made before, which an index knows.
+    parts = [f"j.state IN ({states}) AND j.created_at < :before AND COALESCE(j.ended_at, j.updated_at) < :before"]
+    if rule.cluster is not None:
+        parts.append("j.cluster = :cluster")
+        parameters["cluster"] = rule.cluster
+    bound = "" if limit is None else f" LIMIT {int(limit)}"
+    rows = connection.tuples(
+        f"SELECT j.id FROM jobs j WHERE {' AND '.join([*parts, *_UNNEEDED])} ORDER BY j.created_at, j.id{bound}",  # noqa: S608
+        parameters,
+    )
+    return [row[0] for row in rows]
+
+
+def prune(ledger: Ledger, rule: PruneRule) -> PruneReport:
+    """Remove the jobs of *rule*, and groups that are empty then. Raises `LedgerError` in the middle of it at worst.
+
+    Only what the ledger knows is removed: logs, checkpoints and snapshots are not touched. The ids stay known
+    (`was_pruned`), so that `orc adopt` brings none of the jobs back.
+    """
+    jobs = events = 0
+    for batch_jobs, batch_events in _batches(ledger, rule):
+        jobs, events = jobs + batch_jobs, events + batch_events
+    with ledger.transaction() as tx:
+        groups = tx.connection.execute(
+            "DELETE FROM groups WHERE created_at < :before AND kind <> 'schedule' "
+            "AND NOT EXISTS (SELECT 1 FROM jobs WHERE group_id = groups.id)",
+            {"before": rule.ended_before},
+        )
+    return PruneReport(jobs, events, groups)
+
+
+def would_prune(ledger: Ledger, rule: PruneRule) -> PruneReport:
+    """Return what `prune` would remove; nothing is changed."""
+    with ledger.database.read() as connection:
+        ids = prunable(connection, rule)
+        events = 0
+        for start in range(0, len(ids), BATCH):
+            names, parameters = _names(ids[start : start + BATCH])
+            counted = f"SELECT count(*) FROM events WHERE job_id IN ({names})"  # noqa: S608
+            events += connection.tuples(counted, parameters)[0][0]
+    return PruneReport(len(ids), events)
+
+
+def was_pruned(connection: Connection, job_ids: list[str]) -> set[str]:
+    """Return those of *job_ids* that were removed by `prune`."""
+    found: set[str] = set()
+    for start in range(0, len(job_ids), BATCH):
+        names, parameters = _names(job_ids[start : start + BATCH])
+        query = f"SELECT job_id FROM pruned_jobs WHERE job_id IN ({names})"  # noqa: S608
+        found |= {row[0] for row in connection.tuples(query, parameters)}
+    return found
+
+
+def _batches(ledger: Ledger, rule: PruneRule) -> Iterator[tuple[int, int]]:
+    """Remove one batch after the other; yield the numbers of its jobs and events."""
+    while True:
+        with ledger.transaction() as tx:
+            ids = prunable(tx.connection, rule, BATCH)
+            events = _remove(tx.connection, ids, tx.now) if ids else 0
+        yield len(ids), events
+        if len(ids) < BATCH:
+            return
+
+
+def _remove(connection: Connection, ids: list[str], now: float) -> int:
+    """Remove all that the ledger knows of these jobs; the number of their events."""
+    names, parameters = _names(ids)
+    # From here on, and only of these jobs, events can be deleted.
+    connection.executemany(
+        "INSERT INTO pruned_jobs (job_id, at) VALUES (:job, :now) ON CONFLICT (job_id) DO NOTHING",
+        [{"job": job_id, "now": now} for job_id in ids],
+    )
+    connection.execute(f"DELETE FROM dependencies WHERE on_job IN ({names})", parameters)  # noqa: S608
+    events = 0
+    for table in _OF_JOBS:
+        events = connection.execute(f"DELETE FROM {table} WHERE job_id IN ({names})", parameters)  # noqa: S608
+    connection.execute(f"DELETE FROM jobs WHERE id IN ({names})", parameters)  # noqa: S608
+    return events
+
+
+def _names(ids: list[str]) -> tuple[str, dict[str, str]]:
+    parameters = {f"i{i}": job_id for i, job_id in enumerate(ids)}
+    return ", ".join(f":{name}" for name in parameters), parameters
