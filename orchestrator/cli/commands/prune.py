@@ -65,11 +65,11 @@ def command(
 
 
 def _prune_jobs(age: float, cluster: str | None, *, keep_failed: bool, dry_run: bool, as_json: bool) -> int:
-    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger.prune import PruneRule, prune, would_prune
 
-    ledger = open_client().workspace.ledger
+    ledger = open_ledger().workspace.ledger
     rule = PruneRule(ledger.now() - age, keep_failed, cluster)
     report = would_prune(ledger, rule) if dry_run else prune(ledger, rule)
     if as_json:
