@@ -16,7 +16,7 @@ import pytest
 
 pytest_plugins = (
     *("slurm_testbed", "login_node", "hosts_testbed"),
-    *("postgres_testbed", "sagemaker_testbed", "tpu_testbed"),
+    *("postgres_testbed", "sagemaker_testbed", "tpu_testbed", "chromium_testbed"),
 )
 
 collect_ignore = ["gpu"]  # `make test-gpu` runs them, with an environment and settings of their own

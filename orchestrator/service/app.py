@@ -22,6 +22,7 @@ from orc.orchestrator.service.log_feed import LogFeeds
 from orc.orchestrator.service.metrics import ServiceMetrics
 from orc.orchestrator.service.request_rates import RequestRates
 from orc.orchestrator.service.settings import Settings
+from orc.orchestrator.service.web.pages import add_pages
 
 PREFIX = "/api/v1"
 _STREAM_THREADS = 6
@@ -77,6 +78,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
     app.include_router(below)
     for router in TOP_ROUTERS:
         app.include_router(router)
+    add_pages(app)
     app.add_middleware(Audit, service=service)
     app.add_middleware(Gate, service=service)  # the outermost
     return app

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from orc.orchestrator.service.api import clusters, events, health, jobs, logs, sessions, tokens
+from orc.orchestrator.service.api import clusters, events, health, insight, jobs, logs, sessions, tokens
 
 # Below /api/v1.
 ROUTERS: tuple[APIRouter, ...] = (
     sessions.router,
     jobs.router,
+    insight.router,
     events.router,
     logs.router,
     clusters.router,
