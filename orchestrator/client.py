@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, QueueReport
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.clusters import Cluster
-    from orc.orchestrator.engine.reconciler import PassReport
+    from orc.orchestrator.engine.pass_report import PassReport
     from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import JobRecord, Reservation
 
@@ -309,9 +309,17 @@ class Client(FunctionCalls):
 
     # -- looking at jobs
 
-    def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
+    def refresh(
+        self,
+        job_ids: Sequence[str] | None = None,
+        *,
+        cluster: str | None = None,
+        patience_s: float = 0.0,
+        max_age_s: float | None = 0.0,
+    ) -> PassReport:
         """Run one reconciler pass over *job_ids*, or all live jobs; report the clusters that did not answer.
 
+        *cluster* and the numbers are those of `orc.orchestrator.engine.reconciler.reconcile`.
         While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
         """
         # Imported here because `orc list` needs no pass and has no time for one.
@@ -319,12 +327,12 @@ class Client(FunctionCalls):
 
         self._reopen_ledger()
         try:
-            return reconcile(self.workspace, job_ids, patience_s=patience_s)
+            return reconcile(self.workspace, job_ids, cluster=cluster, patience_s=patience_s, max_age_s=max_age_s)
         except LedgerError:
             if not self.workspace.ledger.database.unwritable():
                 raise
             self._reopen_ledger()  # its disk has become full in the middle of it
-            return reconcile(self.workspace, job_ids)
+            return reconcile(self.workspace, job_ids, cluster=cluster)
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
     from orc.launchers.errors import LaunchError
     from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.spec.clusters import Limits
 
 
 def login_name() -> str:
@@ -41,6 +42,10 @@ class Workspace:
     user: str = field(default_factory=login_name)  # whose the new jobs are
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
+    # What is read from specifications, which never change, by job; and head starts by cluster, with their age.
+    gpus: dict[str, int] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
+    head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     _backends: dict[str, Backend] = field(default_factory=dict)
 
     @cached_property
@@ -53,6 +58,16 @@ class Workspace:
         if cluster not in self._backends:
             self._backends[cluster] = self.backend_of(cluster)
         return self._backends[cluster]
+
+    def limits(self, cluster: str) -> Limits | None:
+        """Return the limits of *cluster*; `None` where it has none, or is not configured any more."""
+        from orc.launchers.errors import LaunchError
+
+        try:
+            limits = self.backend(cluster).cluster.limits
+        except LaunchError:
+            return None  # its jobs' turn says what is wrong with the cluster
+        return limits if any(amount is not None for _, amount in limits) else None
 
     def clusters_with(self, ability: type) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters of clusters.yaml whose backends have *ability*, and errors of those that fail to open.

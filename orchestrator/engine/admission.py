@@ -8,12 +8,13 @@ asks again, so that two passes at once cannot both take the last place.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.engine import limits
 from orc.orchestrator.engine.dependencies import waiting_reason
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -37,11 +38,15 @@ class Held(LaunchError):
 
 @dataclass
 class Admission:
-    """One look at the ledger, within one transaction: what the checks share is read once."""
+    """One look at the ledger, within one transaction: what the checks share is read once.
+
+    To be asked about jobs in the order of their turns.
+    """
 
     ws: Workspace
     tx: Transaction
     jobs: Sequence[JobRecord]  # that will be asked about
+    besides: Collection[str] = ()  # jobs that could not be sent just now although they may be: in nobody's way
     admitted: list[JobRecord] = field(default_factory=list)  # by this look: they take places, too
 
     def hold(self, job: JobRecord) -> Hold | None:
@@ -50,7 +55,14 @@ class Admission:
             if found := check(self, job):
                 return found
         self.admitted.append(job)
+        if self.book is not None:
+            self.book.take(limits.demand_of(self, job))
         return None
+
+    @cached_property
+    def book(self) -> limits.Book | None:
+        """Limits and quotas, and what is taken of them; `None` where nothing is limited."""
+        return limits.read_book(self)
 
     @cached_property
     def dependencies(self) -> dict[str, list[tuple[dependencies.Dependency, JobState]]]:
@@ -72,19 +84,6 @@ class Admission:
                 under_way = sum(not m.state.terminal and m.state is not JobState.QUEUED for m in members)
                 found[group_id] = group.max_parallel - under_way
         return found
-
-
-def holds(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Hold]:
-    """Return why queued ones of *jobs* are not sent now, by job; the others may be. One look at the ledger."""
-    from orc.orchestrator.ledger.transaction import Transaction
-
-    queued = [job for job in jobs if job.state is JobState.QUEUED and job.cancel_requested_at is None]
-    if not queued:
-        return {}
-    with ws.ledger.database.read() as connection:
-        look = Admission(ws, Transaction(connection, ws.clock()), queued)
-        found = {job.id: look.hold(job) for job in queued}
-    return {job_id: hold for job_id, hold in found.items() if hold is not None}
 
 
 def admit(ws: Workspace, tx: Transaction, job: JobRecord) -> None:
@@ -115,6 +114,11 @@ def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:
     return Hold(f"waiting for its turn in {job.group_id}") if free < 1 else None
 
 
+def _limits(look: Admission, job: JobRecord) -> Hold | None:
+    reason = limits.check(look, job)
+    return Hold(reason) if reason else None
+
+
 Check = Callable[[Admission, "JobRecord"], Hold | None]
 
-CHECKS: tuple[Check, ...] = (_not_before, _dependencies, _max_parallel)
+CHECKS: tuple[Check, ...] = (_not_before, _dependencies, _max_parallel, _limits)

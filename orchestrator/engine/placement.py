@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.orchestrator.engine import admission, claims
 from orc.orchestrator.engine.excluded_hosts import excluded
+from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
+from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
+Place = tuple[
+    float, int, str, str
+]  # what decides about a job's turn: when it was made, its priority, its owner, its id
 Progress = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -47,7 +52,7 @@ class PlacementPlanner:
     attempt: AttemptId
     progress: Progress = lambda _step, _values: None
     unusable: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
-    _behind: tuple[float, str] | None = None
+    _behind: Place | None = None
     _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
 
     @property
@@ -72,7 +77,8 @@ class PlacementPlanner:
         while True:
             # The first attempt of a job that waited in the queue was not looked at when it was submitted.
             examine = self.places or self.attempt.number == 1
-            plan, placement = self.choose(examine=examine, behind=(job.created_at, job.id))
+            behind = (job.created_at, job.priority, job.owner, job.id)
+            plan, placement = self.choose(examine=examine, behind=behind)
 
             def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
                 current = tx.reload(job)
@@ -110,7 +116,7 @@ class PlacementPlanner:
         plan = self.render(placement)
         return PreparedAttempt(job, plan, placement) if self.check(plan, placement) else None
 
-    def choose(self, *, examine: bool, behind: tuple[float, str] | None = None) -> tuple[Plan, Placement | None]:
+    def choose(self, *, examine: bool, behind: Place | None = None) -> tuple[Plan, Placement | None]:
         """Return a plan that can be sent. With *examine*, bad hosts are left out where others will do.
 
         *behind* is the job's place in the queue, the end by default. Raises `NoRoom`, and what rendering and looking
@@ -135,10 +141,9 @@ class PlacementPlanner:
     def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:
         """Run *write* in the transaction in which *placement* is still what is to be had; `None` when it is not."""
         with self.ws.ledger.transaction() as tx:
-            if self.places:
-                tx.lock(self.spec.cluster)
-                if self._place(tx) != placement:
-                    return None
+            tx.lock(self.spec.cluster)
+            if self.places and self._place(tx) != placement:
+                return None
             return write(tx)
 
     def waiting_reason(self, error: NoRoom) -> str:
@@ -194,19 +199,28 @@ class PlacementPlanner:
         return placement_in_turn(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
     def _ahead(self, tx: Transaction) -> list[WaitingJob]:
-        """Return the jobs that came before this one and have no hosts yet."""
+        """Return the jobs whose turn is before this one's and that have no hosts yet."""
         from orc.launchers.spec import JobSpec
 
         found = []
-        unplaced = tx.unplaced(self.spec.cluster)
-        look = admission.Admission(self.ws, tx, [other for other, _ in unplaced])
-        for other, text in unplaced:
-            if self._behind is not None and (other.created_at, other.id) >= self._behind:
+        starts = read_head_starts(self.ws, tx, self.spec.cluster)
+
+        def turn_of(created_at: float, priority: int, owner: str, job: str) -> tuple[float, float, str]:
+            return turn(created_at, priority, job, head_start_s=starts.get(owner, 0.0))
+
+        mine = turn_of(*(self._behind or (tx.now, self.spec.priority, self.ws.user, self.attempt.job)))
+        unplaced = [
+            (turn_of(job.created_at, job.priority, job.owner, job.id), job, text)
+            for job, text in tx.unplaced(self.spec.cluster)
+        ]
+        look = admission.Admission(self.ws, tx, [job for _, job, _ in unplaced])
+        for place, other, text in sorted(unplaced, key=lambda each: each[0]):
+            if other.id == self.attempt.job or place >= mine:
                 continue
             if other.next_attempt_at is not None and other.next_attempt_at > tx.now:
                 continue  # it waits for a time, not for room
             if other.state is JobState.QUEUED and look.hold(other):
-                continue  # it waits for something else
+                continue  # nor does this one
             in_hand = other.claim_owner != self.ws.owner and not claims.is_free(
                 other.claim_owner, other.claim_expires_at, tx.now, claims.owner_is_gone
             )

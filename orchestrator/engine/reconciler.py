@@ -6,101 +6,94 @@ was decided on. No transaction holds I/O. A backend that cannot be asked never m
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
-from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom, PartlyUnreachable
+from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import admission, claims, dependencies, job_secrets, submission
+from orc.orchestrator.engine import admission, claims, deadlines, dependencies, job_files, job_secrets, submission
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
+from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
+from orc.orchestrator.engine.observing import Urgency, poll_all, reap
+from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
-from orc.orchestrator.engine.retry import retry_cause
-from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_for_early_cancel, update_from_observation
+from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.transaction import Transaction
 from orc.orchestrator.workspace import Workspace
 
-if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Handle, Observation
 
-POLL_ERROR_EVENT_S = 300.0  # a longer outage is one event each five minutes, not one each pass
-SEEN_EVERY_S = 10.0  # so often the ledger is told that a job was seen although nothing about it has changed
-_JOBS_PER_TRANSACTION = 200
-_STEPS = 5  # of one attempt in one pass, while its machines are being made
+def reconcile(
+    ws: Workspace,
+    job_ids: Sequence[str] | None = None,
+    *,
+    cluster: str | None = None,
+    patience_s: float = 0.0,
+    max_age_s: float | None = 0.0,
+) -> PassReport:
+    """Run one pass over the live jobs (of *job_ids* or of *cluster*, if given): every step that is due is taken.
 
-
-@dataclass
-class PassReport:
-    """Report of one pass: the clusters that it could not reach."""
-
-    unreachable: dict[str, str] = field(default_factory=dict)  # cluster -> why nothing can be said about its jobs
-
-
-def reconcile(ws: Workspace, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> PassReport:
-    """Run one pass over the live jobs (of *job_ids*, if given): every step that is due is taken.
-
-    For *patience_s* a step is left to the job's own agents, where its cluster drives itself. While the ledger cannot be
-    written, the pass only looks and cancels: nothing is started that would be forgotten. Raises `LedgerError` only.
+    For *patience_s* a step is left to the job's own agents, where its cluster drives itself. A cluster that is asked
+    over a network is not asked again while its last answer is younger than *max_age_s*; with `None` it is asked when
+    its interval has passed. While the ledger cannot be written, the pass only looks and cancels: nothing is started
+    that would be forgotten. Raises `LedgerError` only.
     """
     report = PassReport()
+    urgency = Urgency(max_age_s, some_jobs=job_ids is not None)
+
+    def live() -> list[JobRecord]:
+        """Return the jobs that have not ended; those that can no longer start are cancelled now."""
+        found = of_cluster(ws.ledger.active(job_ids))
+        changed = not ws.ledger.volatile and dependencies.cancel_impossible(ws, found)
+        return of_cluster(ws.ledger.active(job_ids)) if changed else found
+
+    def of_cluster(jobs: list[JobRecord]) -> list[JobRecord]:
+        return jobs if cluster is None else [job for job in jobs if job.cluster == cluster]
+
     if ws.ledger.volatile:
-        _poll_all(ws, ws.ledger.active(job_ids), report)
+        poll_all(ws, live(), report, urgency)
         return report
     if job_ids is not None:
         job_ids = dependencies.with_relatives(ws, job_ids)
-    jobs = _live(ws, job_ids)
-    held = _hold(ws, jobs)
+    jobs = live()
+    if _cancel_overdue(ws, jobs):
+        jobs = live()
 
     def is_due(job: JobRecord) -> bool:
-        if job.id in held:
-            return False
         return _needs_driving(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
 
     due = [job for job in jobs if is_due(job)]
-    crowded = {job.cluster for job in due if _places(ws, job.cluster)}
+    crowded = {job.cluster for job in due if _places(ws, job.cluster) or ws.limits(job.cluster) is not None}
     if crowded and job_ids is not None:
-        # Who waits for hosts has to know who has left them, and to let older jobs go first.
+        # Who waits for room has to know who has left it, and to let others go first whose turn it is.
         job_ids = [job.id for job in ws.ledger.active() if job.id in set(job_ids) or job.cluster in crowded]
-    for job in due:
-        if job.cluster not in crowded:
-            _drive(ws, job, report)
+    _drive_in_turn(ws, [job for job in due if job.cluster not in crowded], report)
     if due:
-        jobs = ws.ledger.active(job_ids)
-    _poll_all(ws, jobs, report)
+        jobs = live()
+    poll_all(ws, jobs, report, urgency)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
     driven = {job.id for job in due if job.cluster not in crowded}
-    jobs = _live(ws, job_ids)
-    held = _hold(ws, jobs)
-    for job in jobs:
-        if job.id not in driven and is_due(job):
-            _drive(ws, job, report)
+    _drive_in_turn(ws, [job for job in live() if job.id not in driven and is_due(job)], report)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
 
 
-def _live(ws: Workspace, job_ids: Sequence[str] | None) -> list[JobRecord]:
-    """Return the jobs that have not ended, without those that can no longer start, which are cancelled now."""
-    jobs = ws.ledger.active(job_ids)
-    return ws.ledger.active(job_ids) if dependencies.cancel_impossible(ws, jobs) else jobs
-
-
-def _hold(ws: Workspace, jobs: Sequence[JobRecord]) -> Mapping[str, admission.Hold]:
-    """Return why queued jobs are not sent now, after it was recorded."""
-    held = admission.holds(ws, jobs)
-    by_id = {job.id: job for job in jobs}
-    told = []
-    for job_id, hold in held.items():
-        if by_id[job_id].reason != hold.reason:
-            waiting = Event(Kind.WAITING, None, {"reason": hold.reason})
-            told.append((by_id[job_id], JobUpdate((waiting,), {"reason": hold.reason})))
-    _write_all(ws, told)
-    return held
+def _cancel_overdue(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
+    """Ask to cancel the jobs whose deadline has passed; True if there are some."""
+    now = ws.clock()
+    overdue = [job for job in jobs if deadlines.has_passed(job, now)]
+    changes = []
+    for job in overdue:
+        grace_s = float(ws.ledger.spec(job.id)["grace"])
+        asked = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": grace_s, "reason": "deadline"})
+        wish = {"cancel_requested_at": now, "cancel_grace_s": grace_s}
+        changes.append((job, JobUpdate((asked,), wish, {"cancel_sent_at": None})))
+    for job_id in write_all(ws, changes):
+        job_files.note_cancelled(ws.state_dir, job_id)
+    return bool(overdue)
 
 
 def _places(ws: Workspace, cluster: str) -> bool:
@@ -110,15 +103,6 @@ def _places(ws: Workspace, cluster: str) -> bool:
         return isinstance(ws.backend(cluster), SupportsPlacement)
     except LaunchError:
         return False  # its jobs' turn says what is wrong with the cluster
-
-
-def _poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> None:
-    by_cluster: dict[str, list[JobRecord]] = defaultdict(list)
-    for job in jobs:
-        if job.attempt is not None and job.attempt.handle and not job.attempt.state.terminal:
-            by_cluster[job.cluster].append(job)
-    for cluster, there in by_cluster.items():
-        _poll_cluster(ws, cluster, there, report)
 
 
 def _is_active(ws: Workspace, job_id: str) -> bool | None:
@@ -146,6 +130,61 @@ def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool
     return own and ws.clock() < max(job.next_attempt_at or 0.0, job.updated_at) + patience_s
 
 
+def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport) -> None:
+    """Drive those of *jobs* that are not held back, the earliest turn first; the others say what they wait for.
+
+    One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
+    were held back while it was before them are looked at again.
+    """
+    tried: set[str] = set()
+    held: list[tuple[JobRecord, str]] = []
+    left = list(jobs)
+    while left:
+        admitted, held = _admit(ws, left, tried)
+        for job in admitted:
+            _drive(ws, job, report)
+        if not admitted or not held:
+            break
+        tried.update(job.id for job in admitted)
+        left = [job for job, _ in held]
+    changes = []
+    for job, reason in held:
+        if job.reason != reason:
+            # Who is before it changes often; that it waits is told once.
+            again = all(text.startswith("waiting for its turn: ") for text in (job.reason, reason))
+            told = () if again else (Event(Kind.WAITING, None, {"reason": reason}),)
+            changes.append((job, JobUpdate(told, {"reason": reason})))
+    write_all(ws, changes)
+
+
+def _admit(
+    ws: Workspace, jobs: Sequence[JobRecord], besides: Collection[str]
+) -> tuple[list[JobRecord], list[tuple[JobRecord, str]]]:
+    """Return the jobs that may go on, in turn, and those that may not, with the reasons."""
+    if not any(_asks_to_be_sent(job) for job in jobs):
+        return list(jobs), []
+    admitted, held = [], []
+    with ws.ledger.database.read() as connection:
+        tx = Transaction(connection, ws.clock())
+        starts = {name: read_head_starts(ws, tx, name) for name in {job.cluster for job in jobs} if _places(ws, name)}
+
+        def turn_of(job: JobRecord) -> tuple[float, float, str]:
+            head_start_s = starts.get(job.cluster, {}).get(job.owner, 0.0)
+            return turn(job.created_at, job.priority, job.id, head_start_s=head_start_s)
+
+        look = admission.Admission(ws, tx, [job for job in jobs if _asks_to_be_sent(job)], besides)
+        for job in sorted(jobs, key=turn_of):
+            if _asks_to_be_sent(job) and (hold := look.hold(job)):
+                held.append((job, hold.reason))
+            else:
+                admitted.append(job)
+    return admitted, held
+
+
+def _asks_to_be_sent(job: JobRecord) -> bool:
+    return job.state is JobState.QUEUED and job.cancel_requested_at is None
+
+
 def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
     """Finish an interrupted submission, or make the next attempt."""
     if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
@@ -164,9 +203,9 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
     except InputsUnavailable as error:
         submission.wait_for_room(ws, job, error.what)
     except LaunchError as error:
-        _note_unreachable(ws, job.cluster, [job], error.what, report)
+        note_unreachable(ws, job.cluster, [job], error.what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        _note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
     finally:
         ws.ledger.release(job.id, ws.owner)
 
@@ -192,7 +231,7 @@ def _send(ws: Workspace, job: JobRecord) -> None:
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
         if job.state is JobState.QUEUED:
-            _reap(ws.backend(job.cluster), job)
+            reap(ws.backend(job.cluster), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
         planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number))
         prepared = planner.prepare(job)
@@ -214,14 +253,6 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         return
     fault_point("prepared")
     submission.send(ws, planner, prepared, secrets, progress=submission.silent, patient=True)
-
-
-def _reap(backend: Backend, job: JobRecord) -> None:
-    """Let the backend end what the previous attempt may have left running, so that two attempts never overlap."""
-    from orc.launchers.backends.base import Handle
-
-    if job.attempt is not None and job.attempt.handle:
-        backend.reap(Handle.from_dict(job.attempt.handle))
 
 
 def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
@@ -273,167 +304,3 @@ def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
 
     if submission.apply(ws, job, lambda j: j.state is JobState.QUEUED, change).state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
-
-
-# -- while the backend has the attempt
-
-
-def _poll_cluster(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> None:
-    """Send cancellations, poll the cluster once for all its jobs, and store the observations."""
-    from orc.launchers.backends.base import Handle
-
-    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
-    try:
-        backend = ws.backend(cluster)
-        jobs = _cancel(ws, backend, jobs, handles, report)
-        seen = backend.poll([handles[job.id] for job in jobs])
-    except LedgerError:
-        raise
-    except LaunchError as error:
-        _note_unreachable(ws, cluster, jobs, error.what, report)
-        return
-    except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        _note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
-        return
-    answers = [(job, seen[handles[job.id]]) for job in jobs if handles[job.id] in seen]
-    all_lost = _write(ws, answers)
-    if ws.ledger.volatile:
-        return
-    _note_seen(ws, answers)
-    for lost in all_lost:
-        _end_leftovers(ws, backend, lost, report)
-    for job, answer in answers:
-        if answer.due:
-            _advance(ws, backend, job.id, handles[job.id], report)
-
-
-def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) -> None:
-    from orc.launchers.backends.base import Phase
-
-    now = ws.clock()
-    due = [
-        job.id
-        for job, seen in answers
-        if seen.phase is not Phase.UNKNOWN and not seen.phase.ended and now - ws.noted.get(job.id, 0.0) >= SEEN_EVERY_S
-    ]
-    if due:
-        ws.ledger.note_seen(due)
-        ws.noted.update(dict.fromkeys(due, now))
-
-
-def _cancel(
-    ws: Workspace, backend: Backend, jobs: list[JobRecord], handles: Mapping[str, Handle], report: PassReport
-) -> list[JobRecord]:
-    due: dict[float, list[JobRecord]] = defaultdict(list)
-    for job in jobs:
-        if job.cancel_requested_at is not None and job.attempt and job.attempt.cancel_sent_at is None:
-            due[job.cancel_grace_s or 0.0].append(job)
-    sent: dict[str, JobRecord] = {}
-    for grace_s, group in due.items():
-        try:
-            backend.cancel([handles[job.id] for job in group], timedelta(seconds=grace_s))
-        except PartlyUnreachable as error:  # it is tried again with every pass, and keeps nobody else waiting
-            untold = [job for job in group if handles[job.id].marker in error.markers]
-            _note_unreachable(ws, group[0].cluster, untold, error.what, report)
-            group = [job for job in group if job not in untold]
-        at = ws.clock()
-        passed_on = [
-            (job, JobUpdate((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at})) for job in group
-        ]
-        sent.update(_write_all(ws, passed_on))
-    return [sent.get(job.id, job) for job in jobs]
-
-
-def _write(ws: Workspace, answers: Iterable[tuple[JobRecord, Observation]]) -> list[JobRecord]:
-    """Write what was seen. Returns the jobs whose attempt is lost."""
-    written = _write_all(ws, [(job, _update_from(ws, job, seen)) for job, seen in answers])
-    for job in written.values():
-        if job.state.terminal and not ws.ledger.volatile:
-            job_secrets.remove(ws.state_dir, job.id)
-    return [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]
-
-
-def _update_from(ws: Workspace, job: JobRecord, seen: Observation) -> JobUpdate:
-    if not seen.phase.ended:
-        return update_from_observation(job, seen, ws.clock())
-    policy = retry_policy(ws.ledger.spec(job.id))
-    attempts = [attempt for attempt in ws.ledger.attempts(job.id) if attempt.number < job.number]
-    earlier = [retry_cause(a.cause or "", (a.exit or {}).get("ranks", {})) for a in attempts]
-    change = update_from_observation(job, seen, ws.clock(), policy=policy, earlier=earlier)
-    clean = partial(job_secrets.without_values, ws.state_dir, job.id)
-    events = tuple(replace(event, data=clean(event.data)) for event in change.events)
-    return replace(change, events=events, job_set=clean(change.job_set), attempt_set=clean(change.attempt_set))
-
-
-def _write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> dict[str, JobRecord]:
-    """Write many changes in few transactions; jobs that were changed meanwhile are left out."""
-    wanted = [(job, change) for job, change in changes if change]
-    written: dict[str, JobRecord] = {}
-    for start in range(0, len(wanted), _JOBS_PER_TRANSACTION):
-        done: dict[str, JobRecord] = {}
-        with ws.ledger.transaction(durable=False) as tx:
-            for job, made in wanted[start : start + _JOBS_PER_TRANSACTION]:
-                try:
-                    done[job.id] = submission.write(tx, job, made)
-                except Conflict:
-                    continue
-        written.update(done)
-    return written
-
-
-def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, report: PassReport) -> None:
-    """Let the backend take the next step of an attempt whose machines are being made, and write down what it saw."""
-    from orc.launchers.backends.base import SupportsProvisioning
-
-    job = ws.ledger.job(job_id)
-    if job is None or job.attempt is None or job.attempt.state.terminal or job.attempt.marker != handle.marker:
-        return
-    if job.cancel_requested_at is not None or not isinstance(backend, SupportsProvisioning):
-        return
-    if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
-        return
-    if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
-        return
-    try:
-        spec, snapshot, secrets = attempt_inputs(ws, job)
-        plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
-        told = ""
-        for _ in range(_STEPS):
-            fault_point("advancing")
-            seen = backend.advance(handle, plan, secrets)
-            fault_point("advanced")
-            if current := ws.ledger.job(job_id):
-                for lost in _write(ws, [(current, seen)]):
-                    _end_leftovers(ws, backend, lost, report)
-            if not seen.due or seen.reason == told:  # what has to be waited for says the same again
-                break
-            told = seen.reason
-    except LedgerError:
-        raise
-    except LaunchError as error:
-        _note_unreachable(ws, job.cluster, [job], error.what, report)
-    except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        _note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
-    finally:
-        ws.ledger.release(job_id, ws.owner)
-
-
-def _end_leftovers(ws: Workspace, backend: Backend, job: JobRecord, report: PassReport) -> None:
-    try:
-        _reap(backend, job)
-    except LaunchError as error:
-        # It is tried again before the next attempt, if there is one.
-        report.unreachable.setdefault(job.cluster, error.what)
-
-
-def _note_unreachable(ws: Workspace, cluster: str, jobs: Sequence[JobRecord], what: str, report: PassReport) -> None:
-    report.unreachable[cluster] = what
-    now, reason = ws.clock(), f"cannot reach {cluster}: {what}"
-    changes = []
-    for job in ws.ledger.active([job.id for job in jobs]):
-        if job.poll_error_at is None or now - job.poll_error_at >= POLL_ERROR_EVENT_S:
-            event = Event(Kind.POLL_ERROR, None, {"reason": what})
-            changes.append((job, JobUpdate((event,), {"reason": reason, "poll_error_at": now})))
-        elif job.reason != reason:
-            changes.append((job, JobUpdate(job_set={"reason": reason})))
-    _write_all(ws, changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # A preempted attempt did nothing wrong, so it does not use up `max_attempts`; a job that never gets anywhere must
@@ -27,6 +27,15 @@ class RetryPolicy:
     max_attempts: int
     on: Collection[str]  # causes
     backoff_s: float
+
+    def after(self, action: str, cause: str) -> RetryPolicy:
+        """Return the policy for an attempt that has ended for *cause* and has logged a line with a rule."""
+        cause = "timeout" if cause == HANDED_OVER else cause
+        if action == "fail":
+            return replace(self, on=tuple(each for each in self.on if each != cause))
+        if action in ("retry", "exclude_node"):
+            return replace(self, on=(*self.on, cause))
+        return self
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchErro
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import claims, job_files, job_secrets
+from orc.orchestrator.engine.admission import Admission
+from orc.orchestrator.engine.deadlines import deadline_at
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, Progress
 from orc.orchestrator.engine.queueing import room_backoff
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.ledger.transaction import Transaction
+
+
+_UNCLAIMED = {"claim_owner": None, "claim_expires_at": None}
 
 
 def silent(_stage: str, _data: Mapping[str, Any]) -> None:
@@ -218,6 +223,9 @@ def new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId,
         tags=job.tags,
         origin=ws.origin,
         owner=ws.user,
+        project=job.project or "",
+        priority=job.priority,
+        deadline_at=deadline_at(job.deadline, ws.clock()),
     )
 
 
@@ -256,14 +264,18 @@ def _record(
         fault_point("secrets-kept")
 
         def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
-            return tx.create(new, marker, plan.digest, ws.owner, tx.now + claims.TTL_S, placement)
+            queued = tx.enqueue(new, owner=ws.owner, claim_expires_at=tx.now + claims.TTL_S)
+            if hold := Admission(ws, tx, [queued]).hold(queued):
+                waiting = Event(Kind.WAITING, None, {"reason": hold.reason})
+                return tx.record(queued, waiting, job_set={"reason": hold.reason, **_UNCLAIMED})
+            return tx.prepare(queued, marker, plan.digest, placement)
 
         try:
             record = planner.commit(placement, write)
         except NoRoom:
             continue  # somebody was faster; the next look says who
         if record is not None:
-            return PreparedAttempt(record, plan, placement)
+            return PreparedAttempt(record, plan, placement) if record.attempt else record
 
 
 def _abandon(ws: Workspace, job: JobRecord) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
+from orc.orchestrator.engine.deadlines import ON_REQUEST, cancel_reason
+from orc.orchestrator.engine.log_rules import LogMatch
 from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause, with_jitter
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
@@ -33,21 +35,36 @@ def retry_policy(spec: Mapping[str, Any]) -> RetryPolicy:
 
 
 def update_from_observation(
-    job: JobRecord, seen: Observation, now: float, *, policy: RetryPolicy | None = None, earlier: Sequence[str] = ()
+    job: JobRecord,
+    seen: Observation,
+    now: float,
+    *,
+    policy: RetryPolicy | None = None,
+    earlier: Sequence[str] = (),
+    logged: LogMatch | None = None,
+    loss_window_s: float = 0.0,
 ) -> JobUpdate:
     """Return the update of *job*, whose newest attempt was *seen* at the backend.
 
     *policy* and *earlier* (causes of the attempts before this one, oldest first) are needed when the attempt has ended.
+    *logged* is the line for which the job has a rule. For *loss_window_s* an attempt that is lost may come back.
     """
     attempt = job.attempt
     if attempt is None:
         raise ValueError(f"{job.id} has no attempt that could be seen")
     if seen.phase is Phase.UNKNOWN:
         return JobUpdate(job_set=_changed(job, reason=seen.reason) if seen.reason else {})
+    if seen.phase is Phase.LOST and job.cancel_requested_at is None:
+        gone_at = now if attempt.first_negative_at is None else attempt.first_negative_at
+        if 0 <= now - gone_at < loss_window_s:
+            reason = f"it is gone ({seen.reason}); LOST unless it comes back within {loss_window_s:g} s"
+            return JobUpdate(
+                job_set=_changed(job, reason=reason), attempt_set=_changed(attempt, first_negative_at=gone_at)
+            )
     if seen.phase.ended:
         if policy is None:
             raise ValueError("the end of an attempt needs the retry policy")
-        return _of_end(job, seen, now, policy, earlier)
+        return _of_end(job, seen, now, policy, earlier, logged)
     attempt_set = _changed(
         attempt,
         reason=seen.reason,
@@ -55,6 +72,7 @@ def update_from_observation(
         progress=dict(seen.progress) if seen.progress else attempt.progress,
         restarts=max(seen.restarts, attempt.restarts),
         started_at=_in_order(attempt.submitted_at, seen.started_at) or attempt.started_at,
+        first_negative_at=None,
     )
     job_set = _changed(job, reason=seen.reason, poll_error_at=None)
     return JobUpdate(_moves(attempt.state, attempt.restarts, attempt.number, seen), job_set, attempt_set)
@@ -71,7 +89,14 @@ def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -
     return tuple(events)
 
 
-def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, earlier: Sequence[str]) -> JobUpdate:
+def _of_end(
+    job: JobRecord,
+    seen: Observation,
+    now: float,
+    policy: RetryPolicy,
+    earlier: Sequence[str],
+    logged: LogMatch | None,
+) -> JobUpdate:
     submitted_at = job.attempt.submitted_at if job.attempt else None
     started_at = _in_order(submitted_at, seen.started_at)
     ended_at = _in_order(started_at or submitted_at, seen.ended_at) or now
@@ -92,9 +117,16 @@ def _of_end(job: JobRecord, seen: Observation, now: float, policy: RetryPolicy, 
         return JobUpdate(events, _over(seen.reason, ended_at), attempt_set)
     kind, cause = _end_of_attempt(seen)
     counts_as = retry_cause(str(cause), seen.exit.ranks if seen.exit else {})
-    follow_up = update_after_end(job, cause, seen.reason, now, ended_at, policy, earlier, counts_as=counts_as)
+    reason = seen.reason
+    if logged is not None:
+        reason = "; ".join(filter(None, [seen.reason, logged.reason]))
+        attempt_set["reason"] = reason
+        policy = policy.after(logged.action, counts_as)
+    follow_up = update_after_end(job, cause, reason, now, ended_at, policy, earlier, counts_as=counts_as)
     blamed = blamed_hosts(job, seen) if cause is Cause.NODE_FAILURE else ()
-    told = {"cause": str(cause), "reason": seen.reason}
+    if logged is not None and logged.action == "exclude_node":
+        blamed = tuple(dict.fromkeys([*blamed, *logged.hosts]))
+    told = {"cause": str(cause), "reason": reason}
     ended = Event(kind, job.number, {**told, "failed_hosts": list(blamed)} if blamed else told)
     return JobUpdate((ended, *follow_up.events), follow_up.job_set, {**attempt_set, "cause": str(cause)}, blamed)
 
@@ -133,7 +165,7 @@ def update_after_end(
     *counts_as* is what the retry policy takes for the cause, where that is something else (`retry_cause`).
     """
     if cause is Cause.CANCELLED or job.cancel_requested_at is not None:
-        why = reason if job.cancel_requested_at is None or cause is not Cause.CANCELLED else "on request"
+        why = reason if job.cancel_requested_at is None or cause is not Cause.CANCELLED else cancel_reason(job)
         return JobUpdate((Event(Kind.JOB_CANCELLED, None, {"reason": why}),), _over(why, ended_at))
     decision = decide(policy, [*earlier, counts_as or str(cause)])
     if isinstance(decision, GiveUp):
@@ -159,6 +191,8 @@ def update_for_early_cancel(job: JobRecord, now: float) -> JobUpdate:
     """Return the update of a job that was cancelled before its backend had anything of it."""
     again = job.attempt is not None and job.attempt.state.terminal
     why = f"cancelled before it was submitted{' again' if again else ''}"
+    if (passed := cancel_reason(job)) != ON_REQUEST:
+        why = f"{passed}; {why}"
     over = Event(Kind.JOB_CANCELLED, None, {"reason": why})
     if job.attempt is None or job.attempt.state.terminal:
         return JobUpdate((over,), _over(why, now))

@@ -1,0 +1,199 @@
+"""Driver: passes that never end, for `orc serve`. Each cluster with live jobs has a thread of its own.
+
+So a cluster that hangs, or whose backend has a defect, keeps no other waiting. Several drivers may run on one ledger, in
+one process or on several machines: claims and leases in the ledger decide who takes a step, and any of them may be
+killed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.engine.detached import PATIENCE_S, SHORTEST_S, pause
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+
+LOOK_S = 1.0  # between two looks at the ledger for live jobs; a cluster whose jobs have changed gets a pass then
+STOP_S = 30.0  # for which the end waits for passes that are under way; what they leave behind is found by the next one
+_RETRY_S = (1.0, 30.0)  # between tries to reach a ledger that cannot be used
+
+log = logging.getLogger("orc.reconciler")
+
+
+@dataclass(frozen=True)
+class ClusterPasses:
+    """Passes over the jobs of one cluster. Times are seconds since the epoch."""
+
+    cluster: str
+    live: int = 0  # jobs that had not ended after the last pass
+    passes: int = 0
+    pass_at: float | None = None  # the end of the last one
+    took_s: float = 0.0
+    error: str = ""  # why nothing can be said about its jobs, or what went wrong with the pass
+
+
+@dataclass(frozen=True)
+class DriverStatus:
+    """State of a driver, for a health check."""
+
+    running: bool
+    looked_at: float | None  # when it last saw the ledger
+    error: str  # why it cannot see the ledger
+    clusters: tuple[ClusterPasses, ...]
+
+
+class Driver:
+    """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
+
+    def __init__(self, open_client: Callable[[], Client], *, look_s: float = LOOK_S) -> None:
+        self._open_client = open_client
+        self._look_s = look_s
+        self._lock = threading.Lock()
+        self._status = DriverStatus(False, None, "", ())
+        self._clusters: dict[str, ClusterPasses] = {}
+        self._workers: dict[str, _Worker] = {}
+
+    @property
+    def status(self) -> DriverStatus:
+        """The state of this driver now; may be asked from any thread."""
+        with self._lock:
+            return replace(self._status, clusters=tuple(self._clusters[name] for name in sorted(self._clusters)))
+
+    def run(self, stop: threading.Event) -> None:
+        """Run passes until *stop* is set, then wait for those under way, `STOP_S` at most."""
+        self._note(running=True)
+        client: Client | None = None
+        wait_s = self._look_s
+        try:
+            while not stop.is_set():
+                try:
+                    client = client or self._open_client()
+                    self._look(client, stop)
+                    wait_s = self._look_s
+                except Exception as error:
+                    self._fail("the ledger cannot be used", error)
+                    client = _closed(client)
+                    wait_s = min(max(wait_s * 2, _RETRY_S[0]), _RETRY_S[1])
+                stop.wait(wait_s)
+        finally:
+            _closed(client)
+            until = time.monotonic() + STOP_S
+            for worker in self._workers.values():
+                worker.wake.set()
+            for worker in self._workers.values():
+                worker.thread.join(max(until - time.monotonic(), 0.0))
+            self._note(running=False)
+
+    def _look(self, client: Client, stop: threading.Event) -> None:
+        """Let every cluster with live jobs have its thread, and wake those whose jobs have changed."""
+        ledger = client.workspace.ledger
+        states = ", ".join(f"'{state}'" for state in sorted(ACTIVE_JOB))
+        with ledger.database.read() as connection:
+            rows = connection.tuples(
+                "SELECT cluster, COUNT(*), SUM(revision) FROM jobs "  # noqa: S608
+                f"WHERE state IN ({states}) GROUP BY cluster"
+            )
+        self._note(looked_at=ledger.now(), error="")
+        for cluster, count, revisions in rows:
+            worker = self._workers.get(cluster)
+            if worker is None or not worker.thread.is_alive():
+                self._workers[cluster] = worker = _Worker(self, cluster, stop)
+                worker.thread.start()
+            elif worker.mark != (count, revisions):
+                worker.wake.set()
+            worker.mark = (count, revisions)
+
+    def _note(self, **changes: object) -> None:
+        with self._lock:
+            self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+
+    def _fail(self, what: str, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if text != self._status.error:
+            log.warning("%s: %s", what, text)
+        self._note(error=text)
+
+    def note_pass(self, done: ClusterPasses) -> None:
+        """Keep what the last pass over a cluster has come to."""
+        with self._lock:
+            before = self._clusters.get(done.cluster)
+            self._clusters[done.cluster] = replace(done, passes=before.passes + 1 if before else 1)
+        if done.error and (before is None or before.error != done.error):
+            log.warning("%s: %s", done.cluster, done.error)
+
+    def open_client(self) -> Client:
+        """Return a client for the calling thread."""
+        return self._open_client()
+
+
+class _Worker:
+    """Thread that runs passes over the jobs of one cluster, as long as there are some."""
+
+    def __init__(self, driver: Driver, cluster: str, stop: threading.Event) -> None:
+        self.cluster = cluster
+        self.wake = threading.Event()
+        self.mark: tuple[int, int] | None = None
+        self._driver, self._stop = driver, stop
+        self.thread = threading.Thread(target=self._work, name=f"orc-passes-{cluster}", daemon=True)
+
+    def _work(self) -> None:
+        client: Client | None = None
+        described: tuple[int, ...] = ()
+        failures = 0
+        last_change, states = 0.0, None
+        while not self._stop.is_set():
+            began = time.monotonic()
+            done = ClusterPasses(self.cluster, live=1)
+            length = _RETRY_S[0]
+            try:
+                if client is not None and _stamp(client) != described:  # another description of the clusters
+                    client = _closed(client)
+                if client is None:
+                    client = self._driver.open_client()
+                    described = _stamp(client)
+                report = client.refresh(cluster=self.cluster, patience_s=PATIENCE_S, max_age_s=None)
+                ws = client.workspace
+                jobs = [job for job in ws.ledger.active() if job.cluster == self.cluster]
+                done = replace(done, live=len(jobs), error=report.unreachable.get(self.cluster, ""))
+                now = ws.clock()
+                if (seen := {job.id: (str(job.state), job.number) for job in jobs}) != states:
+                    states, last_change = seen, now
+                due = [job.next_attempt_at for job in jobs if job.next_attempt_at is not None]
+                away = client.is_remote({self.cluster})
+                length = pause(now, last_change, due, SHORTEST_S[away])
+                failures = 0
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next pass with a new client may succeed
+                failures += 1
+                done = replace(done, error=str(error) or type(error).__name__)
+                client = _closed(client)
+                length = min(_RETRY_S[0] * 2.0 ** min(failures, 8), _RETRY_S[1])
+            self._driver.note_pass(replace(done, pass_at=time.time(), took_s=time.monotonic() - began))
+            if not done.live:
+                break  # the next job on this cluster brings another thread
+            self.wake.wait(length)
+            self.wake.clear()
+        _closed(client)
+
+
+def _closed(client: Client | None) -> None:
+    """Close *client*, however broken it is."""
+    if client is not None:
+        with contextlib.suppress(Exception):
+            client.close()
+
+
+def _stamp(client: Client) -> tuple[int, ...]:
+    """Return what tells two versions of the clusters file apart; empty where there is none."""
+    try:
+        status = client.clusters_file.stat()
+    except OSError:
+        return ()
+    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)

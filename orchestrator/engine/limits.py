@@ -1,0 +1,186 @@
+"""Limits of clusters and quotas of users and projects: what may be in flight at one time.
+
+`Book` is pure: it goes through the jobs that wait, in the order of their turns, and says for which of them there is no
+place. A job that waits for a limit closes it to those behind it, so that a large one is not overtaken for ever by small
+ones; one that would fit, and that nobody sends, stops nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.ledger.quotas import Quota, all_quotas
+
+if TYPE_CHECKING:
+    from orc.launchers.spec.clusters import Limits
+    from orc.orchestrator.engine.admission import Admission
+    from orc.orchestrator.ledger.records import JobRecord
+
+_IN_FLIGHT = "('PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
+
+
+class Demand(NamedTuple):
+    """What one job takes of limits and quotas."""
+
+    job: str
+    cluster: str
+    owner: str
+    project: str
+    gpus: int
+    turn: tuple[float, float, str] = (0.0, 0.0, "")
+
+
+Key = tuple[str, ...]
+
+
+class Bound(NamedTuple):
+    """Limit that a job comes under, and how much of it the job takes."""
+
+    key: Key
+    need: float
+    amount: float
+    text: str  # for people: "limit of 4 jobs on lab"
+
+
+def bounds(demand: Demand, limits: Limits | None, quotas: Iterable[Quota]) -> list[Bound]:
+    """Return what *demand* comes under: the limits of its cluster, the quotas of its user and project."""
+    found = []
+    if limits is not None:
+        cluster, user = demand.cluster, demand.owner
+        for amount, need, unit, whose in (
+            (limits.max_jobs, 1, "jobs", ""),
+            (limits.max_gpus, demand.gpus, "GPUs", ""),
+            (limits.max_jobs_per_user, 1, "jobs", user),
+            (limits.max_gpus_per_user, demand.gpus, "GPUs", user),
+        ):
+            if amount is not None:
+                per = f" of {whose}" if whose else ""
+                found.append(
+                    Bound(("cluster", cluster, unit, whose), need, amount, f"{amount} {unit}{per} on {cluster}")
+                )
+    names = {"user": demand.owner, "project": demand.project}
+    for quota in quotas:
+        if quota.resource != "cost" and names.get(quota.scope) == quota.name:
+            need, unit = (1, "jobs") if quota.resource == "jobs" else (demand.gpus, "GPUs")
+            text = f"{quota.amount:g} {unit} of the {quota.scope} {quota.name}"
+            found.append(Bound((quota.scope, quota.name, unit), need, quota.amount, text))
+    return found
+
+
+def shares(demand: Demand) -> dict[Key, int]:
+    """Return what *demand*, once in flight, takes of every limit and quota that there could be."""
+    found: dict[Key, int] = {}
+    for unit, amount in (("jobs", 1), ("GPUs", demand.gpus)):
+        for key in (
+            ("cluster", demand.cluster, unit, ""),
+            ("cluster", demand.cluster, unit, demand.owner),
+            ("user", demand.owner, unit),
+            ("project", demand.project, unit),
+        ):
+            found[key] = amount
+    return found
+
+
+@dataclass
+class Book:
+    """What is in flight, and the jobs that wait, by turn."""
+
+    limits: Mapping[str, Limits]  # by cluster
+    quotas: Sequence[Quota]
+    used: Counter[Key] = field(default_factory=Counter)
+    waiting: Sequence[Demand] = ()
+    _next: int = 0  # of *waiting*: those before it have been looked at
+    _closed: dict[Key, str] = field(default_factory=dict)  # by whom
+
+    def take(self, demand: Demand) -> None:
+        """Note that the job is in flight now."""
+        self.used.update(shares(demand))
+
+    def hold(self, demand: Demand) -> str:
+        """Return what the job waits for; empty when it may be sent. To be asked in the order of the turns."""
+        while self._next < len(self.waiting) and self.waiting[self._next].turn < demand.turn:
+            older = self.waiting[self._next]
+            self._next += 1
+            if older.job != demand.job:
+                self._reason(older)
+        return self._reason(demand)
+
+    def _reason(self, demand: Demand) -> str:
+        reason = ""
+        for bound in bounds(demand, self.limits.get(demand.cluster), self.quotas):
+            if not bound.need:
+                continue
+            if self.used[bound.key] + bound.need > bound.amount:
+                reason = reason or f"waiting for its turn: {self.used[bound.key]:g} of the {bound.text} are taken"
+                if bound.need > bound.amount:
+                    return f"waiting for ever: it needs {bound.need:g} of the {bound.text}"
+                self._closed.setdefault(bound.key, demand.job)
+            elif self._closed.get(bound.key, demand.job) != demand.job:
+                reason = (
+                    reason or f"waiting for its turn: {self._closed[bound.key]} is before it among the {bound.text}"
+                )
+        return reason
+
+
+# -- the book of a look at the ledger
+
+
+def check(admission: Admission, job: JobRecord) -> str:
+    """Return what limits or quotas *job* waits for; empty when it may be sent."""
+    book = admission.book
+    if book is None or (not book.quotas and job.cluster not in book.limits):
+        return ""
+    return book.hold(demand_of(admission, job))
+
+
+def read_book(admission: Admission) -> Book | None:
+    """Return the book of everything that is in flight or waits; `None` where nothing is limited."""
+    connection = admission.tx.connection
+    quotas = all_quotas(connection)
+    active = connection.tuples(
+        "SELECT DISTINCT cluster FROM jobs WHERE state IN ('QUEUED', 'PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
+    )
+    limits = {name: found for (name,) in active if (found := admission.ws.limits(name)) is not None}
+    if not quotas and not limits:
+        return None
+    columns = "id, cluster, owner, project, created_at, priority"
+    flying = connection.tuples(f"SELECT {columns} FROM jobs WHERE state IN {_IN_FLIGHT}")  # noqa: S608
+    queued = connection.tuples(
+        f"SELECT {columns} FROM jobs WHERE state = 'QUEUED' AND cancel_requested_at IS NULL "  # noqa: S608
+        "AND (next_attempt_at IS NULL OR next_attempt_at <= :now) AND (not_before IS NULL OR not_before <= :now)",
+        {"now": admission.tx.now},
+    )
+    book = Book(limits, quotas)
+    for row in flying:
+        book.take(_demand(admission, row))
+    waiting = [_demand(admission, row) for row in queued if row[0] not in admission.besides]
+    book.waiting = sorted(waiting, key=lambda demand: demand.turn)
+    return book
+
+
+def demand_of(admission: Admission, job: JobRecord) -> Demand:
+    """Return what *job* takes."""
+    return _demand(admission, (job.id, job.cluster, job.owner, job.project, job.created_at, job.priority))
+
+
+def _demand(admission: Admission, row: Sequence[object]) -> Demand:
+    job, cluster, owner, project, created_at, priority = row
+    gpus = gpus_of(admission, str(job))
+    place = turn(float(created_at), int(priority), str(job))  # type: ignore[arg-type, call-overload]
+    return Demand(str(job), str(cluster), str(owner), str(project), gpus, place)
+
+
+def gpus_of(admission: Admission, job: str) -> int:
+    """Return the GPUs that *job* takes; an elastic one the most that it may."""
+    known = admission.ws.gpus
+    if job not in known:
+        ((text,),) = admission.tx.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
+        resources = json.loads(text).get("resources", {})
+        nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
+        known[job] = nodes * int(resources.get("gpus_per_node") or 0)
+    return known[job]

@@ -1,0 +1,322 @@
+"""Observing: cancellations are passed on, each cluster is asked once about all its jobs, and what it says is stored.
+
+A cluster that is asked over a network is asked by one process at a time, and not more often than its interval says
+(`orc.orchestrator.engine.polling`); the lease and the interval are its row of ``cluster_polls``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import LaunchError, PartlyUnreachable
+from orc.launchers.ids import AttemptId
+from orc.orchestrator.engine import claims, job_secrets, log_rules, polling
+from orc.orchestrator.engine.attempt_inputs import attempt_inputs
+from orc.orchestrator.engine.fault_points import fault_point
+from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
+from orc.orchestrator.engine.placement import PlacementPlanner
+from orc.orchestrator.engine.retry import retry_cause
+from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_from_observation
+from orc.orchestrator.ledger import polls
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
+from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.workspace import Workspace
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend, Handle, Observation
+    from orc.orchestrator.engine.log_rules import LogMatch
+
+SEEN_EVERY_S = 10.0  # so often the ledger is told that a job was seen although nothing about it has changed
+_STEPS = 5  # of one attempt in one pass, while its machines are being made
+_ANSWER_S = 15.0  # for which a person waits for the answer that another process is getting
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Urgency:
+    """How much a pass wants to know: *max_age_s* of an answer that is good enough, `None` for "when it is time"."""
+
+    max_age_s: float | None = 0.0
+    some_jobs: bool = False  # it is about some jobs, not about everything
+
+
+def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgency: Urgency) -> None:
+    """Ask the clusters of *jobs* about those that they have, and store what they say."""
+    for cluster, there in _by_cluster(jobs).items():
+        if ws.ledger.volatile or not _takes_turns(ws, cluster, urgency):
+            _poll_cluster(ws, cluster, there, report)
+        else:
+            _poll_in_turn(ws, cluster, there, report, urgency)
+
+
+def _by_cluster(jobs: Iterable[JobRecord]) -> dict[str, list[JobRecord]]:
+    by_cluster: dict[str, list[JobRecord]] = defaultdict(list)
+    for job in jobs:
+        if job.attempt is not None and job.attempt.handle and not job.attempt.state.terminal:
+            by_cluster[job.cluster].append(job)
+    return by_cluster
+
+
+def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
+    """Return True for a cluster that one process asks for all.
+
+    A look at some jobs of hosts asks those hosts alone: another one, that does not answer, is not waited for.
+    """
+    from orc.launchers.backends.base import SupportsPlacement
+
+    try:
+        backend = ws.backend(cluster)
+    except LaunchError:
+        return False  # asking it says what is wrong with it
+    return not backend.self_driving and not (urgency.some_jobs and isinstance(backend, SupportsPlacement))
+
+
+def _poll_in_turn(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport, urgency: Urgency) -> None:
+    jobs = _cancel_at(ws, cluster, jobs, report)
+    before = _poll_of(ws, cluster)
+    moved_at = max(job.updated_at for job in jobs)
+    if not polling.is_due(before, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s):
+        if before is not None and before.error:
+            report.unreachable.setdefault(cluster, before.error)
+        return
+    if not _take_lease(ws, cluster):
+        if urgency.max_age_s is not None:
+            _await_answer(ws, cluster, before, report)
+        return
+    last = _poll_of(ws, cluster) or polls.ClusterPoll(cluster)
+    if last.polled_at != (before.polled_at if before else None) and not polling.is_due(
+        last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
+    ):
+        with ws.ledger.database.write() as connection:
+            polls.release(connection, cluster, ws.owner)  # somebody was faster
+        return
+    try:
+        everything = _by_cluster(ws.ledger.active())[cluster]
+        changed = _poll_cluster(ws, cluster, everything, report)
+    except BaseException:
+        with ws.ledger.database.write() as connection:
+            polls.release(connection, cluster, ws.owner)
+        raise
+    now, error = ws.clock(), report.unreachable.get(cluster)
+    interval = polling.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
+    done = polls.ClusterPoll(
+        cluster,
+        next_at=now + polling.spread(interval, random.random()),  # noqa: S311
+        interval_s=interval,
+        polled_at=now,
+        answered_at=last.answered_at if error else now,
+        error=error,
+    )
+    with ws.ledger.database.write() as connection:
+        polls.record(connection, done, ws.owner)
+
+
+def _poll_of(ws: Workspace, cluster: str) -> polls.ClusterPoll | None:
+    with ws.ledger.database.read() as connection:
+        return polls.find(connection, cluster)
+
+
+def _take_lease(ws: Workspace, cluster: str) -> bool:
+    with ws.ledger.database.write() as connection:
+        holder = polls.find(connection, cluster)
+        if holder is not None and holder.lease_owner and claims.owner_is_gone(holder.lease_owner):
+            polls.release(connection, cluster, holder.lease_owner)
+        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S)
+
+
+def _await_answer(ws: Workspace, cluster: str, before: polls.ClusterPoll | None, report: PassReport) -> None:
+    """Wait until the process that asks *cluster* at this moment has its answer."""
+    until = ws.clock() + _ANSWER_S
+    while ws.clock() < until:
+        now = _poll_of(ws, cluster)
+        if now is None or now.polled_at != (before.polled_at if before else None) or now.lease_owner is None:
+            if now is not None and now.error:
+                report.unreachable.setdefault(cluster, now.error)
+            return
+        ws.sleep(_LOOK_S)
+
+
+def _cancel_at(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
+    """Pass requests to cancel on; that needs no turn, and waits for none."""
+    from orc.launchers.backends.base import Handle
+
+    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
+    try:
+        return _cancel(ws, ws.backend(cluster), jobs, handles, report)
+    except LedgerError:
+        raise
+    except LaunchError as error:
+        note_unreachable(ws, cluster, jobs, error.what, report)
+    except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
+        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
+    return jobs
+
+
+def _poll_cluster(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> bool:
+    """Send cancellations, poll the cluster once for all its jobs, and store the observations; True if some are new."""
+    from orc.launchers.backends.base import Handle
+
+    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
+    try:
+        backend = ws.backend(cluster)
+        jobs = _cancel(ws, backend, jobs, handles, report)
+        seen = backend.poll([handles[job.id] for job in jobs])
+    except LedgerError:
+        raise
+    except LaunchError as error:
+        note_unreachable(ws, cluster, jobs, error.what, report)
+        return False
+    except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
+        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
+        return False
+    answers = [(job, seen[handles[job.id]]) for job in jobs if handles[job.id] in seen]
+    changed, all_lost = _write(ws, backend, answers)
+    if ws.ledger.volatile:
+        return changed
+    _note_seen(ws, answers)
+    for lost in all_lost:
+        _end_leftovers(ws, backend, lost, report)
+    for job, answer in answers:
+        if answer.due:
+            _advance(ws, backend, job.id, handles[job.id], report)
+    return changed or any(answer.due for _, answer in answers)
+
+
+def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) -> None:
+    from orc.launchers.backends.base import Phase
+
+    now = ws.clock()
+    due = [
+        job.id
+        for job, seen in answers
+        if seen.phase is not Phase.UNKNOWN and not seen.phase.ended and now - ws.noted.get(job.id, 0.0) >= SEEN_EVERY_S
+    ]
+    if due:
+        ws.ledger.note_seen(due)
+        ws.noted.update(dict.fromkeys(due, now))
+
+
+def _cancel(
+    ws: Workspace, backend: Backend, jobs: list[JobRecord], handles: Mapping[str, Handle], report: PassReport
+) -> list[JobRecord]:
+    due: dict[float, list[JobRecord]] = defaultdict(list)
+    for job in jobs:
+        if job.cancel_requested_at is not None and job.attempt and job.attempt.cancel_sent_at is None:
+            due[job.cancel_grace_s or 0.0].append(job)
+    sent: dict[str, JobRecord] = {}
+    for grace_s, group in due.items():
+        try:
+            backend.cancel([handles[job.id] for job in group], timedelta(seconds=grace_s))
+        except PartlyUnreachable as error:  # it is tried again with every pass, and keeps nobody else waiting
+            untold = [job for job in group if handles[job.id].marker in error.markers]
+            note_unreachable(ws, group[0].cluster, untold, error.what, report)
+            group = [job for job in group if job not in untold]
+        at = ws.clock()
+        passed_on = [
+            (job, JobUpdate((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at})) for job in group
+        ]
+        sent.update(write_all(ws, passed_on))
+    return [sent.get(job.id, job) for job in jobs]
+
+
+def _write(
+    ws: Workspace, backend: Backend, answers: Iterable[tuple[JobRecord, Observation]]
+) -> tuple[bool, list[JobRecord]]:
+    """Write what was seen. Returns whether something new was, and the jobs whose attempt is lost."""
+    updates = [(job, _update_from(ws, backend, job, seen)) for job, seen in answers]
+    written = write_all(ws, updates)
+    for job in written.values():
+        if job.state.terminal and not ws.ledger.volatile:
+            job_secrets.remove(ws.state_dir, job.id)
+    # The steps that a rank has taken are no news about where its job stands.
+    changed = any(update.events or "reason" in update.job_set for _, update in updates)
+    return changed, [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]
+
+
+def _update_from(ws: Workspace, backend: Backend, job: JobRecord, seen: Observation) -> JobUpdate:
+    if not seen.phase.ended:
+        return update_from_observation(job, seen, ws.clock())
+    spec = ws.ledger.spec(job.id)
+    policy = retry_policy(spec)
+    logged = _logged(backend, job, spec, seen)
+    attempts = [attempt for attempt in ws.ledger.attempts(job.id) if attempt.number < job.number]
+    earlier = [retry_cause(a.cause or "", (a.exit or {}).get("ranks", {})) for a in attempts]
+    window = backend.loss_window_s
+    now = ws.clock()
+    change = update_from_observation(
+        job, seen, now, policy=policy, earlier=earlier, logged=logged, loss_window_s=window
+    )
+    clean = partial(job_secrets.without_values, ws.state_dir, job.id)
+    events = tuple(replace(event, data=clean(event.data)) for event in change.events)
+    return replace(change, events=events, job_set=clean(change.job_set), attempt_set=clean(change.attempt_set))
+
+
+def _logged(backend: Backend, job: JobRecord, spec: Mapping[str, Any], seen: Observation) -> LogMatch | None:
+    """Return the line of a failed attempt's logs for which its job has a rule."""
+    from orc.launchers.backends.base import Cause, Handle, Phase
+
+    rules = spec["retry"].get("on_log")
+    failed = seen.phase in (Phase.FAILED, Phase.LOST) and seen.cause not in (Cause.PREEMPTED, Cause.CANCELLED)
+    if not rules or not failed or job.cancel_requested_at is not None or job.attempt is None or not job.attempt.handle:
+        return None
+    return log_rules.match(rules, backend, Handle.from_dict(job.attempt.handle), seen.exit, seen.hosts)
+
+
+def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, report: PassReport) -> None:
+    """Let the backend take the next step of an attempt whose machines are being made, and write down what it saw."""
+    from orc.launchers.backends.base import SupportsProvisioning
+
+    job = ws.ledger.job(job_id)
+    if job is None or job.attempt is None or job.attempt.state.terminal or job.attempt.marker != handle.marker:
+        return
+    if job.cancel_requested_at is not None or not isinstance(backend, SupportsProvisioning):
+        return
+    if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
+        return
+    if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
+        return
+    try:
+        spec, snapshot, secrets = attempt_inputs(ws, job)
+        plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
+        told = ""
+        for _ in range(_STEPS):
+            fault_point("advancing")
+            seen = backend.advance(handle, plan, secrets)
+            fault_point("advanced")
+            if current := ws.ledger.job(job_id):
+                for lost in _write(ws, backend, [(current, seen)])[1]:
+                    _end_leftovers(ws, backend, lost, report)
+            if not seen.due or seen.reason == told:  # what has to be waited for says the same again
+                break
+            told = seen.reason
+    except LedgerError:
+        raise
+    except LaunchError as error:
+        note_unreachable(ws, job.cluster, [job], error.what, report)
+    except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
+        note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
+    finally:
+        ws.ledger.release(job_id, ws.owner)
+
+
+def _end_leftovers(ws: Workspace, backend: Backend, job: JobRecord, report: PassReport) -> None:
+    try:
+        reap(backend, job)
+    except LaunchError as error:
+        # It is tried again before the next attempt, if there is one.
+        report.unreachable.setdefault(job.cluster, error.what)
+
+
+def reap(backend: Backend, job: JobRecord) -> None:
+    """Let the backend end what the previous attempt may have left running, so that two attempts never overlap."""
+    from orc.launchers.backends.base import Handle
+
+    if job.attempt is not None and job.attempt.handle:
+        backend.reap(Handle.from_dict(job.attempt.handle))
