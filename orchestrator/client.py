@@ -445,7 +445,9 @@ class Client(FunctionCalls):
         """
         ids = [self._checked_id(job_id) for job_id in job_ids]
         if timeout_s is None:
-            return self._wait(ids, None, on_change, lambda _: self.refresh(ids) is not None)
+            from orc.orchestrator.engine.polling import FRESH_S
+
+            return self._wait(ids, None, on_change, lambda _: self.refresh(ids, max_age_s=FRESH_S) is not None)
         from orc.orchestrator.engine.background_passes import BackgroundPasses
 
         with BackgroundPasses(self._clone) as passes:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from orc.orchestrator.engine.polling import FRESH_S
+
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
 
@@ -45,7 +47,7 @@ class BackgroundPasses:
         try:
             with self._open_client() as client:
                 while (job_ids := self._wanted.get()) is not None:
-                    client.refresh(job_ids)
+                    client.refresh(job_ids, max_age_s=FRESH_S)
                     self._done.put(None)
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for it
             self._done.put(error)

@@ -192,7 +192,7 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
     while True:
         found: Mapping[str, str] = {}
         try:
-            found = client.refresh(patience_s=PATIENCE_S).unreachable
+            found = client.refresh(patience_s=PATIENCE_S, max_age_s=None).unreachable
             jobs = ws.ledger.active()
             if ws.ledger.volatile:  # what has ended is not written down yet
                 found, jobs = {**found, "ledger": f"can only be read: {ws.ledger.volatile}"}, None

@@ -1,7 +1,7 @@
 """Driver: passes that never end, for `orc serve`. Each cluster with live jobs has a thread of its own.
 
-So a cluster that hangs, or whose backend has a defect, keeps no other waiting. Several drivers may run on one ledger, in
-one process or on several machines: claims and leases in the ledger decide who takes a step, and any of them may be
+So a cluster that hangs, or whose backend has a defect, keeps no other waiting. Several drivers may run on one ledger,
+in one process or on several machines: claims and leases in the ledger decide who takes a step, and any of them may be
 killed at any time.
 """
 
@@ -78,13 +78,14 @@ class Driver:
                     client = client or self._open_client()
                     self._look(client, stop)
                     wait_s = self._look_s
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - whatever it is, it may be over at the next look
                     self._fail("the ledger cannot be used", error)
-                    client = _closed(client)
+                    _close(client)
+                    client = None
                     wait_s = min(max(wait_s * 2, _RETRY_S[0]), _RETRY_S[1])
                 stop.wait(wait_s)
         finally:
-            _closed(client)
+            _close(client)
             until = time.monotonic() + STOP_S
             for worker in self._workers.values():
                 worker.wake.set()
@@ -155,7 +156,8 @@ class _Worker:
             length = _RETRY_S[0]
             try:
                 if client is not None and _stamp(client) != described:  # another description of the clusters
-                    client = _closed(client)
+                    _close(client)
+                    client = None
                 if client is None:
                     client = self._driver.open_client()
                     described = _stamp(client)
@@ -173,17 +175,18 @@ class _Worker:
             except Exception as error:  # noqa: BLE001 - whatever it is, the next pass with a new client may succeed
                 failures += 1
                 done = replace(done, error=str(error) or type(error).__name__)
-                client = _closed(client)
+                _close(client)
+                client = None
                 length = min(_RETRY_S[0] * 2.0 ** min(failures, 8), _RETRY_S[1])
             self._driver.note_pass(replace(done, pass_at=time.time(), took_s=time.monotonic() - began))
             if not done.live:
                 break  # the next job on this cluster brings another thread
             self.wake.wait(length)
             self.wake.clear()
-        _closed(client)
+        _close(client)
 
 
-def _closed(client: Client | None) -> None:
+def _close(client: Client | None) -> None:
     """Close *client*, however broken it is."""
     if client is not None:
         with contextlib.suppress(Exception):
