@@ -53,10 +53,10 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
     try:
         text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
         created_at, job_id = json.loads(text)
-        if not isinstance(job_id, str):
+        if not isinstance(job_id, str) or not job_id.isascii() or not job_id.isprintable():
             raise TypeError
         return float(created_at), job_id
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise InvalidCursor("the cursor is not one of a page", hint="use `next` of the page before, as it is") from None
 
 

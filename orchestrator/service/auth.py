@@ -88,6 +88,25 @@ def _unauthorized(what: str) -> ApiError:
     return ApiError(401, what, hint=hint, headers={"WWW-Authenticate": "Bearer"})
 
 
+def admit(service: Service, request: Request, role: str) -> Principal:
+    """Return who sends *request*, who has *role*. Raises `ApiError`."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    by_cookie = not scheme
+    if by_cookie:
+        token = request.cookies.get(COOKIE, "")
+    elif scheme.lower() != "bearer":
+        token = ""
+    if not token:
+        raise _unauthorized("a token is needed")
+    principal = authenticate(service, token.strip(), address_of(request))
+    request.state.principal = principal
+    if by_cookie and request.method not in SAFE_METHODS and PAGE_HEADER not in request.headers:
+        raise ApiError(403, f"requests of a session that change something need the header {PAGE_HEADER}")
+    if not principal.has_role(role):
+        raise ApiError(403, f"this needs the role {role}; this token has the role {principal.role}")
+    return principal
+
+
 def guard(
     request: Request,
     service: Annotated[Service, Depends(service_of)],
@@ -102,22 +121,9 @@ def guard(
     role = role_of_route(request.scope.get("endpoint"), request.method)
     if role is None:
         return
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    by_cookie = not scheme
-    if by_cookie:
-        token = request.cookies.get(COOKIE, "")
-    elif scheme.lower() != "bearer":
-        token = ""
-    if not token:
-        raise _unauthorized("a token is needed")
-    principal = authenticate(service, token.strip(), address_of(request))
-    request.state.principal = principal
+    principal = admit(service, request, role)
     if wait := service.rates.retry_after("token", principal.token_id):
         raise too_many(wait)
-    if by_cookie and request.method not in SAFE_METHODS and PAGE_HEADER not in request.headers:
-        raise ApiError(403, f"requests of a session that change something need the header {PAGE_HEADER}")
-    if not principal.has_role(role):
-        raise ApiError(403, f"this needs the role {role}; this token has the role {principal.role}")
     job_id = request.path_params.get("job_id")
     if job_id is not None and request.method not in SAFE_METHODS:
         with service.clients.client() as client:

@@ -7,17 +7,25 @@ import logging
 import time
 from typing import Any
 
+import anyio.to_thread
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orc.launchers.control_characters import escape_controls
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.service.auth import admit
 from orc.orchestrator.service.context import Service
-from orc.orchestrator.service.errors import error_response
+from orc.orchestrator.service.errors import ApiError, error_response, status_of
 
 access = logging.getLogger("orc.service.access")
-# Large bodies go to these alone; they are streamed to the disk.
+# Larger bodies go to these alone. Bodies that are JSON are read into memory before a route's guard is asked, so these
+# routes know here already who sends them. Contents of files are streamed to the disk.
 UPLOADS = "/api/v1/bundles/"
+_CONTENT = UPLOADS + "content"
+_LARGEST_MANIFEST = 64 << 20
+_SLOWEST = 8 << 10  # bytes a second of a body, after its first moments
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -27,6 +35,33 @@ _HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",  # a page sets its own
 }
+
+
+class Body:
+    """Body of a request: no larger than *limit*, with no longer silence than *patience_s*, and not too slow."""
+
+    def __init__(self, scope: Scope, receive: Receive, limit: int, patience_s: float) -> None:
+        headers = Headers(scope=scope)
+        self.complete = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self._receive, self._limit, self._patience_s = receive, limit, patience_s
+        self._taken, self._begun, self._ended = 0, time.monotonic(), False
+
+    async def receive(self) -> Message:
+        """Return the next piece. Raises `HTTPException`."""
+        if self._ended:
+            return await self._receive()  # the end of the connection, which may take hours
+        # One byte now and then is no silence, and would hold the connection for ever.
+        left = self._begun + 2 * self._patience_s + self._taken / _SLOWEST - time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), min(self._patience_s, max(left, 0.0)))
+        except TimeoutError:
+            raise HTTPException(408, "the body does not come") from None
+        self._taken += len(message.get("body", b""))
+        if self._taken > self._limit:
+            raise HTTPException(413, f"the body is larger than {self._limit} bytes")
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self._ended = self.complete = True
+        return message
 
 
 class Gate:
@@ -44,6 +79,7 @@ class Gate:
             return  # no websockets
         began = time.perf_counter()
         status = 0
+        body = Body(scope, receive, self._limit(scope), self._service.settings.body_timeout)
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -54,16 +90,18 @@ class Gate:
                     headers.setdefault(name, value)
                 if self._service.settings.tls:
                     headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+                if not body.complete:
+                    headers["Connection"] = "close"  # what still comes of it would be read, and thrown away, for ever
                 if scope["path"].startswith("/api/"):
                     headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
+            refusal = self._refusal(scope) or await self._stranger(scope)
             if refusal is not None:
                 await refusal(scope, receive, send_on)
             else:
-                await self._app(scope, self._bounded(scope, receive), send_on)
+                await self._app(scope, body.receive, send_on)
         finally:
             self._note(scope, status, time.perf_counter() - began)
 
@@ -88,27 +126,22 @@ class Gate:
 
     def _limit(self, scope: Scope) -> int:
         settings = self._service.settings
-        return settings.max_upload if scope["path"].startswith(UPLOADS) else settings.max_body
+        if not scope["path"].startswith(UPLOADS):
+            return settings.max_body
+        return settings.max_upload if scope["path"] == _CONTENT else max(_LARGEST_MANIFEST, settings.max_body)
 
-    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """Return *receive* for a body that may not be larger than the limit, and may not stop in the middle."""
-        limit, taken, complete = self._limit(scope), 0, False
-
-        async def bounded() -> Message:
-            nonlocal taken, complete
-            if complete:
-                return await receive()  # the end of the connection, which may take hours
-            try:
-                message = await asyncio.wait_for(receive(), self._service.settings.body_timeout)
-            except TimeoutError:
-                raise HTTPException(408, "the body does not come") from None
-            taken += len(message.get("body", b""))
-            complete = message["type"] != "http.request" or not message.get("more_body", False)
-            if taken > limit:
-                raise HTTPException(413, f"the body is larger than {limit} bytes")
-            return message
-
-        return bounded
+    async def _stranger(self, scope: Scope) -> ASGIApp | None:
+        """Return the refusal of a large body that comes from somebody who may not send it."""
+        if not scope["path"].startswith(UPLOADS):
+            return None
+        request = Request(scope)
+        try:
+            await anyio.to_thread.run_sync(admit, self._service, request, "user")
+        except ApiError as error:
+            return error_response(error.status, error.what, hint=error.hint, headers=error.headers)
+        except LaunchError as error:
+            return error_response(status_of(error), error.what, where=error.where, hint=error.hint)
+        return None
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route: Any = scope.get("route")

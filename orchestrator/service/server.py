@@ -8,7 +8,8 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
+from orc.orchestrator.service.connections import PromptConnection
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.settings import Settings
 
@@ -72,6 +74,7 @@ def make_server(settings: Settings, app: FastAPI) -> Server:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
         limit_concurrency=_CONNECTIONS,
+        http=cast(type[asyncio.Protocol], partial(PromptConnection, head_timeout_s=settings.body_timeout)),
         h11_max_incomplete_event_size=_LARGEST_HEAD,
         ws="none",
         ssl_certfile=settings.tls_cert,

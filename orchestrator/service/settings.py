@@ -41,7 +41,7 @@ class Settings(BaseModel):
     failed_logins_per_minute: int = Field(10, ge=1, description="refused tokens from one address")
     max_streams: int = Field(1000, ge=1, description="event streams that are open at the same time")
     threads: int = Field(16, ge=2, le=256, description="requests that are worked on at the same time")
-    body_timeout: float = Field(30.0, gt=0, description="longest silence within the body of a request")
+    body_timeout: float = Field(30.0, gt=0, description="longest silence within a request")
     shutdown_timeout: float = Field(20.0, gt=0, description="for requests to finish after SIGTERM")
     poll_interval: float = Field(0.5, gt=0, description="between two looks for new events, while somebody listens")
 

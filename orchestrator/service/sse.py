@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import anyio.to_thread
 from fastapi.responses import StreamingResponse
 
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.service import tokens
+from orc.orchestrator.service.auth import Principal
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError
 
-PING_S = 15.0
+PING_S = 15.0  # so often a stream shows that it lives, and the token it was opened with is looked at again
 RETRY_MS = 2000  # a client comes again after so long; with its last id nothing is lost
 
 
@@ -37,8 +42,10 @@ def last_id(header: str | None, parameter: int | None) -> int | None:
     return parameter
 
 
-def event_stream(service: Service, texts: AsyncGenerator[str]) -> EventStream:
+def event_stream(service: Service, texts: AsyncGenerator[str], principal: Principal) -> EventStream:
     """Return a response of *texts*, with a sign of life while there are none; it ends when the service stops.
+
+    It ends as well when the token of *principal* does.
 
     Raises:
         ApiError: The service is stopping, or too many streams are open.
@@ -48,12 +55,21 @@ def event_stream(service: Service, texts: AsyncGenerator[str]) -> EventStream:
     if service.metrics.streams_open >= service.settings.max_streams:
         raise ApiError(503, "too many event streams are open", headers={"Retry-After": "10"})
     return EventStream(
-        _living(service, texts),
+        _living(service, texts, principal),
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _living(service: Service, texts: AsyncGenerator[str]) -> AsyncIterator[str]:
+def _counts(service: Service, principal: Principal) -> bool:
+    try:
+        with service.clients.client() as client:
+            return tokens.still_counts(client.workspace.ledger, principal.token_id, service.clock())
+    except LaunchError:
+        return True  # a ledger that does not answer for a moment ends no stream
+
+
+async def _living(service: Service, texts: AsyncGenerator[str], principal: Principal) -> AsyncIterator[str]:
+    looked = time.monotonic()
     stopped = asyncio.ensure_future(service.stopping.wait())
     upcoming: asyncio.Future[str] | None = None
     with service.metrics.stream():
@@ -63,6 +79,10 @@ async def _living(service: Service, texts: AsyncGenerator[str]) -> AsyncIterator
                 upcoming = upcoming or asyncio.ensure_future(anext(texts))
                 waited: set[asyncio.Future[Any]] = {upcoming, stopped}
                 await asyncio.wait(waited, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() - looked >= PING_S:
+                    looked = time.monotonic()
+                    if not await anyio.to_thread.run_sync(_counts, service, principal):
+                        return
                 if stopped.done():
                     yield f"retry: {RETRY_MS}\n: the service stops\n\n"
                     return

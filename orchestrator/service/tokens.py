@@ -57,6 +57,11 @@ def find(ledger: Ledger, token: str, now: float) -> TokenRecord | None:
     return record
 
 
+def still_counts(ledger: Ledger, token_id: str, now: float) -> bool:
+    """Return True while the token of that id is valid: for what goes on after it was shown."""
+    return any(record.id == token_id and record.valid(now) for record in every(ledger))
+
+
 def every(ledger: Ledger) -> list[TokenRecord]:
     """Return all tokens, newest first, revoked and expired ones included."""
     with ledger.database.read() as connection:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 
@@ -16,6 +17,7 @@ router = APIRouter(tags=["events"])
 @router.get("/events/stream", response_class=EventStream)
 async def stream_events(
     service: ServiceDep,
+    principal: PrincipalDep,
     after: Annotated[int | None, Query(ge=0, description="Id of the last event that is known")] = None,
     job: Annotated[str | None, Query(max_length=64, description="Events of this job alone")] = None,
     last_event_id: Annotated[str | None, Header(description="Sent by a client that connects again")] = None,
@@ -24,7 +26,7 @@ async def stream_events(
 
     The id of each is the event's. Its data is the event with ``state``, ``name`` and ``owner`` of the job.
     """
-    return event_stream(service, _texts(service, last_id(last_event_id, after), job))
+    return event_stream(service, _texts(service, last_id(last_event_id, after), job), principal)
 
 
 async def _texts(service: Service, after: int | None, job: str | None) -> AsyncGenerator[str]:

@@ -12,6 +12,7 @@ from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.service.api.jobs import JobId
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.log_feed import LogKey, read_at
@@ -110,6 +111,7 @@ def _size(client: Client, key: LogKey) -> int:
 @router.get("/jobs/{job_id}/log/stream", response_class=EventStream)
 def stream_log(
     service: ServiceDep,
+    principal: PrincipalDep,
     job_id: JobId,
     selector: Selector,
     attempt: Attempt = None,
@@ -124,7 +126,7 @@ def stream_log(
     with service.clients.client() as client:
         key = _key(client, job_id, attempt, selector)
     begin = last_id(last_event_id, offset) or 0
-    return event_stream(service, _texts(service, key, begin))
+    return event_stream(service, _texts(service, key, begin), principal)
 
 
 async def _texts(service: Service, key: LogKey, offset: int) -> AsyncGenerator[str]:

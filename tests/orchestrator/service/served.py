@@ -1,0 +1,98 @@
+"""A service in a process of its own, which a test may kill: over a ledger on disk and the fake backend of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from fake_backend import FakeBackend
+
+from orc.orchestrator.client import Client
+from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.service import tokens
+
+FAKES = Path(__file__).parents[1]
+SERVE = """
+import json, sys
+from pathlib import Path
+from fake_backend import FakeBackend
+from orc.orchestrator.client import Client
+from orc.orchestrator.service.server import serve
+from orc.orchestrator.service.settings import Settings
+state = Path(sys.argv[1])
+backend = FakeBackend(state / "fake")
+def open_client():
+    return Client(state, backend_of=lambda _: backend, reconciler=False)
+serve(Settings(**json.loads(sys.argv[2])), open_client, lambda url: print(url, flush=True))
+"""
+
+
+@dataclass
+class Served:
+    """A service that can be started, killed and started again."""
+
+    state_dir: Path
+    settings: dict[str, Any]
+    tokens: dict[str, str] = field(default_factory=dict)  # by user
+    url: str = ""
+    process: subprocess.Popen[str] | None = None
+
+    def open_client(self) -> Client:
+        backend = FakeBackend(self.state_dir / "fake")
+        return Client(self.state_dir, backend_of=lambda _: backend, reconciler=False)
+
+    def start(self) -> Served:
+        path = os.pathsep.join([str(FAKES), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(self.state_dir), json.dumps(self.settings)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url
+        return self
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def memory(self) -> int:
+        """Return the bytes that the service has in memory."""
+        assert self.process is not None
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def http(self, user: str | None = "grace", **options: Any) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.tokens[user]}"} if user else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
+
+    def add_job(self, job_id: str, **columns: Any) -> None:
+        """Write a job into the ledger that waits for ever."""
+        spec = {"name": job_id, "grace": 30.0, "cluster": "local", "script": "train.py"}
+        values = {"name": job_id, "owner": "grace", "tags": {}, **columns}
+        job = NewJob(id=job_id, cluster="local", backend="fake", source="", spec=spec, digests={}, **values)
+        with self.open_client() as client, client.workspace.ledger.transaction() as tx:
+            tx.enqueue(job, "there is no room")
+
+
+def make_served(state_dir: Path, **settings: Any) -> Served:
+    """Return a service that is not started yet, with tokens of ada (admin), grace and alan (users), eve (viewer)."""
+    state_dir.mkdir(mode=0o700)
+    made = Served(state_dir, {"port": 0, "reconciler": False, **settings})
+    with made.open_client() as client:
+        for user, role in (("ada", "admin"), ("grace", "user"), ("alan", "user"), ("eve", "viewer")):
+            made.tokens[user] = tokens.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
+    return made
