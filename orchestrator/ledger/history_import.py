@@ -1,0 +1,227 @@
+"""Import of an exported ledger into an empty ledger, or into another one beside its own jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import LaunchError
+from orc.launchers.ids import JOB_ID
+from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
+from orc.orchestrator.ledger.lifecycle import AttemptState, JobState
+from orc.orchestrator.ledger.version import HEAD
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
+
+_BY_NAME = {table.name: table for table in TABLES}
+# What never changes of a job: two that differ here are two jobs.
+_FIXED = ("name", "cluster", "backend", "created_at", "owner", "source", "digests", "spec")
+_STATES = {"jobs": frozenset(map(str, JobState)), "attempts": frozenset(map(str, AttemptState))}
+Row = dict[str, Any]
+
+
+class ImportRefused(LaunchError):
+    """A file that cannot be imported: nothing was changed."""
+
+
+@dataclass
+class ImportReport:
+    """Rows by table: those that are new, and those that were there already."""
+
+    added: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_BY_NAME, 0))
+    known: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_BY_NAME, 0))
+
+
+def import_history(ledger: Ledger, lines: Iterable[str], where: str = "") -> ImportReport:
+    """Write what `export` has written into *ledger*, all of it or nothing; a second time changes nothing.
+
+    A job that is there already is left as it is. Events get new ids, in their old order. Raises `ImportRefused` for a
+    file that is cut, damaged or of a newer orc, for one that knows more of a job than the ledger, and for another job
+    of the same id; raises `LedgerError`.
+    """
+    report = ImportReport()
+    with ledger.transaction() as tx:
+        importing = _Import(tx.connection, report, where)
+        for table, rows in groupby(_checked_lines(lines, where), key=lambda pair: pair[0]):
+            kept = (row for _, row in rows)
+            while batch := list(islice(kept, BATCH)):
+                importing.add(table, batch)
+    return report
+
+
+def _checked_lines(lines: Iterable[str], where: str) -> Iterator[tuple[ExportedTable, Row]]:
+    """Yield the rows of the file. Raises `ImportRefused` for what is no whole file of this format."""
+    counts = dict.fromkeys(_BY_NAME, 0)
+    order = {name: number for number, name in enumerate(_BY_NAME)}
+    reached, ended = 0, False
+    for number, line in enumerate(lines, 1):
+        place = f"{where}:{number}" if where else f"line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ImportRefused("not a line of JSON", where=place, hint="the file is damaged; export again") from None
+        if number == 1:
+            _check_header(value, place)
+        elif ended:
+            raise ImportRefused("there is more after the end", where=place, hint="import one exported file at a time")
+        elif isinstance(value, dict) and "end" in value:
+            if value["end"] != counts:
+                raise ImportRefused("rows are missing", where=place, hint="the file was changed or cut; export again")
+            ended = True
+        else:
+            table, row = _checked_row(value, place)
+            if order[table.name] < reached:
+                raise ImportRefused(f"a row of {table.name} too late", where=place, hint="keep the order of the lines")
+            reached = order[table.name]
+            counts[table.name] += 1
+            yield table, row
+    if not ended:
+        raise ImportRefused("the file is cut: its last line is missing", where=where, hint="export again")
+
+
+def _check_header(value: Any, place: str) -> None:
+    version = value.get("orc_ledger") if isinstance(value, dict) else None
+    if version is None:
+        raise ImportRefused("not an exported ledger", where=place, hint="`orc export FILE` writes one")
+    if version != FORMAT or str(value.get("schema")) > HEAD:
+        raise ImportRefused(
+            f"a ledger of schema {value.get('schema')!r} in format {version!r}; this orc knows {HEAD!r} and {FORMAT}",
+            where=place,
+            hint="a newer orc wrote it: upgrade orc",
+        )
+
+
+def _checked_row(value: Any, place: str) -> tuple[ExportedTable, Row]:
+    """Return the row of a line: known columns with plain values. Raises `ImportRefused`."""
+    table = _BY_NAME.get(value[0]) if isinstance(value, list) and len(value) == 2 and _is_text(value[0]) else None
+    if table is None or not isinstance(value[1], dict):
+        raise ImportRefused("not a row of a table", where=place, hint="the file is damaged; export again")
+    row: Row = value[1]
+    if unknown := row.keys() - set(table.columns):
+        raise ImportRefused(f"{table.name} has no column {min(unknown)!r}", where=place, hint="upgrade orc")
+    if missing := set(table.columns) - row.keys():
+        raise ImportRefused(f"the column {min(missing)!r} is missing", where=place, hint="export again")
+    if any(isinstance(item, (dict, list)) for item in row.values()):
+        raise ImportRefused("a value is neither text nor number", where=place, hint="export again")
+    job = row[table.job] if table.job else None
+    # Ids become names of directories.
+    if job is not None and not (_is_text(job) and JOB_ID.fullmatch(job)):
+        raise ImportRefused("not a job id", where=place, hint="the file is damaged; export again")
+    if table.name in _STATES and row["state"] not in _STATES[table.name]:
+        raise ImportRefused("not a state", where=place, hint="the file is damaged; export again")
+    return table, row
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+class _Import:
+    """Import under way, in one transaction."""
+
+    def __init__(self, connection: Connection, report: ImportReport, where: str) -> None:
+        self._connection = connection
+        self._report = report
+        self._where = where
+        self._there: set[str] = set()  # jobs of the file that the ledger has had before
+        self._new: set[str] = set()
+        self._audited: set[tuple[Any, ...]] | None = None
+
+    def add(self, table: ExportedTable, rows: list[Row]) -> None:
+        """Write those of *rows* that are new."""
+        chosen: Mapping[str, Callable[[list[Row]], list[Row]]] = {
+            "jobs": self._new_jobs,
+            "groups": self._new_groups,
+            "schedules": self._new_schedules,
+            "quotas": self._new_quotas,
+            "audit": self._new_entries,
+            "pruned_jobs": self._newly_pruned,
+        }
+        fresh = chosen[table.name](rows) if table.name in chosen else self._of_new_jobs(table, rows)
+        # Numbers of events and of the audit log are the ledger's own.
+        columns = [
+            column for column in table.columns if (table.name, column) not in (("events", "id"), ("audit", "id"))
+        ]
+        self._connection.executemany(
+            f"INSERT INTO {table.name} ({', '.join(columns)}) "  # noqa: S608
+            f"VALUES ({', '.join(f':{column}' for column in columns)})",
+            [{column: row[column] for column in columns} for row in fresh],
+        )
+        self._report.added[table.name] += len(fresh)
+        self._report.known[table.name] += len(rows) - len(fresh)
+
+    def _of_new_jobs(self, table: ExportedTable, rows: list[Row]) -> list[Row]:
+        if lost := next((row for row in rows if row[table.job] not in self._there | self._new), None):
+            raise self._refused(f"{table.name} of the job {lost[table.job]}, which is not in the file")
+        return [row for row in rows if row[table.job] in self._new]
+
+    def _new_jobs(self, rows: list[Row]) -> list[Row]:
+        columns = ("id", *_FIXED, "revision", "state")
+        there = {row["id"]: row for row in self._stored("jobs", columns, "id", [row["id"] for row in rows])}
+        for row in rows:
+            found = there.get(row["id"])
+            if found is None:
+                self._new.add(row["id"])
+                continue
+            self._there.add(row["id"])
+            if any(found[column] != row[column] for column in _FIXED):
+                raise self._refused(f"there is another job {row['id']}")
+            if row["revision"] > found["revision"]:
+                raise self._refused(f"the file knows more of the job {row['id']} than the ledger")
+            if row["revision"] == found["revision"] and row["state"] != found["state"]:
+                raise self._refused(f"the job {row['id']} has gone on in both ledgers")
+        fresh = [row for row in rows if row["id"] not in there]
+        # One that was removed by retention comes back from an archive.
+        self._connection.executemany("DELETE FROM pruned_jobs WHERE job_id = :id", [{"id": row["id"]} for row in fresh])
+        return fresh
+
+    def _new_groups(self, rows: list[Row]) -> list[Row]:
+        fixed = ("id", "kind", "name", "owner", "created_at", "spec")
+        there = {row["id"]: row for row in self._stored("groups", fixed, "id", [row["id"] for row in rows])}
+        for row in rows:
+            if row["id"] in there and any(there[row["id"]][column] != row[column] for column in fixed):
+                raise self._refused(f"there is another group {row['id']}")
+        return [row for row in rows if row["id"] not in there]
+
+    def _new_schedules(self, rows: list[Row]) -> list[Row]:
+        there = {row["id"] for row in self._stored("schedules", ("id",), "id", [row["id"] for row in rows])}
+        fresh = [row for row in rows if row["id"] not in there]
+        for row in fresh:
+            row["enabled"] = bool(row["enabled"])
+            same = "SELECT id FROM schedules WHERE owner = :owner AND name = :name"
+            if self._connection.tuples(same, {"owner": row["owner"], "name": row["name"]}):
+                raise self._refused(f"there is another schedule {row['name']!r} of {row['owner']!r}")
+        return fresh
+
+    def _new_quotas(self, rows: list[Row]) -> list[Row]:
+        there = set(self._connection.tuples("SELECT scope, name, resource FROM quotas"))
+        return [row for row in rows if (row["scope"], row["name"], row["resource"]) not in there]
+
+    def _new_entries(self, rows: list[Row]) -> list[Row]:
+        columns = _BY_NAME["audit"].columns[1:]
+        if self._audited is None:
+            self._audited = set(self._connection.tuples(f"SELECT {', '.join(columns)} FROM audit"))  # noqa: S608
+        return [row for row in rows if tuple(row[column] for column in columns) not in self._audited]
+
+    def _newly_pruned(self, rows: list[Row]) -> list[Row]:
+        ids = [row["job_id"] for row in rows]
+        there = {row["job_id"] for row in self._stored("pruned_jobs", ("job_id",), "job_id", ids)}
+        there |= {row["id"] for row in self._stored("jobs", ("id",), "id", ids)}
+        return [row for row in rows if row["job_id"] not in there]
+
+    def _stored(self, table: str, columns: tuple[str, ...], key: str, values: list[Any]) -> list[Row]:
+        found: list[Row] = []
+        for start in range(0, len(values), 500):
+            chosen = {f"i{i}": value for i, value in enumerate(values[start : start + 500])}
+            marks = ", ".join(f":{name}" for name in chosen)
+            query = f"SELECT {', '.join(columns)} FROM {table} WHERE {key} IN ({marks})"  # noqa: S608
+            found += [dict(zip(columns, row, strict=True)) for row in self._connection.tuples(query, chosen)]
+        return found
+
+    def _refused(self, what: str) -> ImportRefused:
+        return ImportRefused(what, where=self._where, hint="nothing was changed; import it into an empty ledger")
