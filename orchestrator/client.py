@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.functions.calls import FunctionCalls
+from orc.orchestrator.insight.calls import InsightCalls
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.notifications.calls import NotificationCalls
 from orc.orchestrator.views import EventView, JobRow, JobView
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, QueueReport
-    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.engine.pass_report import PassReport
     from orc.orchestrator.insight.metrics import Reader
@@ -33,7 +35,7 @@ _INTERVAL_AWAY = (1.0, 10.0)
 _SETTLE_S = 5.0
 
 
-class Client(FunctionCalls):
+class Client(FunctionCalls, InsightCalls, NotificationCalls):
     """Submit jobs, follow them, end them.
 
     Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
@@ -71,6 +73,7 @@ class Client(FunctionCalls):
         self.workspace = Workspace(
             state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
         )
+        self.serves = False  # many people, in a service: the addresses that their jobs bring along are limited
         # Another process could not use backends that exist in this one only.
         self._detaches = reconciler and backend_of is None
         self.workspace.on_live_job = self._start_reconciler
@@ -93,10 +96,17 @@ class Client(FunctionCalls):
         return self._clusters_file or paths.clusters_file()
 
     def leave_reconciler(self) -> None:
-        """Start a detached reconciler where jobs are live and none runs: what was begun is finished by it."""
+        """Start a detached reconciler where there is work for one and none runs: live jobs, notifications to send."""
         ledger = self.workspace.ledger
-        if self._detaches and not ledger.volatile and ledger.any_active():
+        if self._detaches and not ledger.volatile and (ledger.any_active() or self._any_due()):
             self._start_reconciler()
+
+    def _any_due(self) -> bool:
+        from orc.orchestrator.ledger import outbox
+
+        with self.workspace.ledger.database.read() as connection:
+            at = outbox.next_due(connection)
+        return at is not None and at <= self.workspace.clock()
 
     def _start_reconciler(self) -> None:
         if self._detaches:
@@ -142,10 +152,18 @@ class Client(FunctionCalls):
         progress = on_progress or silent
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
+        loaded = loaded._replace(spec=self._subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
         source = str(loaded.source_path.absolute()) if loaded.source_path else ""
         record = start(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
         return self._submitted(record)
+
+    def _subscribed(self, spec: JobSpec) -> JobSpec:
+        """Return *spec* with whom the settings tell of every job. Raises `LaunchError` for a wrong address."""
+        from orc.orchestrator.notifications.settings import load_settings
+        from orc.orchestrator.notifications.targets import Policy, subscribed
+
+        return subscribed(spec, load_settings(), Policy(service=self.serves))
 
     def resubmit(
         self,

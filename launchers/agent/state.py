@@ -107,7 +107,7 @@ class NodeState:
         self.min_nodes = config.min_nodes or self.nnodes
         self.lost: set[int] = set()  # nodes that the gang goes on without
         self.stacks: Any = None  # what this node has been asked for
-        self.stalled = False  # a rank has reported a stall
+        self.stalled = ""  # what a rank has reported of a stall
         self.unexplained: tuple[Rank, float] | None = None  # a failed launcher, until (monotonic) another node says why
         self.watch = [0] if node else list(range(1, self.nnodes))
         self.seen: dict[int, tuple[object, float]] = {}  # peer -> (its last heartbeat, when it was new, monotonic)
@@ -215,6 +215,7 @@ class NodeState:
             "state": state,
             "ranks_alive": alive,
             "progress": progress,
+            "stall": self.stalled,
         }
         try:
             began = self.owner_fence.clock()

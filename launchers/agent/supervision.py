@@ -162,8 +162,8 @@ class Supervisor(NodeState):
 
     def answer_stack_requests(self) -> None:
         """Answer requests for the stacks of the ranks. A rank that stalls causes one for those of all."""
-        if not self.stalled and self.state == "running" and self.stall():
-            self.stalled = True
+        if not self.stalled and self.state == "running" and (report := self.stall()):
+            self.stalled = report
             try:
                 from orc.launchers.agent.stacks import ask
 

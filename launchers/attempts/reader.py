@@ -82,9 +82,12 @@ class AttemptRecords:
 
     @property
     def progress(self) -> Mapping[str, Any]:
-        """The runtime's newest ``{"step": ..., "epoch": ..., "loss": ...}``."""
-        found = [beat["progress"] for _, beat in sorted(self.heartbeats.items()) if beat.get("progress")]
-        return max(found, key=lambda progress: _number(progress.get("step")), default={})
+        """The runtime's newest ``{"step": ..., "epoch": ..., "loss": ...}``; ``stall`` is its watchdog's report."""
+        beats = [beat for _, beat in sorted(self.heartbeats.items())]
+        found = [beat["progress"] for beat in beats if beat.get("progress")]
+        newest: Mapping[str, Any] = max(found, key=lambda progress: _number(progress.get("step")), default={})
+        stall = next((str(beat["stall"]) for beat in beats if beat.get("stall")), "")
+        return {**newest, "stall": stall} if stall else newest
 
     def verdict(self) -> AttemptExit | None:
         """The merged exit records; `None` while there is nothing to judge by.

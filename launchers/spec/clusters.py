@@ -15,7 +15,7 @@ from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.network import Network
-from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, ShellLines, Variables, Whole
+from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, Number, ShellLines, Variables, Whole
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
@@ -29,6 +29,17 @@ class Limits(FrozenModel):
     max_jobs_per_user: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Jobs of one user.")
     max_gpus: Annotated[Whole, Field(ge=0)] | None = Field(None, description="GPUs of all jobs.")
     max_gpus_per_user: Annotated[Whole, Field(ge=0)] | None = Field(None, description="GPUs of the jobs of one user.")
+
+
+class Prices(FrozenModel):
+    """Prices of a cluster, for `orc cost`. What is not given is unknown, not free."""
+
+    node_hour: Annotated[Number, Field(ge=0)] | None = Field(None, description="Of one node for one hour.")
+    gpu_hour: Annotated[Number, Field(ge=0)] | None = Field(None, description="Of one GPU, beside its node.")
+    instance_hour: dict[str, Annotated[Number, Field(ge=0)]] = Field(
+        {}, description="Of one machine by its type, in place of both."
+    )
+    currency: Name = Field("USD", description="Their currency.")
 
 
 class Cluster(FrozenModel):
@@ -50,6 +61,7 @@ class Cluster(FrozenModel):
     lost_after: Duration | None = Field(
         None, description="For how long an attempt that is gone without a record may come back before it is LOST."
     )
+    prices: Prices | None = Field(None, description="What its hours cost.")
     options: dict[str, Any] = Field({}, description="Settings of the kind.")
 
     @field_validator("root")

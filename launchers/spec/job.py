@@ -13,6 +13,7 @@ from orc.launchers.spec import grammar
 from orc.launchers.spec.environment import Environment
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
+from orc.launchers.spec.notify import Subscriptions
 from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellLines, Text, Variables, Whole
 from orc.launchers.spec.relations import DependsOn, Inputs, Outputs
 from orc.launchers.spec.retry import Retry as Retry
@@ -214,6 +215,7 @@ class JobSpec(FrozenModel):
     )
     inputs: Inputs = Field({}, description="Artefacts of other jobs, by name: JOB.OUTPUT.")
     outputs: Outputs = Field({}, description="Files and directories that other jobs can take, by name.")
+    notify: Subscriptions = Field((), description="Who is told when the job starts, ends, fails, is requeued, stalls.")
 
     @property
     def argv(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "exec": "Run a program beside a running job, on its node.",
         "ssh": "A shell on a node of a running job.",
         "events": "The history of a job.",
+        "notifications": "What was told to whom; retry, and test a target.",
     },
     "Set up": {
         "login": "Use a service instead of the ledger of this machine.",

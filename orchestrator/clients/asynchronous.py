@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.clients import flows, requests, transport
+from orc.orchestrator.clients import flows, reports, requests, transport
 from orc.orchestrator.clients.logins import Login, checked_url
 from orc.orchestrator.clients.uploads import silent
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.clients.protocol import ProgressCallback
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.notifications.calls import NotificationView
     from orc.orchestrator.views import EventView, JobRow, JobView
 
 Answer = TypeVar("Answer")
@@ -196,6 +197,32 @@ class AsyncServiceClient:
         """Return what the training of a job has measured so far, oldest first."""
         lines, _ = await self.ask(requests.metrics(job_id))
         return lines
+
+    async def notifications(
+        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
+    ) -> list[NotificationView]:
+        """Return what was told to whom, newest first. Arguments as of `Client.notifications`."""
+        return await self.ask(reports.notifications(job_id, states, limit))
+
+    async def retry_notifications(self, job_id: str) -> int:
+        """Make the notifications about a job that were given up due again; return how many there were."""
+        return await self.ask(reports.retry_notifications(job_id))
+
+    async def diff(self, a: str, b: str) -> dict[str, Any]:
+        """Return what differs between two jobs, as `Client.diff` does."""
+        return await self.ask(reports.diff(a, b))
+
+    async def costs(
+        self,
+        *,
+        by: str = "job",
+        job_ids: Sequence[str] | None = None,
+        owner: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+    ) -> dict[str, Any]:
+        """Return hours of nodes and GPUs, and what they cost. Arguments as of `Client.costs`."""
+        return await self.ask(reports.costs(by, job_ids, owner, since, until))
 
     async def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from orc.launchers.errors import LaunchError
     from orc.launchers.spec import LoadedJob
     from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.notifications.calls import NotificationView
     from orc.orchestrator.views import EventView, JobRow, JobView
 
 ProgressCallback = Callable[[str, Mapping[str, Any]], None]
@@ -153,6 +154,32 @@ class JobsClient(Protocol):
 
     def metrics(self, job_id: str) -> MetricsReader:
         """Return a reader of what the training of a job measures."""
+        ...
+
+    def notifications(
+        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
+    ) -> list[NotificationView]:
+        """Return what was told to whom, newest first."""
+        ...
+
+    def retry_notifications(self, job_id: str) -> int:
+        """Make the notifications about a job that were given up due again; return how many there were."""
+        ...
+
+    def diff(self, a: str, b: str) -> dict[str, Any]:
+        """Return what differs between two jobs."""
+        ...
+
+    def costs(
+        self,
+        *,
+        by: str = "job",
+        job_ids: Sequence[str] | None = None,
+        owner: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+    ) -> dict[str, Any]:
+        """Return hours of nodes and GPUs, and what they cost."""
         ...
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.orchestrator.clients import flows, requests, transport
+from orc.orchestrator.clients import flows, reports, requests, transport
 from orc.orchestrator.clients.errors import NeedsLedger
 from orc.orchestrator.clients.following import follow_log
 from orc.orchestrator.clients.logins import Login, checked_url
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.clients.protocol import ProgressCallback
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.notifications.calls import NotificationView
     from orc.orchestrator.views import EventView, JobRow, JobView
 
 Answer = TypeVar("Answer")
@@ -244,6 +245,34 @@ class ServiceClient:
     def metrics(self, job_id: str) -> ServiceMetrics:
         """Return a reader of what the training of a job measures."""
         return ServiceMetrics(self, job_id)
+
+    # -- reports
+
+    def notifications(
+        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
+    ) -> list[NotificationView]:
+        """Return what was told to whom, newest first. Arguments as of `Client.notifications`."""
+        return self.ask(reports.notifications(job_id, states, limit))
+
+    def retry_notifications(self, job_id: str) -> int:
+        """Make the notifications about a job that were given up due again; return how many there were."""
+        return self.ask(reports.retry_notifications(job_id))
+
+    def diff(self, a: str, b: str) -> dict[str, Any]:
+        """Return what differs between two jobs, as `Client.diff` does."""
+        return self.ask(reports.diff(a, b))
+
+    def costs(
+        self,
+        *,
+        by: str = "job",
+        job_ids: Sequence[str] | None = None,
+        owner: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+    ) -> dict[str, Any]:
+        """Return hours of nodes and GPUs, and what they cost. Arguments as of `Client.costs`."""
+        return self.ask(reports.costs(by, job_ids, owner, since, until))
 
     # -- clusters
 

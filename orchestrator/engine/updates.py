@@ -75,7 +75,10 @@ def update_from_observation(
         first_negative_at=None,
     )
     job_set = _changed(job, reason=seen.reason, poll_error_at=None)
-    return JobUpdate(_moves(attempt.state, attempt.restarts, attempt.number, seen), job_set, attempt_set)
+    events = _moves(attempt.state, attempt.restarts, attempt.number, seen)
+    if (stall := seen.progress.get("stall")) and stall != attempt.progress.get("stall"):
+        events = (*events, Event(Kind.STALLED, attempt.number, {"reason": stall}))
+    return JobUpdate(events, job_set, attempt_set)
 
 
 def _moves(state: AttemptState, restarts: int, number: int, seen: Observation) -> tuple[Event, ...]:

@@ -76,6 +76,7 @@ class Kind(enum.StrEnum):
     RELEASED = "released"  # certainly not there: may be sent again
     RUNNING = "running"
     REQUEUED = "requeued"  # the backend itself put it back
+    STALLED = "stalled"  # the runtime's watchdog has reported a stall
     CANCEL_SENT = "cancel_sent"
     DUPLICATE = "duplicate"  # a second copy was sent; the agents' lease keeps it from running
     SUCCEEDED = "succeeded"
@@ -150,6 +151,7 @@ RULES: Mapping[Kind, Rule] = {
     Kind.RELEASED: Rule(_jobs(_J.SUBMITTING), _J.PREPARED, _attempts(_A.SUBMITTING, _A.AMBIGUOUS), _A.PREPARED),
     Kind.RUNNING: Rule(_jobs(_J.PENDING), _J.RUNNING, _attempts(_A.PENDING), _A.RUNNING),
     Kind.REQUEUED: Rule(_AT_BACKEND, _J.PENDING, _SEEN, _A.PENDING),
+    Kind.STALLED: Rule(_AT_BACKEND, None, _SEEN, None),
     Kind.CANCEL_SENT: Rule(_AT_BACKEND, None, _SEEN, None),
     Kind.DUPLICATE: Rule(frozenset(JobState), None, frozenset(AttemptState), None),
     Kind.SUCCEEDED: Rule(_AT_BACKEND, None, _SEEN, _A.SUCCEEDED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ class Notification:
     next_at: float
     last_error: str
     created_at: float
+
+    @property
+    def message_id(self) -> str:
+        """Id that every copy of it has, and nothing else."""
+        return f"{self.job_id}-{self.event_id}-{hashlib.sha256(self.target.encode()).hexdigest()[:10]}"
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Notification:
@@ -73,6 +79,12 @@ def due(connection: Connection, now: float, limit: int) -> list[Notification]:
     return [Notification.from_row(row) for row in rows]
 
 
+def next_due(connection: Connection) -> float | None:
+    """Return when the next notification is to be sent, `None` where none is."""
+    ((at,),) = connection.tuples("SELECT min(next_at) FROM notifications WHERE state = 'due'")
+    return None if at is None else float(at)
+
+
 def take(connection: Connection, notification: Notification, until: float) -> bool:
     """Take it for sending: nobody else finds it due before *until*. False when another was faster."""
     taken = connection.execute(
@@ -94,7 +106,8 @@ def failed(connection: Connection, notification_id: int, error: str, next_at: fl
     """Note that it has not arrived; it is due again at *next_at*, never without one."""
     change = "state = 'dead'" if next_at is None else "next_at = :next_at"
     values = {"id": notification_id, "error": error} | ({} if next_at is None else {"next_at": next_at})
-    connection.execute(f"UPDATE notifications SET {change}, last_error = :error WHERE id = :id", values)  # noqa: S608
+    change += ", last_error = :error"
+    connection.execute(f"UPDATE notifications SET {change} WHERE id = :id AND state = 'due'", values)  # noqa: S608
 
 
 def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:
@@ -104,6 +117,32 @@ def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:
         {"id": job_id},
     )
     return [Notification.from_row(row) for row in rows]
+
+
+def listed(
+    connection: Connection, *, job_id: str | None = None, states: Sequence[str] = (), limit: int
+) -> list[Notification]:
+    """Return notifications (about a job, in one of *states*), newest first, *limit* at most."""
+    chosen = {f"s{i}": state for i, state in enumerate(states)}
+    where = [f"state IN ({', '.join(f':{name}' for name in chosen)})"] if chosen else ["1 = 1"]
+    parameters: dict[str, Any] = {**chosen}
+    if job_id is not None:
+        where.append("job_id = :job")
+        parameters["job"] = job_id
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM notifications WHERE {' AND '.join(where)} "  # noqa: S608
+        f"ORDER BY id DESC LIMIT {int(limit)}",
+        parameters,
+    )
+    return [Notification.from_row(row) for row in rows]
+
+
+def revive(connection: Connection, job_id: str, now: float) -> int:
+    """Make the dead notifications about a job due again, with all their tries before them; the number of them."""
+    return connection.execute(
+        "UPDATE notifications SET state = 'due', tries = 0, next_at = :now WHERE job_id = :id AND state = 'dead'",
+        {"id": job_id, "now": now},
+    )
 
 
 def counts(connection: Connection) -> dict[str, int]:

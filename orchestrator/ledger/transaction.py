@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.ledger.database import Connection
@@ -11,6 +11,7 @@ from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.queries import read_failed_hosts, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
+from orc.orchestrator.ledger.subscriptions import announce
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
@@ -230,7 +231,7 @@ class Transaction:
             {**values, "key_job": job_id, "key_number": number},
         )
 
-    def _append(self, job_id: str, events: Iterable[Event]) -> None:
+    def _append(self, job_id: str, events: Sequence[Event]) -> None:
         self.connection.executemany(
             "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
             [
@@ -238,3 +239,4 @@ class Transaction:
                 for e in events
             ],
         )
+        announce(self.connection, job_id, events, self.now)

@@ -40,6 +40,7 @@ class LedgerClients:
                 kept = None
             if kept is None:
                 client = self._open()
+                client.serves = True
                 kept = (client, _stamp(client.clusters_file))
             ledger = kept[0].workspace.ledger
             if writes and ledger.volatile:

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +17,9 @@ from fastapi import FastAPI
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
+from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.notifications.deliverer import Deliverer
+from orc.orchestrator.notifications.targets import Policy
 from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.connections import PromptConnection
@@ -108,9 +112,11 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
     server = make_server(settings, app)
     service: Service = app.state.service
     stop = threading.Event()
+    deliverer = _deliverer(open_client) if settings.reconciler else nullcontext()
     driver = _start_driver(service, open_client, stop) if settings.reconciler else None
     try:
-        asyncio.run(_serve(server, settings, on_listening))
+        with deliverer:
+            asyncio.run(_serve(server, settings, on_listening))
     finally:
         stop.set()
         if driver is not None:
@@ -145,6 +151,15 @@ def _bind(settings: Settings) -> list[socket.socket]:
             f"cannot listen there: {error.strerror or error}", where=where, hint="another --port, or 0 for a free one"
         ) from None
     return [bound]
+
+
+def _deliverer(open_client: Callable[[], Client]) -> Deliverer:
+    """Return the thread that delivers notifications, beside the passes: a target never keeps them waiting."""
+
+    def open_ledger() -> Ledger:
+        return open_client().workspace.ledger
+
+    return Deliverer(open_ledger, policy=Policy(service=True), report_line=logger.warning)
 
 
 def _start_driver(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from orc.orchestrator.cli.options import json_option
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
 
 
 @click.command("reconcile", hidden=True)
@@ -16,6 +20,7 @@ def command(as_json: bool) -> None:
     from orc.orchestrator.cli.ui.output import echo, echo_json_line
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
+    from orc.orchestrator.notifications.deliverer import Deliverer, drain
 
     def report_line(text: str) -> None:
         if as_json:
@@ -23,4 +28,11 @@ def command(as_json: bool) -> None:
         else:
             echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
-    detached.run(lambda: Client(reconciler=False), report_line)
+    def open_ledger() -> Ledger:
+        return Client(reconciler=False).workspace.ledger
+
+    with Deliverer(open_ledger, report_line=report_line):
+        detached.run(lambda: Client(reconciler=False), report_line)
+    with Client(reconciler=False) as client:
+        # The last job's end is told, too.
+        drain(client.workspace.ledger, until=lambda: not client.workspace.state_dir.is_dir())

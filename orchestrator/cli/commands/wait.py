@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @click.command("wait")
 @optional_jobs_argument
 @click.option("--timeout", type=SECONDS, metavar="SECONDS", help="Give up after this time: exit status 6.")
+@click.option("--bell", is_flag=True, help="Ring when they have ended, here and on the desktop.")
 @output_options("json", "yaml", "name")
-def command(jobs: tuple[str, ...], timeout: float | None, form: str | None) -> int:
+def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str | None) -> int:
     """Wait until JOBs have ended; without one, the newest.
 
     Exit status: 0 all succeeded, 1 one failed, 3 one was cancelled, 6 timed out.
@@ -36,6 +37,10 @@ def command(jobs: tuple[str, ...], timeout: float | None, form: str | None) -> i
                 shown.show(jobtext.headline(view))
 
         views = client.wait(ids, timeout_s=timeout, on_change=on_change)
+    if bell:
+        from orc.orchestrator.cli.ui.bell import ring
+
+        ring("orc", [jobtext.headline(view) for view in views])
     found = {"jobs": [view.to_dict() for view in views], "timed_out": not all(v.ended for v in views)}
     if form == "name":
         echo("\n".join(view.id for view in views))

@@ -71,6 +71,7 @@ _SAY: Mapping[str, Callable[[Data], str]] = {
     Kind.RELEASED: _with("the cluster has certainly not got it; it is sent again"),
     Kind.RUNNING: _hosts("running on", "running"),
     Kind.REQUEUED: _requeued,
+    Kind.STALLED: _with("the training has stalled"),
     Kind.CANCEL_SENT: lambda data: "the cluster was told to stop it",
     Kind.DUPLICATE: _with("a second copy was sent, which does not run", "native_id"),
     Kind.SUCCEEDED: lambda data: "ended well",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from orc.orchestrator.service.api import clusters, events, health, insight, jobs, logs, sessions, tokens
+from orc.orchestrator.service.api import clusters, events, health, insight, jobs, logs, reports, sessions, tokens
 
 # Below /api/v1.
 ROUTERS: tuple[APIRouter, ...] = (
     sessions.router,
     jobs.router,
     insight.router,
+    reports.router,
     events.router,
     logs.router,
     clusters.router,

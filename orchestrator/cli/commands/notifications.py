@@ -1,0 +1,101 @@
+"""`orc notifications`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import json_option, output_options
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.notifications.calls import NotificationView
+
+
+@click.group("notifications")
+def command() -> None:
+    """List notifications, retry those that were given up, test a target."""
+
+
+@command.command("list")
+@click.option("--job", metavar="JOB", help="Only those about this job.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(["due", "sent", "dead"]),
+    help="So. May be repeated.",
+)
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many at most.")
+@output_options("json", "yaml")
+def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str | None) -> None:
+    """List notifications, newest first: what is due, what was sent, what was given up and why."""
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import output
+
+    client = open_client()
+    found = client.notifications(job_id=client.resolve(job) if job else None, states=states, limit=limit)
+    if output.document({"notifications": [one.to_dict() for one in found]}, form):
+        return
+    if not found:
+        echo("no notifications", err=True)
+        return
+    echo(
+        output.table(["ID", "JOB", "EVENT", "TARGET", "STATE", "TRIES", "NEXT", "ERROR"], [_row(one) for one in found])
+    )
+
+
+def _row(one: NotificationView) -> list[str]:
+    from orc.orchestrator.cli.ui import jobtext, output
+
+    next_at = "-" if one.next_at is None else output.clock(one.next_at)
+    error = jobtext.first_line(one.error)
+    return [str(one.id), one.job, one.event, one.target, one.state, str(one.tries), next_at, error]
+
+
+@command.command("retry")
+@click.argument("jobs", metavar="[JOB]...", nargs=-1)
+@json_option
+def retry_command(jobs: tuple[str, ...], as_json: bool) -> None:
+    """Send notifications about JOBs that were given up after all; without one, those about all jobs."""
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    client = open_client()
+    chosen = [client.resolve(job) for job in jobs]
+    if not jobs:
+        chosen = list(dict.fromkeys(one.job for one in client.notifications(states=("dead",), limit=500)))
+    count = sum(client.retry_notifications(job_id) for job_id in chosen)
+    if as_json:
+        echo_json({"due": count})
+    else:
+        echo(f"{count} due again")
+
+
+@command.command("test")
+@click.argument("target")
+@json_option
+def test_command(target: str, as_json: bool) -> None:
+    """Send a test to TARGET now, from here: a name of notifications.yaml, or an address as in a job file."""
+    import time
+    import uuid
+
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.secrets import resolve_secrets
+    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.notifications.delivery import send
+    from orc.orchestrator.notifications.posting import Undelivered
+    from orc.orchestrator.notifications.settings import load_settings
+    from orc.orchestrator.notifications.targets import Policy, target_of
+
+    found = target_of(target, load_settings(), Policy(), resolve_secrets)
+    payload: dict[str, object] = {"event": "test", "job": "orc", "reason": "orc notifications test"}
+    try:
+        send(found, payload, f"test-{uuid.uuid4().hex[:12]}", time.time())
+    except Undelivered as error:
+        raise LaunchError(f"the test did not arrive: {error}", where=found.shown) from None
+    if as_json:
+        echo_json({"target": found.shown, "sent": True})
+    else:
+        echo(f"sent to {found.shown}")

@@ -1,0 +1,69 @@
+"""Usage: the attempts that have run on nodes, for reports of hours and costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orc.orchestrator.ledger.database import Connection
+
+_ROWS = 2000  # of one query: specifications are long
+
+
+class Usage(NamedTuple):
+    """Use of nodes by one attempt. Times are seconds since the epoch."""
+
+    job: str
+    attempt: int
+    owner: str
+    project: str
+    cluster: str
+    hosts: int
+    started_at: float
+    ended_at: float | None  # None: it still runs
+    spec: Mapping[str, Any]
+    tags: Mapping[str, str]
+
+
+def read_usage(
+    connection: Connection,
+    *,
+    job_ids: Sequence[str] | None = None,
+    owner: str | None = None,
+    since: float | None = None,
+    until: float | None = None,
+) -> Iterator[Usage]:
+    """Yield the attempts that ran between *since* and *until*, by job and number, page by page."""
+    where, fixed = ["a.started_at IS NOT NULL"], dict[str, Any]()
+    for condition, name, value in (
+        ("(a.ended_at IS NULL OR a.ended_at > :since)", "since", since),
+        ("a.started_at < :until", "until", until),
+        ("j.owner = :owner", "owner", owner),
+    ):
+        if value is not None:
+            where.append(condition)
+            fixed[name] = value
+    if job_ids is not None:
+        chosen = {f"i{i}": job_id for i, job_id in enumerate(job_ids)}
+        where.append(f"j.id IN ({', '.join(f':{name}' for name in chosen)})" if chosen else "1 = 0")
+        fixed |= chosen
+    after: tuple[str, int] = ("", 0)
+    while True:
+        rows = connection.tuples(
+            "SELECT j.id, a.number, j.owner, j.project, j.cluster, a.hosts, a.started_at, a.ended_at, j.spec "  # noqa: S608
+            f"FROM attempts a JOIN jobs j ON j.id = a.job_id WHERE {' AND '.join(where)} "
+            "AND (j.id > :job OR (j.id = :job AND a.number > :number)) ORDER BY j.id, a.number LIMIT :rows",
+            {**fixed, "job": after[0], "number": after[1], "rows": _ROWS},
+        )
+        if not rows:
+            return
+        tags: dict[str, dict[str, str]] = {}
+        bounds = {"first": rows[0][0], "last": rows[-1][0]}
+        query = "SELECT job_id, key, value FROM job_tags WHERE job_id >= :first AND job_id <= :last"
+        for job_id, key, value in connection.tuples(query, bounds):
+            tags.setdefault(job_id, {})[key] = value
+        for job, number, who, project, cluster, hosts, started, ended, spec in rows:
+            count = len(json.loads(hosts))
+            yield Usage(job, number, who, project, cluster, count, started, ended, json.loads(spec), tags.get(job, {}))
+        after = (rows[-1][0], rows[-1][1])

@@ -1,0 +1,1 @@
+"""Notifications: what people are told of their jobs, and how it reaches them."""

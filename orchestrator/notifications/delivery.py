@@ -1,0 +1,144 @@
+"""Delivery: what is due in the outbox is sent, at least once, by whoever takes it first."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError
+from orc.launchers.secrets import resolve_secrets
+from orc.orchestrator.ledger import outbox
+from orc.orchestrator.ledger.outbox import Notification
+from orc.orchestrator.notifications import message
+from orc.orchestrator.notifications.mailing import send_mail
+from orc.orchestrator.notifications.posting import TOTAL_S, Undelivered, post
+from orc.orchestrator.notifications.settings import Settings, load_settings
+from orc.orchestrator.notifications.targets import Policy, Refused, Secrets, Target, shown, target_of
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
+
+MAX_TRIES = 12  # with these pauses, over about two and a half hours
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 3600.0
+TAKEN_S = 3 * TOTAL_S  # longer than any delivery takes
+AT_ONCE = 8
+
+
+@dataclass
+class Report:
+    """Report of one round of deliveries."""
+
+    sent: int = 0
+    again: int = 0  # are tried again
+    dead: list[str] = field(default_factory=list)  # why nobody tries again
+
+
+def deliver_due(
+    ledger: Ledger,
+    *,
+    settings: Callable[[], Settings] = load_settings,
+    policy: Policy = Policy(),  # noqa: B008 - frozen
+    secrets: Secrets = resolve_secrets,
+    clock: Callable[[], float] = time.time,
+) -> Report:
+    """Deliver what is due now, at most `AT_ONCE` at a time; returns after all of it has been tried once.
+
+    Args:
+        ledger: The ledger; of this thread.
+        settings: Reads the settings, when something is due.
+        policy: What addresses of jobs may be.
+        secrets: Looks up the values of secrets.
+        clock: The time.
+
+    Raises:
+        LedgerError: The ledger cannot be read or written.
+    """
+    report = Report()
+    began = clock()
+    if ledger.volatile:  # nothing could be marked as sent
+        return report
+    while batch := _take(ledger, began, clock()):
+        try:
+            given: Settings | LaunchError = settings()
+        except LaunchError as error:  # a mistake in the file: what is due waits until it is mended
+            given = error
+        with ThreadPoolExecutor(AT_ONCE, "orc-notify") as threads:
+            outcomes = threads.map(partial(_deliver, given, policy, secrets, clock), batch)
+            for notification, outcome in zip(batch, outcomes, strict=True):
+                _mark(ledger, notification, outcome, clock(), report)
+    return report
+
+
+def _take(ledger: Ledger, due_at: float, now: float) -> list[Notification]:
+    with ledger.database.read() as connection:
+        found = outbox.due(connection, due_at, AT_ONCE)
+    if not found:
+        return []
+    with ledger.database.write() as connection:
+        taken = [one for one in found if outbox.take(connection, one, now + TAKEN_S)]
+    # Somebody else has taken them all: there may be more.
+    return taken or _take(ledger, due_at, now)
+
+
+def _deliver(
+    settings: Settings | LaunchError,
+    policy: Policy,
+    secrets: Secrets,
+    clock: Callable[[], float],
+    notification: Notification,
+) -> Exception | None:
+    """Try once; return what went wrong."""
+    try:
+        if isinstance(settings, LaunchError):
+            raise Undelivered(str(settings))
+        target = target_of(notification.target, settings, policy, secrets)
+        send(target, dict(notification.payload), notification.message_id, clock())
+    except Exception as error:  # noqa: BLE001 - it is written down, and others have to be told all the same
+        return error
+    return None
+
+
+def send(target: Target, payload: dict[str, object], message_id: str, now: float) -> None:
+    """Tell *target*. Raises `Undelivered`, or `Refused` where it makes no sense to try again."""
+    payload = {**payload, "id": message_id}
+    if target.kind == "email" and target.mail:
+        send_mail(target, message.mail(payload, message_id, target.mail.sender, target.to, now))
+        return
+    body = message.slack_body(payload) if target.kind == "slack" else message.webhook_body(payload)
+    headers = {"content-type": "application/json", "user-agent": "orc", "webhook-id": message_id}
+    headers["webhook-timestamp"] = str(int(now))
+    if target.key:
+        headers["webhook-signature"] = message.signature(target.key, message_id, int(now), body)
+    post(target, body, headers)
+
+
+def _mark(ledger: Ledger, one: Notification, error: Exception | None, now: float, report: Report) -> None:
+    tries = one.tries + 1
+    if error is None:
+        report.sent += 1
+        with ledger.database.write() as connection:
+            outbox.sent(connection, one.id)
+        return
+    known = isinstance(error, (Undelivered, Refused))
+    why = str(error) if known else f"{type(error).__name__} while it was sent"
+    again_at = None
+    if isinstance(error, Undelivered) and tries < MAX_TRIES:
+        again_at = now + max(pause(tries), error.after_s)
+        report.again += 1
+    else:
+        why += f" (after {tries} tries)" if isinstance(error, Undelivered) else ""
+        report.dead.append(f"{shown(one.target)}: {why}")
+    with ledger.database.write() as connection:
+        outbox.failed(connection, one.id, why, again_at)
+
+
+def pause(tries: int) -> float:
+    """Return the seconds before the next try: doubled each time, and never the same for two."""
+    length = min(FIRST_PAUSE_S * 2.0 ** (tries - 1), LONGEST_PAUSE_S)
+    return length * random.uniform(0.8, 1.2)  # noqa: S311

@@ -1,0 +1,107 @@
+"""Posting over HTTP: one request, no redirects, limited in time, and for jobs of a service only to public addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from orc.orchestrator.notifications.targets import Refused, Target
+
+STEP_S = 10.0  # for each of: connect, write, the next bytes of the answer
+TOTAL_S = 30.0  # for all of it: an answer may come byte by byte
+_AGAIN = frozenset({408, 409, 425, 429})
+
+
+class Undelivered(Exception):
+    """A delivery that may work later. *after_s* is how long the other side wants to be left alone."""
+
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+def post(target: Target, body: bytes, headers: Mapping[str, str]) -> None:
+    """Post *body* to the target. Raises `Undelivered`, or `Refused` where it makes no sense to try again."""
+    import httpx
+
+    url, pinned, host = target.url, dict[str, str](), ""
+    if target.limited and not target.plain:
+        url, pinned, host = _pinned(target)
+    # Variables such as HTTPS_PROXY are the administrator's: what a job names is never sent through them.
+    context = ssl.create_default_context()  # the machine's own authorities, which those of a company are added to
+    with httpx.Client(timeout=STEP_S, follow_redirects=False, trust_env=not target.limited, verify=context) as client:
+        over = threading.Event()
+
+        def give_up() -> None:
+            over.set()
+            client.close()
+
+        watch = threading.Timer(TOTAL_S, give_up)
+        watch.daemon = True
+        watch.start()
+        try:
+            extensions: dict[str, Any] = {"sni_hostname": host} if host else {}
+            with client.stream(
+                "POST", url, content=body, headers={**headers, **pinned}, extensions=extensions
+            ) as answer:
+                _judge(answer.status_code, answer.headers.get("retry-after", ""))
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
+            why = f"no answer within {TOTAL_S:.0f} s" if over.is_set() else f"{type(error).__name__}: {error}"
+            raise Undelivered(target.masked(why)) from None
+        finally:
+            watch.cancel()
+
+
+def _judge(status: int, retry_after: str) -> None:
+    if 200 <= status < 300:
+        return
+    if 300 <= status < 400:
+        raise Refused(f"the answer was {status}; redirects are not followed", hint="give the address that it leads to")
+    if status >= 500 or status in _AGAIN:
+        after = float(retry_after) if retry_after.isdigit() else 0.0
+        raise Undelivered(f"the answer was {status}", min(after, 3600.0))
+    raise Refused(f"the answer was {status}")
+
+
+def _pinned(target: Target) -> tuple[str, dict[str, str], str]:
+    """Return the URL with an address that was looked at in place of the name, the header with the name, and the name.
+
+    The name is looked up once: what a second look-up would answer plays no part.
+    """
+    parts = urlsplit(target.url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Undelivered(f"{host} cannot be looked up: {error}") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not is_public(address):
+            raise Refused(
+                f"{host} is at {address}, which is no public address",
+                where=target.shown,
+                hint="`allow.hosts` in the service's notifications.yaml lists hosts that may be private",
+            )
+    literal = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    return parts._replace(netloc=f"{literal}:{port}").geturl(), {"host": parts.netloc.rpartition("@")[2]}, host
+
+
+def is_public(address: str) -> bool:
+    """Return True for an address of the public internet, also where it is written inside another one."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast
