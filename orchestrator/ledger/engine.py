@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from orc.orchestrator.ledger.database import Connection, Row
+from orc.orchestrator.ledger.database import BUSY_TIMEOUT_S, Connection, Row
 from orc.orchestrator.ledger.errors import LedgerError
+
+CONNECT_TIMEOUT_S = 10
 
 
 class _CoreConnection:
@@ -38,12 +40,38 @@ class _CoreConnection:
         return [tuple(row) for row in self._raw.execute(sa.text(sql), dict(parameters or {}))]
 
 
+def _engine(url: str) -> sa.Engine:
+    """Return an engine that makes cut connections again, and waits for nothing for ever."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "postgresql":
+        return sa.create_engine(parsed, pool_pre_ping=True)
+    limits = {} if "connect_timeout" in parsed.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+    engine = sa.create_engine(parsed, pool_pre_ping=True, connect_args=limits)
+
+    def set_limits(raw: Any, _record: object) -> None:
+        with raw.cursor() as cursor:
+            # Who stops in the middle of a transaction loses it, before those who wait for its locks give up.
+            cursor.execute(f"SET idle_in_transaction_session_timeout = {BUSY_TIMEOUT_S * 500:.0f}")
+            cursor.execute(f"SET lock_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+        raw.commit()
+
+    sa.event.listen(engine, "connect", set_limits)
+    return engine
+
+
+def _hint(error: SQLAlchemyError) -> str:
+    """Return what to do about *error*; empty where only its text can tell."""
+    if isinstance(error, OperationalError):  # not there, starting, stopping, cut, or a lock was held for too long
+        return "nothing was half written; the same works again once the server answers: see its log if it does not"
+    return ""
+
+
 class CoreDatabase:
     """A ledger behind a SQLAlchemy URL."""
 
     def __init__(self, url: str) -> None:
         try:
-            self.engine = sa.create_engine(url, pool_pre_ping=True)
+            self.engine = _engine(url)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             # A ValueError is about a part of the URL, and may quote it.
             why = "ORC_LEDGER_URL is no URL" if isinstance(error, ValueError) else str(error).splitlines()[0]
@@ -77,7 +105,7 @@ class CoreDatabase:
         except SQLAlchemyError as error:
             # The statement and its parameters stay out of the message: they are long and not for users.
             reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-            raise LedgerError(f"cannot use the ledger: {reason}", where=self.url) from error
+            raise LedgerError(f"cannot use the ledger: {reason}", where=self.url, hint=_hint(error)) from error
 
     def unwritable(self) -> str:
         """Return nothing: a server's errors show when it is used."""

@@ -16,7 +16,10 @@ from alembic.migration import MigrationContext
 from orc.orchestrator.ledger import schema, upgrade
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.version import HEAD
 
 
@@ -85,9 +88,6 @@ def test_events_cannot_be_changed_or_removed(ledger_with_a_job, statement):
 
 @pytest.fixture
 def ledger_with_a_job(tmp_path, postgres_url, clock):
-    from orc.orchestrator.ledger.records import NewJob
-    from orc.orchestrator.ledger.store import Ledger
-
     database = open_database(tmp_path, postgres_url)
     with Ledger(database, clock).transaction() as tx:
         tx.enqueue(NewJob("a-aaaaaa", "a", "lab", "fake", "", {}, {}, {}))
@@ -139,3 +139,68 @@ def test_a_connection_that_was_cut_is_made_again(postgres, tmp_path, postgres_ur
     with database.read() as connection:
         assert connection.tuples("SELECT 1") == [(1,)]
     database.close()
+
+
+def test_a_restart_of_the_server_is_one_clear_error_and_leaves_nothing_half_written(postgres, ledger_with_a_job, clock):
+    ledger = Ledger(ledger_with_a_job, clock)
+
+    def cancel():
+        with ledger.transaction() as tx:
+            tx.record(tx.find("a-aaaaaa"), Event(Kind.JOB_CANCELLED))
+            postgres.stop()
+
+    with pytest.raises(LedgerError, match="cannot use the ledger") as cut:
+        cancel()
+    with pytest.raises(LedgerError, match="cannot use the ledger") as down:
+        ledger.job("a-aaaaaa")
+    assert all("nothing was half written" in caught.value.hint for caught in (cut, down))
+    postgres.run()
+    assert ledger.job("a-aaaaaa").state == "QUEUED"
+    assert [event.kind for event in ledger.events("a-aaaaaa")] == ["queued"]
+    with ledger.transaction() as tx:
+        tx.record(tx.find("a-aaaaaa"), Event(Kind.JOB_CANCELLED))
+    assert ledger.events_after(0, 9)[-1].kind == "job_cancelled"
+
+
+def test_no_event_comes_late_behind_one_that_was_seen(ledger_with_a_job, tmp_path, clock):
+    one, two = Ledger(ledger_with_a_job, clock), Ledger(CoreDatabase(postgres_url_of(ledger_with_a_job)), clock)
+
+    def enqueue(ledger, job_id):
+        with ledger.transaction() as tx:
+            tx.enqueue(NewJob(job_id, "b", "lab", "fake", "", {}, {}, {}))
+
+    seen = one.last_event_id()
+    second = threading.Thread(target=enqueue, args=(two, "second"))
+    with one.transaction() as tx:
+        tx.enqueue(NewJob("first", "b", "lab", "fake", "", {}, {}, {}))
+        second.start()
+        with one.database.engine.connect() as looking:
+            waiting = sa.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+            while not looking.execute(waiting).scalar():
+                looking.rollback()
+        assert one.events_after(seen, 9) == []
+    second.join(30)
+    assert [event.job for event in one.events_after(seen, 9)] == ["first", "second"]
+    two.close()
+
+
+def postgres_url_of(database):
+    return database.engine.url.render_as_string(hide_password=False)
+
+
+def test_nothing_is_waited_for_without_an_end(ledger_with_a_job):
+    with ledger_with_a_job.read() as connection:
+        limits = [connection.tuples(f"SHOW {name}") for name in ("lock_timeout", "idle_in_transaction_session_timeout")]
+    assert limits == [[("2min",)], [("1min",)]]
+    other = CoreDatabase(postgres_url_of(ledger_with_a_job))
+
+    def wait():
+        with other.write() as connection:
+            connection.execute("SET LOCAL lock_timeout = 50")
+            connection.lock("write")
+
+    with ledger_with_a_job.write() as holder:
+        holder.lock("write")
+        with pytest.raises(LedgerError, match="lock timeout"):
+            wait()
+    other.close()

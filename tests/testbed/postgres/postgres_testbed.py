@@ -45,13 +45,18 @@ class PostgresServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Make the data directory, start the server, wait until it answers."""
+        """Make the data directory, `run` the server."""
         data = self.directory / "data"
         argv = [self._programs / "initdb", "-D", data, "-U", "orc", "-A", "trust", "-E", "UTF8"]
         done = subprocess.run(
             [*argv, "--locale=C", "--no-sync"], capture_output=True, text=True, cwd=self.directory, **self._as
         )
         assert done.returncode == 0, done.stderr
+        self.run()
+
+    def run(self) -> None:
+        """Run the server on the data directory, wait until it answers."""
+        data = self.directory / "data"
         settings = {"listen_addresses": "", "unix_socket_directories": self.directory, "fsync": "off"}
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         with (self.directory / "log").open("wb") as log:
