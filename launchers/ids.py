@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ def slug(name: str) -> str:
 def new_job_id(name: str) -> str:
     """A fresh job id: the slug of the name and six random characters, like ``digits-k3f9a2``."""
     return f"{slug(name)}-{''.join(secrets.choice(_ALPHABET) for _ in range(6))}"
+
+
+def derived_job_id(name: str, seed: str) -> str:
+    """The job id that follows from *seed*: the same one for the same seed, like a fresh one otherwise."""
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
+    letters = []
+    for _ in range(6):
+        number, index = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[index])
+    return f"{slug(name)}-{''.join(letters)}"
 
 
 def placeholder_job_id(name: str) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orc.launchers.ids import new_job_id
 from orc.orchestrator.engine.claims import Owner
 from orc.orchestrator.ledger.store import Ledger
 
@@ -40,6 +41,8 @@ class Workspace:
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=lambda: str(Owner.new()))
     user: str = field(default_factory=login_name)  # whose the new jobs are
+    seals: bool = False  # secrets of new jobs are kept as ciphertext in the ledger, not in a file
+    new_job_id: Callable[[str], str] = new_job_id  # from the job's name
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     # What is read from specifications, which never change, by job; and head starts by cluster, with their age.

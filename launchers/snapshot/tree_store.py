@@ -34,7 +34,7 @@ _STALE_S = 24 * 3600.0
 _MANY = 64  # files from which threads pay: the time goes into fsync, which runs side by side
 # Contents carry this modification time (2 January 1980: the zip format knows no earlier one). A program that writes
 # through a hard link into a tree moves it, so a damaged content is noticed without reading it.
-_MTIME_NS = 315_619_200 * 10**9
+CONTENT_TIME_NS = 315_619_200 * 10**9
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # No links here, too many of this one, or replaced by another writer at this moment (Linux then says ENOENT).
 _NO_LINK = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT)
@@ -188,7 +188,7 @@ class TreeStore:
             status = os.lstat(f"{self.root}/cas/{entry.sha256}")
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == entry.size and status.st_mtime_ns == _MTIME_NS
+        return stat.S_ISREG(status.st_mode) and status.st_size == entry.size and status.st_mtime_ns == CONTENT_TIME_NS
 
     def publish(self, staging: Path, entries: Iterable[Entry]) -> None:
         """Make contents visible that lie, verified and durable, in ``objects/`` of *staging*."""
@@ -298,7 +298,7 @@ def write_content(
             if written > entry.size:
                 break
         os.fchmod(fd, mode)
-        os.utime(fd, ns=(_MTIME_NS, _MTIME_NS))
+        os.utime(fd, ns=(CONTENT_TIME_NS, CONTENT_TIME_NS))
         if durable:
             os.fsync(fd)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
@@ -56,6 +56,9 @@ class Cluster(FrozenModel):
     )
     network: Network = Field(
         default_factory=Network.model_construct, description="Which network its nodes use, unless the job says so."
+    )
+    run_as: Literal["service"] | None = Field(
+        None, description="`service`: with `orc serve`, everybody's jobs run as the service's account."
     )
     limits: Limits = Field(default_factory=Limits.model_construct, description="What orc has there at one time.")
     lost_after: Duration | None = Field(

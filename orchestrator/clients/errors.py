@@ -67,7 +67,7 @@ _BY_STATUS: Mapping[int, type[LaunchError]] = {
     422: SpecError,
     503: ServiceUnreachable,
 }
-_OF_A_JOB = re.compile(r"/api/v1/jobs/[^/]+")
+_OF_A_JOB = re.compile(r"/api/v1/jobs/[^/]+(/.*)?")
 _HINTS = {
     401: "`orc login URL` stores a token; an administrator makes one with `orc token create`",
     429: "the service limits how often it is asked; try again in a moment",

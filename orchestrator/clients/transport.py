@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TRIES = 5
-_AGAIN = (429, 502, 503, 504)
+_AGAIN = (502, 503, 504)
 _LONGEST_PAUSE_S = 20.0
 
 
@@ -110,10 +110,14 @@ def pause(attempt: int, response: httpx.Response | None) -> float | None:
 
     Answers that say so are waited for, a lost connection is tried again soon.
     """
-    if attempt >= TRIES or (response is not None and response.status_code not in _AGAIN):
+    if attempt >= TRIES:
         return None
-    if response is not None and (told := _seconds(response.headers)) is not None:
-        return min(told, _LONGEST_PAUSE_S)
+    if response is not None:
+        if response.status_code in (429, 503) and (told := _seconds(response.headers)) is not None:
+            return min(told, _LONGEST_PAUSE_S)
+        # What the service itself has said is its answer; that of a proxy in between is none.
+        if response.status_code not in _AGAIN or "json" in response.headers.get("content-type", ""):
+            return None
     return float(0.1 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
 
 

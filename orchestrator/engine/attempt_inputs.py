@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.orchestrator.engine import artefacts, job_secrets
+from orc.orchestrator.engine.sealing import CannotUnseal
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
@@ -36,8 +37,10 @@ def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Ma
     """
     spec = stored_spec(ws, job.id)
     try:
-        secrets = job_secrets.load(ws.state_dir, job.id, spec.secrets)
+        secrets = job_secrets.load_for(ws, job.id, spec.secrets)
         snapshot = _snapshot(ws, job)
+    except CannotUnseal as error:
+        raise InputsUnavailable(f"waiting for the key of its secrets: {error.what}", where=job.id) from error
     except (BundleError, SpecError) as error:
         origin = ws.ledger.origin(job.id)
         if origin in ("", ws.origin):

@@ -70,7 +70,7 @@ def enqueue(
     Raises:
         LaunchError: None of them was stored.
     """
-    ids = [new_job_id(entry.spec.name) for entry in entries]
+    ids = [ws.new_job_id(entry.spec.name) for entry in entries]
     stages = {entry.stage: job_id for entry, job_id in zip(entries, ids, strict=True) if entry.stage}
     array = group.id if group is not None and group.kind in ("sweep", "array") else ""
     new: list[NewJob] = []
@@ -89,7 +89,7 @@ def enqueue(
         new.append(replace(made, group_id=group_id, group_index=entry.number, not_before=not_before))
     try:
         for job, values in zip(new, secrets, strict=True):
-            job_secrets.keep(ws.state_dir, job.id, values)
+            job_secrets.keep_for(ws, job.id, values)
         with ws.ledger.transaction() as tx:
             if group is not None and not known:
                 groups.create(tx.connection, group)
@@ -100,7 +100,7 @@ def enqueue(
             )
     except BaseException:
         for job in new:
-            job_secrets.remove(ws.state_dir, job.id)
+            job_secrets.remove_for(ws, job.id)
         raise
     fault_point("enqueued")
     for job, record in zip(new, records, strict=True):

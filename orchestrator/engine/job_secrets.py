@@ -2,7 +2,8 @@
 
 A retry may be submitted by a process that does not have the user's environment (the agent's ``orc tick``, cron), so
 the values are kept in ``<state dir>/job-secrets/<job>.json``, mode 0600, and removed when the job is terminal. They
-are in no other place of the orchestrator: not in the ledger, a plan, an event or an error message.
+are in no other place of the orchestrator: not in a plan, an event or an error message, and in the ledger only as
+ciphertext, where a service has taken them (`orc.orchestrator.engine.sealing`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.secrets import redact, resolve_secrets
+from orc.orchestrator.engine import sealing
+from orc.orchestrator.ledger import sealed_secrets
+from orc.orchestrator.ledger.transaction import Addition
+from orc.orchestrator.workspace import Workspace
 
 # A file without a job is left by a submission that died before the job was durable; a living one needs milliseconds.
 _ORPHAN_AGE_S = 600.0
+_OUTPUT = ("log_tail", "stall", "reason")
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -48,6 +55,40 @@ def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
         ) from None
 
 
+def keep_for(ws: Workspace, job_id: str, values: Mapping[str, str]) -> None:
+    """Store *values* as *ws* keeps them: in a file, or sealed in the ledger, durable together with the job.
+
+    Raises `LaunchError`.
+    """
+    if not ws.seals:
+        keep(ws.state_dir, job_id, values)
+    elif values:
+        sealed = sealing.seal(ws.state_dir, job_id, values)
+        ws.ledger.additions[job_id] = replace(ws.ledger.additions.get(job_id, Addition()), sealed=sealed)
+
+
+def remove_for(ws: Workspace, job_id: str) -> None:
+    """Forget the secrets of a job that did not come to be."""
+    ws.ledger.additions.pop(job_id, None)
+    remove(ws.state_dir, job_id)
+
+
+def load_for(ws: Workspace, job_id: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the values that `keep_for` stored; those of a job with a file, or none, as `load` does.
+
+    Raises `SpecError` for a value that is nowhere, `CannotUnseal`.
+    """
+    if names and (sealed := _unsealed(ws, job_id)):
+        return {name: sealed[name] for name in names if name in sealed}
+    return load(ws.state_dir, job_id, names)
+
+
+def _unsealed(ws: Workspace, job_id: str) -> dict[str, str]:
+    with ws.ledger.database.read() as connection:
+        sealed = sealed_secrets.find(connection, job_id)
+    return sealing.unseal(ws.state_dir, job_id, sealed) if sealed else {}
+
+
 def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
     """Return the values that `keep` stored, others as at submission. Raises `SpecError` for a value that is nowhere."""
     if not names:
@@ -55,10 +96,20 @@ def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
     return resolve_secrets(names, {**os.environ, **_stored(state_dir, job_id)})
 
 
-def without_values(state_dir: Path, job_id: str, value: Any) -> Any:
+def without_values(ws: Workspace, job_id: str, value: Any) -> Any:
     """*value* (JSON-able) with every occurrence of the job's secrets replaced: what a rank prints may hold one."""
-    stored = _stored(state_dir, job_id)
+    try:
+        stored = _stored(ws.state_dir, job_id) or _unsealed(ws, job_id)
+    except sealing.CannotUnseal:
+        return _without_output(value)
     return _redacted(value, list(stored.values())) if stored else value
+
+
+def _without_output(value: Any) -> Any:
+    """Return *value* without what ranks have printed: it may show a secret that cannot be told from other text."""
+    if isinstance(value, Mapping):
+        return {key: "" if key in _OUTPUT else _without_output(item) for key, item in value.items()}
+    return [_without_output(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _redacted(value: Any, secrets: Sequence[str]) -> Any:

@@ -253,7 +253,7 @@ def _update_from(ws: Workspace, backend: Backend, job: JobRecord, seen: Observat
     change = update_from_observation(
         job, seen, now, policy=policy, earlier=earlier, logged=logged, loss_window_s=window
     )
-    clean = partial(job_secrets.without_values, ws.state_dir, job.id)
+    clean = partial(job_secrets.without_values, ws, job.id)
     events = tuple(replace(event, data=clean(event.data)) for event in change.events)
     return replace(change, events=events, job_set=clean(change.job_set), attempt_set=clean(change.attempt_set))
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
-from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.ids import AttemptId
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import claims, job_files, job_secrets
 from orc.orchestrator.engine.admission import Admission
@@ -72,13 +72,13 @@ def start(
 
         return enqueue(ws, [Entry(job, snapshot, source=source)], given=given)[0]
     secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
-    attempt = AttemptId(new_job_id(job.name), 1)
+    attempt = AttemptId(ws.new_job_id(job.name), 1)
     planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
     new = new_job(ws, job, snapshot, attempt, source)
     try:
         prepared = _record(ws, new, planner, secrets)
     except BaseException:
-        job_secrets.remove(ws.state_dir, new.id)
+        job_secrets.remove_for(ws, new.id)
         raise
     fault_point("prepared")
     recorded = prepared.job if isinstance(prepared, PreparedAttempt) else prepared
@@ -130,7 +130,7 @@ def start_array(
     if not isinstance(backend, SupportsArrays):
         raise TypeError(f"{backend.kind} has no arrays")
     secrets = resolve_secrets(jobs[0].secrets, {**os.environ, **(given or {})})
-    planners = [PlacementPlanner(ws, job, snapshot, AttemptId(new_job_id(job.name), 1)) for job in jobs]
+    planners = [PlacementPlanner(ws, job, snapshot, AttemptId(ws.new_job_id(job.name), 1)) for job in jobs]
     plans = [planner.render(None) for planner in planners]
     planners[0].check(plans[0], None)
     new = [new_job(ws, planner.spec, snapshot, planner.attempt, source) for planner in planners]
@@ -139,7 +139,7 @@ def start_array(
         new = [replace(job, group_id=group.id, group_index=number) for job, number in pairs]
     try:
         for job in new:
-            job_secrets.keep(ws.state_dir, job.id, secrets)
+            job_secrets.keep_for(ws, job.id, secrets)
         with ws.ledger.transaction() as tx:
             if group is not None:
                 groups.create(tx.connection, group)
@@ -150,7 +150,7 @@ def start_array(
             ]
     except BaseException:
         for job in new:
-            job_secrets.remove(ws.state_dir, job.id)
+            job_secrets.remove_for(ws, job.id)
         raise
     fault_point("prepared")
     for job, record in zip(new, records, strict=True):
@@ -254,13 +254,13 @@ def _record(
         except NoRoom as error:
             planner.render(None)  # what can never be sent is refused now
             fault_point("snapshot-taken")
-            job_secrets.keep(ws.state_dir, new.id, secrets)
+            job_secrets.keep_for(ws, new.id, secrets)
             fault_point("secrets-kept")
             reason = planner.waiting_reason(error)
             with ws.ledger.transaction() as tx:
                 return tx.enqueue(new, reason)
         fault_point("snapshot-taken")
-        job_secrets.keep(ws.state_dir, new.id, secrets)
+        job_secrets.keep_for(ws, new.id, secrets)
         fault_point("secrets-kept")
 
         def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:

@@ -19,7 +19,7 @@ from orc.orchestrator.ledger.queries import (
     read_reservations,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
-from orc.orchestrator.ledger.transaction import Transaction
+from orc.orchestrator.ledger.transaction import Addition, Transaction
 
 
 class Ledger:
@@ -28,6 +28,8 @@ class Ledger:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self.database = database
         self._clock = clock
+        # What goes into the ledger beside a job that is about to be made, by its id.
+        self.additions: dict[str, Addition] = {}
 
     def close(self) -> None:
         """Give up the connection."""
@@ -170,7 +172,7 @@ class Ledger:
         if durable:
             self._must_last()
         with self._write() as connection:
-            yield Transaction(connection, self._clock())
+            yield Transaction(connection, self._clock(), self.additions)
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
@@ -19,15 +21,24 @@ if TYPE_CHECKING:
 _JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit"})
 
 
+@dataclass(frozen=True)
+class Addition:
+    """Addition to a new job, durable with it or not at all."""
+
+    sealed: str = ""  # ciphertext of its secrets
+    request: str = ""  # digest of the key of the request that makes it
+
+
 class Transaction:
     """The changes of one transaction.
 
     What is not a job goes through `connection` and the functions of the tables' own modules (`tokens`, `groups`, ...).
     """
 
-    def __init__(self, connection: Connection, now: float) -> None:
+    def __init__(self, connection: Connection, now: float, additions: Mapping[str, Addition] | None = None) -> None:
         self.connection = connection
         self.now = now
+        self._additions = additions or {}
 
     def create(
         self,
@@ -79,6 +90,11 @@ class Transaction:
         )
         position = advance(Position(), Event(Kind.QUEUED))
         told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
+        addition = self._additions.get(job.id, Addition())
+        if addition.request:
+            told["request"] = addition.request
+        if addition.sealed:
+            sealed_secrets.put(self.connection, job.id, addition.sealed, self.now)
         events = [Event(Kind.QUEUED, None, told)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))
@@ -202,6 +218,8 @@ class Transaction:
                 [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(failed_hosts)],
             )
         self._append(job.id, events)
+        if after.job is not None and after.job.terminal:
+            sealed_secrets.remove(self.connection, job.id)
         return self._reload(job.id)
 
     def find(self, job_id: str) -> JobRecord | None:

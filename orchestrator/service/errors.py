@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.clients.errors import kind_of
 
 logger = logging.getLogger("orc.service")
 
@@ -23,6 +24,7 @@ class ErrorText(BaseModel):
     what: str
     where: str
     hint: str
+    kind: str = ""
 
 
 class ErrorBody(BaseModel):
@@ -75,10 +77,16 @@ def status_of(error: LaunchError) -> int:
 
 
 def error_response(
-    status: int, what: str, *, where: str = "", hint: str = "", headers: Mapping[str, str] | None = None
+    status: int,
+    what: str,
+    *,
+    where: str = "",
+    hint: str = "",
+    headers: Mapping[str, str] | None = None,
+    kind: str = "",
 ) -> JSONResponse:
-    """Return the answer for an error."""
-    body = {"error": {"what": what, "where": where, "hint": hint}}
+    """Return the answer for an error; *kind* is the class that clients raise."""
+    body = {"error": {"what": what, "where": where, "hint": hint, **({"kind": kind} if kind else {})}}
     return JSONResponse(body, status, headers=dict(headers or {}))
 
 
@@ -91,7 +99,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(LaunchError)
     async def failed(_request: Request, error: LaunchError) -> JSONResponse:
-        return error_response(status_of(error), error.what, where=error.where, hint=error.hint)
+        return error_response(status_of(error), error.what, where=error.where, hint=error.hint, kind=kind_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from orc.orchestrator.service.api import clusters, events, health, insight, jobs, logs, reports, sessions, tokens
+from orc.orchestrator.service.api import (
+    bundles,
+    clusters,
+    events,
+    health,
+    insight,
+    jobs,
+    logs,
+    reports,
+    sessions,
+    submit,
+    tokens,
+)
 
 # Below /api/v1.
 ROUTERS: tuple[APIRouter, ...] = (
@@ -12,6 +24,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     jobs.router,
     insight.router,
     reports.router,
+    submit.router,
+    bundles.router,
     events.router,
     logs.router,
     clusters.router,

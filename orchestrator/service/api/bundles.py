@@ -1,0 +1,126 @@
+"""Routes that bring snapshots: which contents are missing, the contents, the manifests that make trees of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from orc.launchers.errors import BundleError
+from orc.launchers.snapshot.manifest import Bundle
+from orc.orchestrator.clients.content_stream import Decoder
+from orc.orchestrator.service.contents import ReceivedContents, missing_contents
+from orc.orchestrator.service.context import Service, ServiceDep
+from orc.orchestrator.service.errors import ApiError
+
+router = APIRouter(tags=["bundles"])
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_LARGEST_MANIFEST = 64 << 20
+_MOST_HASHES = 500_000
+_PIECE = 1 << 20
+_READS = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string"}}}}}
+
+
+class Hashes(BaseModel):
+    """Hashes of contents."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    hashes: list[Sha256] = Field(max_length=_MOST_HASHES)
+
+
+class Missing(BaseModel):
+    """Contents that are not here, and the bytes that one upload may have."""
+
+    missing: list[str]
+    limit: int
+
+
+class Received(BaseModel):
+    """Contents that were taken."""
+
+    contents: int
+
+
+@router.post("/bundles/missing", response_model=Missing)
+def find_missing(service: ServiceDep, wanted: Hashes) -> Any:
+    """Return the contents that are not here."""
+    with service.clients.client() as client:
+        missing = missing_contents(client.workspace.store, wanted.hashes)
+    return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
+
+
+@router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
+async def receive_contents(request: Request, service: ServiceDep) -> Any:
+    """Take contents, each of which is what its hash says; all of them or, where one is wrong, none."""
+    with ExitStack() as stack:
+        client = await anyio.to_thread.run_sync(stack.enter_context, service.clients.client())
+        received = await anyio.to_thread.run_sync(stack.enter_context, ReceivedContents(client.workspace.store))
+        decoder = Decoder(received)
+        async for piece in _pieces(request):
+            await anyio.to_thread.run_sync(decoder.feed, piece)
+        decoder.finish()
+        count = await anyio.to_thread.run_sync(received.publish)
+    return JSONResponse({"contents": count})
+
+
+@router.put("/bundles/trees/{digest}", response_model=Missing, openapi_extra=_READS)
+async def receive_tree(
+    request: Request, service: ServiceDep, digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
+) -> Any:
+    """Make a tree of contents that are here; the answer names those that are not, and then there is no tree."""
+    parts: list[bytes] = []
+    taken = 0
+    async for piece in request.stream():
+        taken += len(piece)
+        if taken > _LARGEST_MANIFEST:
+            raise ApiError(413, f"a manifest has {_LARGEST_MANIFEST} bytes at most")
+        parts.append(piece)
+    missing = await anyio.to_thread.run_sync(_make_tree, service, digest, b"".join(parts))
+    return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
+
+
+def _make_tree(service: Service, digest: str, text: bytes) -> list[str]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ApiError(422, "the manifest is no JSON", where=digest) from None
+    if not isinstance(data, dict):
+        raise ApiError(422, "the manifest is no object", where=digest)
+    try:
+        bundle = Bundle.from_dict(data)
+    except BundleError as error:
+        raise ApiError(422, error.what, where=error.where, hint=error.hint) from None
+    if bundle.digest != digest:
+        raise ApiError(422, "the manifest is that of another tree", where=digest)
+    with service.clients.client() as client:
+        store = client.workspace.store
+        if store.use(digest):
+            return []
+        if missing := [entry.sha256 for entry in store.missing([bundle])]:
+            return missing
+        with store.staging(digest[:16]) as staging:
+            if missing := [entry.sha256 for entry in store.missing([bundle])]:  # a collection was faster
+                return missing
+            store.build(bundle, staging)
+    return []
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    """Yield the body in pieces that are worth a thread."""
+    held: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        held.append(piece)
+        size += len(piece)
+        if size >= _PIECE:
+            yield b"".join(held)
+            held, size = [], 0
+    if held:
+        yield b"".join(held)

@@ -1,0 +1,177 @@
+"""Submission for a user of the service: whose the job is, what it may use, and one job for one key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import RenderError, SpecError
+from orc.launchers.ids import derived_job_id
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.transaction import Addition
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.views import JobView
+
+_LONGEST_SECRET = 64 << 10
+
+
+def missing_trees(client: Client, digests: Mapping[str, str]) -> list[str]:
+    """Return the trees that are not in the store; those that are stay there for a while."""
+    store = client.workspace.store
+    return [digest for digest in digests.values() if not store.use(digest)]
+
+
+class Submitter:
+    """Submitter of jobs of one *user*. With a *key*, the same one is the same job, for as long as the ledger has it."""
+
+    def __init__(self, client: Client, user: str, key: str | None) -> None:
+        self._client, self._user = client, user
+        self._request = hashlib.sha256(f"{user}\0{key}".encode()).hexdigest() if key else ""
+
+    def submit(
+        self, spec: Mapping[str, Any], digests: Mapping[str, str], source: str, secrets: Mapping[str, str]
+    ) -> JobView:
+        """Submit a job. Raises `LaunchError`."""
+        if not source.isprintable():
+            raise SpecError("the source is no path of printable characters", where="source")
+        job = _checked_spec(spec)
+        return self._start(job, lambda: self._snapshot(job, digests), source, secrets)
+
+    def resubmit(self, job_id: str, overrides: Sequence[str], secrets: Mapping[str, str]) -> JobView:
+        """Submit a job like another one. Raises `LaunchError`."""
+        from orc.orchestrator.engine.attempt_inputs import stored_snapshot
+        from orc.orchestrator.engine.changed_spec import changed
+        from orc.orchestrator.functions.keys import key_of
+
+        ws = self._client.workspace
+        old = self._client.job(job_id)
+        spec = changed(old.spec, overrides, where=old.id)
+        given = {**key_of(ws.state_dir, old.digests["code"]), **secrets}
+        return self._start(spec, lambda: stored_snapshot(ws, old.digests), f"job:{old.id}", given)
+
+    def _snapshot(self, job: JobSpec, digests: Mapping[str, str]) -> Snapshot:
+        """Return the trees of a new job: the client's code, and the runtime of the service's own version."""
+        from orc.launchers.backends.base import Snapshot
+        from orc.launchers.snapshot.runtime_tree import runtime_bundle
+        from orc.orchestrator.engine.snapshots import check_script
+
+        store = self._client.workspace.store
+        code = store.load(digests["code"])
+        check_script(job, code)
+        runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
+        return Snapshot(code, runtime, store.load(digests["environment"]) if "environment" in digests else None)
+
+    def _start(
+        self, job: JobSpec, snapshot: Callable[[], Snapshot], source: str, secrets: Mapping[str, str]
+    ) -> JobView:
+        from orc.orchestrator.engine import submission
+        from orc.orchestrator.service.accounts import refuse_without_account
+
+        if (earlier := self._earlier(job.name)) is not None:
+            return self._client.job(earlier.id)
+        _check_secrets(job, secrets)
+        ws = self._client.workspace
+        refuse_without_account(ws.backend(job.cluster).cluster, self._user)
+        trees = snapshot()
+        _check_environment(job, trees, ws.backend(job.cluster).cluster)
+        with self._acting(job.name):
+            try:
+                record = submission.start(ws, job, trees, source=source, given=secrets)
+            except LedgerError:
+                earlier = self._earlier(job.name)  # the same request came twice at once
+                if earlier is None:
+                    raise
+                record = earlier
+        return self._client.job(record.id)
+
+    @contextmanager
+    def _acting(self, name: str) -> Iterator[None]:
+        """Make what is submitted meanwhile the user's, with sealed secrets and the id that follows from the key."""
+        ws = self._client.workspace
+        before = ws.user, ws.seals, ws.new_job_id
+        ws.user, ws.seals = self._user, True
+        if self._request:
+            new = self._free_id(name)
+            ws.new_job_id = lambda _: new
+            ws.ledger.additions[new] = Addition(request=self._request)
+        try:
+            yield
+        finally:
+            ws.user, ws.seals, ws.new_job_id = before
+            ws.ledger.additions.clear()
+
+    def _ids(self, name: str) -> Iterator[str]:
+        return (derived_job_id(name, f"{self._request}/{number}") for number in range(100))
+
+    def _earlier(self, name: str) -> JobRecord | None:
+        """Return the job that a request with this key has made."""
+        ledger = self._client.workspace.ledger
+        if not self._request:
+            return None
+        for job_id in self._ids(name):
+            job = ledger.job(job_id)
+            if job is None:
+                return None
+            if self._made_by(job):
+                return job
+        return None
+
+    def _free_id(self, name: str) -> str:
+        ledger = self._client.workspace.ledger
+        return next(job_id for job_id in self._ids(name) if ledger.job(job_id) is None)
+
+    def _made_by(self, job: JobRecord) -> bool:
+        events = self._client.workspace.ledger.events(job.id)
+        return bool(events) and events[0].data.get("request") == self._request
+
+
+def _checked_spec(spec: Mapping[str, Any]) -> JobSpec:
+    """Return the specification, validated as any job file. Raises `SpecError`."""
+    from pydantic import ValidationError
+
+    from orc.launchers.spec import JobSpec
+
+    try:
+        return JobSpec.model_validate(spec)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SpecError(str(first["msg"]), where=f"spec.{where}"[:200]) from None
+    except (TypeError, ValueError, RecursionError):
+        raise SpecError("the specification is none that a job can have", where="spec") from None
+
+
+def _check_secrets(job: JobSpec, secrets: Mapping[str, str]) -> None:
+    """Raise `SpecError` unless there is a value for each secret of *job*: those of the service's own environment, files
+    and keyring are nobody's to ask for.
+    """
+    if missing := [name for name in job.secrets if not secrets.get(name)]:
+        raise SpecError(
+            f"no value was sent for the secret{'s' if len(missing) > 1 else ''} {', '.join(missing)}", where="secrets"
+        )
+    if unknown := sorted(secrets.keys() - set(job.secrets)):
+        raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
+    for name, value in secrets.items():
+        if "\0" in value or len(value) > _LONGEST_SECRET:
+            raise SpecError(f"the secret {name} is longer than 64 KiB, or no text", where="secrets")
+
+
+def _check_environment(job: JobSpec, trees: Snapshot, cluster: Any) -> None:
+    """Raise `RenderError` for an environment that has to be brought along and was not."""
+    from orc.launchers.environments.rendering import environment_of
+
+    wanted = environment_of(job, cluster)
+    packed = wanted.copied is not None or (wanted.conda is not None and wanted.conda.file is None)
+    if packed and trees.environment is None:
+        raise RenderError(
+            f"the cluster {cluster.name} wants an environment that is brought along, and none was",
+            where="environment",
+            hint="name the environment in the job file itself",
+        )
