@@ -1,0 +1,109 @@
+"""The same assertions against a ledger and against a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from served_ledger import Served
+
+from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.errors import LaunchError, SpecError
+from orc.launchers.spec import LoadedJob
+from orc.orchestrator import Client, JobNotFound, JobsClient
+
+Project = Callable[..., LoadedJob]
+
+
+@pytest.fixture(params=["ledger", "service"])
+def client(request: pytest.FixtureRequest, orc_home, monkeypatch) -> Iterator[JobsClient]:
+    with ExitStack() as stack:
+        if request.param == "ledger":
+            yield stack.enter_context(Client(reconciler=False))
+        else:
+            served: Served = request.getfixturevalue("served")
+            made = stack.enter_context(served.client())
+            made.log_interval_s = 0.05
+            yield made
+
+
+def test_a_job_lives_alike(client: JobsClient, project: Project) -> None:
+    stages: list[str] = []
+    made = client.submit(
+        project("print('hello', flush=True)\nprint('bye')\n", tags={"team": "a"}),
+        on_progress=lambda s, _: stages.append(s),
+    )
+    assert {"size", "scan", "submit"} <= set(stages)
+    seen: list[str] = []
+    (done,) = client.wait([made.id], timeout_s=120, on_change=lambda view: seen.append(view.state))
+    assert (done.id, done.state, seen[-1], len(done.attempts)) == (made.id, "SUCCEEDED", "SUCCEEDED", 1)
+    assert done.attempts[0].exit is not None
+    assert client.job(made.id) == done
+    assert client.resolve(made.id[:-1]) == made.id
+    rows = client.jobs(name="digits", tags={"team": "a"}, states=["SUCCEEDED"], limit=None)
+    assert made.id in [row.id for row in rows]
+    kinds = [event.kind for event in client.events(made.id)]
+    assert kinds[0] == "queued"
+    assert kinds[-1] == "job_succeeded"
+    rank = LogSelector(rank=0)
+    assert rank in client.log_selectors(made.id)
+    assert b"".join(chunk.data for chunk in client.read_log(made.id, rank)) == b"hello\nbye\n"
+    assert b"".join(chunk.data for chunk in client.read_log(made.id, rank, offset=6)) == b"bye\n"
+    assert client.set_tags(made.id, {"team": None, "best": "yes"}).tags == {"best": "yes"}
+
+
+def test_a_running_job_is_followed_and_cancelled_alike(client: JobsClient, project: Project) -> None:
+    script = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
+    made = client.submit(project(script))
+    data = b""
+    for chunk in client.follow_log(made.id, LogSelector(rank=0)):
+        data += chunk.data
+        if data == b"ready\n":
+            client.cancel([made.id], grace_s=0)
+    assert data.startswith(b"ready\n")
+    (done,) = client.wait([made.id], timeout_s=120)
+    assert done.state == "CANCELLED"
+    (again,) = client.cancel([made.id])
+    assert again.state == "CANCELLED"
+
+
+def test_a_clone_with_changes_is_made_alike(client: JobsClient, project: Project) -> None:
+    made = client.submit(project("import os\nprint(os.environ['LR'])\n", env={"LR": "1"}))
+    clone = client.resubmit(made.id, overrides=["env.LR=2", "tags.of=clone"])
+    assert (clone.source, clone.spec["env"], clone.tags) == (f"job:{made.id}", {"LR": "2"}, {"of": "clone"})
+    client.wait([made.id, clone.id], timeout_s=120)
+    assert b"".join(chunk.data for chunk in client.read_log(clone.id, LogSelector(rank=0))) == b"2\n"
+    with pytest.raises(SpecError, match="nods"):
+        client.resubmit(made.id, overrides=["resources.nods=2"])
+    with pytest.raises(SpecError, match="workdir"):
+        client.resubmit(made.id, overrides=["workdir.path=elsewhere"])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.job("nobody-aaaaaa"),
+        lambda client: client.events("nobody-aaaaaa"),
+        lambda client: client.cancel(["nobody-aaaaaa"]),
+        lambda client: client.resubmit("nobody-aaaaaa"),
+        lambda client: client.wait(["nobody-aaaaaa"]),
+        lambda client: client.log_selectors("nobody-aaaaaa"),
+        lambda client: client.set_tags("nobody-aaaaaa", {"a": "b"}),
+        lambda client: client.resolve("nobody-aaaaaa"),
+        lambda client: client.resolve("../../etc"),
+    ],
+    ids=["job", "events", "cancel", "resubmit", "wait", "logs", "tags", "resolve", "hostile"],
+)
+def test_a_job_that_is_not_there_is_the_same_error(client: JobsClient, ask) -> None:
+    with pytest.raises(JobNotFound, match="no such job"):
+        ask(client)
+
+
+def test_what_cannot_run_is_refused_with_the_same_words(client: JobsClient, project: Project) -> None:
+    with pytest.raises(SpecError, match="unknown cluster 'nowhere'"):
+        client.submit(project(cluster="nowhere"))
+    with pytest.raises(LaunchError, match="have no queue of their own"):
+        client.queue("local")
+    with pytest.raises(SpecError, match="the secret MISSING_SECRET has no value"):
+        client.submit(project(secrets=["MISSING_SECRET"]))
