@@ -45,6 +45,9 @@ function piece(text, style) {
   return names.length ? [h("span", { class: names.join(" ") }, parts)] : parts;
 }
 
+/** Return *text* without colours and with visible control characters. */
+export const plain = (text) => h("span", {}, ansi(text)[0]).textContent;
+
 /** Return `[nodes, style]`: *line* as children of an element, and the style that the next line begins with. */
 export function ansi(line, style = {}) {
   // A carriage return begins the line anew, as progress bars have it.

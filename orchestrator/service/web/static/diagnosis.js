@@ -1,4 +1,5 @@
 // Why a job failed or waits: what `orc status` says, first on its page.
+import { ansi } from "./ansi.js";
 import { $, fill, h } from "./dom.js";
 import { firstLine } from "./format.js";
 
@@ -18,6 +19,9 @@ const HINTS = {
   launch: "Nothing ran. `orc render` and `orc doctor` show what would be started, and what is missing.",
 };
 
+/** Return what a program printed, line by line. */
+const lines = (text) => text.trimEnd().split("\n").map((line) => [...ansi(line)[0], "\n"]);
+
 /** Show why *job* failed, or what it waits for; `showRank(rank, node)` opens a log. */
 export function diagnose(job, showRank) {
   const card = $("diagnosis");
@@ -30,7 +34,7 @@ export function diagnose(job, showRank) {
   if (card.hidden) return;
   if (waiting) {
     const title = job.state === "CANCELLED" ? "Cancelled" : "Why it does not run yet";
-    fill(card, h("h2", {}, title), h("pre", {}, reason));
+    fill(card, h("h2", {}, title), h("pre", {}, lines(reason)));
     return;
   }
   const first = attempt?.exit?.first_failure;
@@ -38,7 +42,7 @@ export function diagnose(job, showRank) {
   const more = reason.includes("\n") ? reason.slice(reason.indexOf("\n") + 1) : "";
   const who = first && (first.rank === null ? `node ${first.node}` : `rank ${first.rank}`);
   const how = first && (first.signal ? `was killed by ${first.signal}` : `exited with ${first.exit_code}`);
-  fill(card,
+  const changed = fill(card,
     h("h2", {}, "Why it failed"),
     h("p", {}, h("strong", {}, firstLine(reason) || CAUSES[cause] || "no reason is known")),
     h("dl", {},
@@ -47,6 +51,8 @@ export function diagnose(job, showRank) {
       first?.stall ? [h("dt", {}, "Stalled"), h("dd", {}, first.stall)] : null,
       attempt?.failed_hosts?.length ? [h("dt", {}, "To blame"), h("dd", {}, attempt.failed_hosts.join(", "))] : null),
     HINTS[cause] ? h("p", { class: "hint muted" }, HINTS[cause]) : null,
-    first?.log_tail || more ? h("pre", { tabindex: "0", "aria-label": "Last lines of the rank that failed first" }, (first?.log_tail || more).trimEnd()) : null,
+    first?.log_tail || more ? h("pre", { tabindex: "0", "aria-label": "Last lines of the rank that failed first" }, lines(first?.log_tail || more)) : null,
     first ? h("p", {}, h("button", { onclick: () => showRank(first.rank, first.node) }, `Open the log of ${who}`)) : null);
+  const tail = card.querySelector("pre");
+  if (changed && tail) tail.scrollTop = tail.scrollHeight; // a traceback says last what went wrong
 }

@@ -15,13 +15,15 @@ export function h(tag, attributes = {}, ...children) {
 
 export const $ = (id) => document.getElementById(id);
 
-/** Replace the children of *element*, if they would look different. */
+/** Replace the children of *element*, if they would look different; return true when they do. */
 export function fill(element, ...children) {
   const made = children.flat(3).filter((child) => child !== null && child !== undefined && child !== false);
   const next = document.createElement("div");
   next.append(...made);
   // What is the same stays: the focus and the selection are not lost.
-  if (next.innerHTML !== element.innerHTML) element.replaceChildren(...next.childNodes);
+  if (next.innerHTML === element.innerHTML) return false;
+  element.replaceChildren(...next.childNodes);
+  return true;
 }
 
 /** Show an error with what the service said about it, or nothing. */

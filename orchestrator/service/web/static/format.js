@@ -1,4 +1,5 @@
 // Values as texts and small elements.
+import { plain } from "./ansi.js";
 import { h } from "./dom.js";
 
 /** Return seconds as people say them: `4.2 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`. */
@@ -42,7 +43,7 @@ setInterval(() => {
 export const badge = (state) => h("span", { class: "state", "data-state": state }, state.toLowerCase());
 
 /** Return the first line of a reason, which may go on with what a program printed. */
-export const firstLine = (text) => (text ?? "").split("\n")[0].replace(/:$/, "");
+export const firstLine = (text) => plain((text ?? "").split("\n")[0]).replace(/:$/, "");
 
 /** Return a number with four digits that count. */
 export const number = (value) => (Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4))));

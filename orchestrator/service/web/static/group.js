@@ -6,7 +6,27 @@ import "./shell.js";
 
 const id = $("title").dataset.group;
 const show = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : value === undefined || value === null ? "–" : JSON.stringify(value));
+const best = new Map(); // by job: the lowest loss that it has measured
+const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
+const MEASURED = 32; // members whose metrics are asked for
 let ids = new Set();
+
+/** Return the members of *group* as `{id, index, state, stage, parameters}`. */
+function membersOf({ members, jobs, spec = {} }) {
+  return (members ?? jobs ?? []).map((member, place) => {
+    const index = member.index ?? place;
+    const job = typeof member.job === "object" ? member.job : member;
+    return { id: job.id, state: job.state, index, stage: member.stage ?? spec.stages?.[index], parameters: member.parameters ?? spec.members?.[index] ?? {} };
+  });
+}
+
+async function measure(members) {
+  for (const { id: job, state } of members.slice(0, MEASURED)) {
+    if (best.has(job) && best.get(job).state === state && ENDED.includes(state)) continue;
+    const { series } = await api(`jobs/${encodeURIComponent(job)}/metrics?points=1000`).catch(() => ({ series: {} }));
+    best.set(job, { state, loss: series.loss?.length ? Math.min(...series.loss.map(([, y]) => y)) : null });
+  }
+}
 
 async function load() {
   let group;
@@ -20,24 +40,34 @@ async function load() {
     }
     return;
   }
-  const members = group.members ?? group.jobs ?? [];
-  ids = new Set(members.map((member) => member.id ?? member.job));
+  const members = membersOf(group);
+  ids = new Set(members.map((member) => member.id));
   $("title").textContent = group.name || id;
   $("kind").textContent = [group.kind, `${members.length} jobs`, group.owner].filter(Boolean).join(" · ");
   const counts = Object.entries(Object.groupBy(members, (member) => member.state));
   $("summary").hidden = !counts.length;
   fill($("summary"), h("div", { class: "line" }, counts.map(([state, list]) => [badge(state), h("span", {}, String(list.length))]),
     h("a", { href: `/${query({ group: id })}` }, "In the table of jobs"), group.created_at ? h("span", { class: "muted" }, "created ", time(group.created_at)) : null));
-  const keys = [...new Set(members.flatMap((member) => Object.keys(member.parameters ?? {})))];
-  const measured = [...new Set(members.flatMap((member) => Object.keys(member.metrics ?? member.best ?? {})))];
+  table(members);
+  await measure(members);
+  table(members);
+}
+
+function table(members) {
+  const keys = [...new Set(members.flatMap((member) => Object.keys(member.parameters)))];
+  const staged = members.some((member) => member.stage);
+  const losses = members.map((member) => best.get(member.id)?.loss ?? null);
+  const lowest = Math.min(...losses.filter((loss) => loss !== null));
+  const columns = [["#", "number"], ["State"], ["Job"], ...(staged ? [["Stage"]] : []), ...keys.map((key) => [key]), ...(lowest < Infinity ? [["Best loss", "number"]] : [])];
   fill($("members"), members.length ? h("table", { "aria-label": "Members" },
-    h("thead", {}, h("tr", {}, [["#", "number"], ["State"], ["Job"], ...keys.map((key) => [key]), ...measured.map((key) => [key, "number"])].map(([text, name]) => h("th", { scope: "col", class: name }, text)))),
+    h("thead", {}, h("tr", {}, columns.map(([text, name]) => h("th", { scope: "col", class: name }, text)))),
     h("tbody", {}, members.map((member, index) => h("tr", {},
-      h("td", { class: "number" }, String(member.group_index ?? member.index ?? index)),
+      h("td", { class: "number" }, String(member.index)),
       h("td", {}, badge(member.state)),
-      h("td", {}, h("a", { href: `/jobs/${encodeURIComponent(member.id ?? member.job)}`, "data-row": true }, member.id ?? member.job)),
-      keys.map((key) => h("td", { class: "mono" }, show(member.parameters?.[key]))),
-      measured.map((key) => h("td", { class: "number" }, show((member.metrics ?? member.best)?.[key]))))))) :
+      h("td", {}, h("a", { href: `/jobs/${encodeURIComponent(member.id)}`, "data-row": true }, member.id)),
+      staged ? h("td", {}, member.stage || "–") : null,
+      keys.map((key) => h("td", { class: "mono" }, show(member.parameters[key]))),
+      lowest < Infinity ? h("td", { class: "number" }, losses[index] === lowest ? h("strong", {}, show(lowest)) : show(losses[index])) : null)))) :
     h("div", { class: "empty" }, "It has no jobs."));
 }
 

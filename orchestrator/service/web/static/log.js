@@ -1,4 +1,5 @@
 // The log of one rank, node or launcher: its end at first, followed or paused, searched, and back to its beginning.
+import { plain } from "./ansi.js";
 import { api, query, request, stream } from "./api.js";
 import { $, h } from "./dom.js";
 import { bytes as size } from "./format.js";
@@ -27,8 +28,8 @@ async function read(part) {
 /** Return the last line of a rank's log. */
 export async function lastLine(jobId, attempt, rank) {
   const response = await request(`jobs/${encodeURIComponent(jobId)}/log${query({ attempt, rank, tail: 600 })}`);
-  const plain = new TextDecoder().decode(await response.arrayBuffer()).replace(/\x1b\[[0-9;?]*[@-~]/g, "");
-  return plain.trimEnd().split(/[\r\n]/).at(-1).slice(0, 200);
+  const text = new TextDecoder().decode(await response.arrayBuffer());
+  return plain(text.trimEnd().split("\n").at(-1)).slice(0, 200);
 }
 
 /** Return *bytes* from their first whole line on, with its offset. */
@@ -156,7 +157,7 @@ async function search(event) {
     $("found").append(h("div", { class: "muted" }, matches.length ? `${matches.length}${next === null ? "" : "+"} lines with ${q}` : `no line has ${q}`));
     if (matches.length) {
       $("found").append(h("ul", { class: "found-list" }, matches.map((match) =>
-        h("li", {}, h("button", { "data-row": true, onclick: () => jump(match.offset) }, match.text || " ")))));
+        h("li", {}, h("button", { "data-row": true, onclick: () => jump(match.offset) }, plain(match.text) || " ")))));
     }
   } catch (error) {
     $("found").append(h("div", { class: "error" }, error.message));

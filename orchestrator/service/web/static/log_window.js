@@ -2,7 +2,7 @@
 import { ansi } from "./ansi.js";
 import { h } from "./dom.js";
 
-const MOST_LINES = 4000;
+const MOST_LINES = 4000; // and those of one part
 const LONGEST_LINE = 64 << 10; // a longer one is broken
 const PART = 256 << 10; // characters of one part
 
@@ -44,7 +44,7 @@ export class LogWindow {
     part.end = this.end = end;
     part.closed = (!this.open && text.endsWith("\n")) || part.size > PART;
     if (part.closed) this.#close();
-    while (this.parts.length > 1 && this.lines > MOST_LINES) {
+    while (this.lines - this.parts[0].element.childElementCount >= MOST_LINES) {
       this.parts.shift().element.remove();
       this.begin = this.parts[0].begin;
     }
@@ -58,7 +58,7 @@ export class LogWindow {
     this.element.prepend(part.element);
     this.begin = begin;
     if (this.parts.length === 1) this.end = part.end;
-    while (this.parts.length > 1 && this.lines > MOST_LINES) {
+    while (this.lines - this.parts.at(-1).element.childElementCount >= MOST_LINES) {
       this.parts.pop().element.remove();
       this.end = this.parts.at(-1).end;
       this.open = null;
