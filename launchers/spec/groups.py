@@ -10,7 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from orc.launchers.spec import overrides, relations
@@ -54,6 +54,11 @@ class LoadedGroup:
     def specs(self) -> list[JobSpec]:
         """The jobs of all members, in order."""
         return [member.loaded.spec for member in self.members]
+
+    def after(self, jobs: Sequence[str]) -> LoadedGroup:
+        """Return the group with members that wait for *jobs*, too. Raises `SpecError`."""
+        members = [member._replace(loaded=member.loaded.after(jobs)) for member in self.members]
+        return replace(self, members=tuple(members))
 
 
 @dataclass

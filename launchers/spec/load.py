@@ -41,6 +41,15 @@ class LoadedJob(NamedTuple):
         """The directory that travels with the job."""
         return self.base_dir / self.spec.workdir.path
 
+    def after(self, jobs: Sequence[str]) -> LoadedJob:
+        """Return the job as one that waits for *jobs*, too: ``JOB[:CONDITION]``. Raises `SpecError`."""
+        if not jobs:
+            return self
+        try:
+            return self._replace(spec=self.spec.model_copy(update={"depends_on": [*self.spec.depends_on, *jobs]}))
+        except ValidationError as error:
+            raise SpecError(str(error.errors()[0]["ctx"]["error"]), where="--after") from None
+
 
 class Examined(NamedTuple):
     """Everything that a job file by itself says: its document, what is wrong, and the job that the rest describes."""

@@ -22,6 +22,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "launch": "Run a script on this machine, on N processes.",
         "resubmit": "Run a job again from the same code snapshot.",
         "cancel": "Stop jobs, with grace.",
+        "sweep": "Jobs with different values: submit, compare, try again.",
+        "array": "Many jobs that differ in a number.",
+        "pipeline": "Jobs that wait for each other and pass files on.",
     },
     "Look": {
         "status": "What became of jobs: attempts, hosts, first failure.",

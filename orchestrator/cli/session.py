@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.client import Client
     from orc.orchestrator.clients.protocol import JobsClient
 
@@ -59,6 +60,23 @@ def check_job(path: str, overrides: Sequence[str], cluster: str | None, *, needs
     from orc.orchestrator.engine.validation import load_checked
 
     return load_checked(path, overrides, cluster=cluster)
+
+
+def check_jobs(
+    path: str, overrides: Sequence[str], cluster: str | None, *, needs_clusters: bool = False
+) -> LoadedJob | LoadedGroup:
+    """Return the job or the group of jobs in the file *path*; as `check_job`. Raises `LaunchError`."""
+    from orc.orchestrator.clients import logins
+
+    if login := logins.configured():
+        if needs_clusters:
+            raise _needs_ledger(login.url)
+        from orc.launchers.spec.groups import load_jobs
+
+        return load_jobs(path, overrides, cluster=cluster)
+    from orc.orchestrator.engine.validation import load_jobs_checked
+
+    return load_jobs_checked(path, overrides, cluster=cluster)
 
 
 def _needs_ledger(url: str) -> Exception:

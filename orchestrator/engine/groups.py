@@ -87,13 +87,14 @@ def enqueue(
         made = submission.new_job(ws, spec, entry.snapshot, attempt, entry.source)
         group_id = group.id if group else None
         new.append(replace(made, group_id=group_id, group_index=entry.number, not_before=not_before))
+    reasons = [_reason(ws, wanted, ids) for wanted in needs]
     try:
         for job, values in zip(new, secrets, strict=True):
             job_secrets.keep_for(ws, job.id, values)
         with ws.ledger.transaction() as tx:
             if group is not None and not known:
                 groups.create(tx.connection, group)
-            records = [tx.enqueue(job, _reason(ws, wanted, ids)) for job, wanted in zip(new, needs, strict=True)]
+            records = [tx.enqueue(job, reason) for job, reason in zip(new, reasons, strict=True)]
             pairs = [(job.id, one) for job, wanted in zip(new, needs, strict=True) for one in wanted]
             dependencies.add(
                 tx.connection, [dependencies.Dependency(job_id, one.job, one.condition) for job_id, one in pairs]
@@ -107,6 +108,11 @@ def enqueue(
         job_files.keep(ws.state_dir, job, record.created_at)
     ws.on_live_job()
     return records
+
+
+def enqueue_stages(ws: Workspace, entries: Sequence[Entry], group: GroupRecord) -> list[JobRecord]:
+    """Submit the jobs of a pipeline. Raises `LaunchError` when certainly none of them runs."""
+    return enqueue(ws, entries, group=group)
 
 
 def submit_members(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.spec.groups import LoadedGroup
     from orc.launchers.spec.source import Document, KeyPath
 
 
@@ -33,7 +34,25 @@ def load_checked(
         SpecProblems: More than one thing is wrong: everything, by its place.
         LaunchError: The one thing that is wrong, as whoever found it says it.
     """
-    found = examine(path, overrides, cluster=cluster)
+    return _checked(examine(path, overrides, cluster=cluster))
+
+
+def load_jobs_checked(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None
+) -> LoadedJob | LoadedGroup:
+    """Return the job or the group of jobs in the file *path*, checked by all stages. Raises as `load_checked`."""
+    from orc.launchers.spec.groups import ExaminedGroup, examine_jobs
+
+    found = examine_jobs(path, overrides, cluster=cluster)
+    if not isinstance(found, ExaminedGroup):
+        return _checked(found)
+    group = found.loaded()
+    for examined, *_ in found.members:
+        _checked(examined)
+    return group
+
+
+def _checked(found: Examined) -> LoadedJob:
     errors = list(_later(found)) if found.loaded is not None else []
     if found.loaded is not None and not found.problems and not errors:
         return found.loaded

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orc.launchers.findings import Finding
     from orc.launchers.plan import Plan
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
 
 
 def plan_of(loaded: LoadedJob) -> tuple[Plan, list[Finding]]:
@@ -144,6 +145,22 @@ def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
         echo(text(plan, workdir))
 
 
+def show_any(loaded: LoadedJob | LoadedGroup, form: str, output: Path | None, member: str | None = None) -> None:
+    """Print the plan of a job as `show`; of a group, what its members are, or the plan of *member*."""
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.cli.group_commands import chosen_member, preview
+
+    if isinstance(loaded, LoadedGroup) and member is None:
+        if output is not None:
+            raise SpecError("--format dir writes the plan of one job", hint="choose one with --member")
+        preview(loaded, as_json=form == "json")
+    elif isinstance(loaded, LoadedGroup):
+        show(chosen_member(loaded, member or "").loaded, form, output)
+    else:
+        show(loaded, form, output)
+
+
 @click.command("render")
 @job_file_argument
 @cluster_option
@@ -152,18 +169,25 @@ def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
 @click.option(
     "--output", "-o", metavar="DIR", type=click.Path(path_type=Path), help="Where --format dir writes; a new directory."
 )
+@click.option("--member", metavar="INDEX", help="Of a sweep, array or pipeline: the plan of this job of it.")
 @json_option
 def command(
-    job_file: str, cluster: str | None, overrides: tuple[str, ...], form: str, output: Path | None, as_json: bool
+    job_file: str,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    form: str,
+    output: Path | None,
+    member: str | None,
+    as_json: bool,
 ) -> None:
     """Print what would run, as lines for a shell, and exactly what `orc submit` would send. Touches no network.
 
-    JOB.yaml is ./job.yaml unless given.
+    JOB.yaml is ./job.yaml unless given. Of a sweep, an array or a pipeline the jobs are listed.
     """
     if output is not None and form != "dir":
         raise click.UsageError("--output needs --format dir", click.get_current_context())
     if form == "dir" and output is None:
         raise click.UsageError("--format dir needs --output DIR", click.get_current_context())
-    from orc.orchestrator.engine.validation import load_checked
+    from orc.orchestrator.engine.validation import load_jobs_checked
 
-    show(load_checked(job_file, overrides, cluster=cluster), "json" if as_json else form, output)
+    show_any(load_jobs_checked(job_file, overrides, cluster=cluster), "json" if as_json else form, output, member)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,6 +40,24 @@ reconciler_option = click.option(
 )
 
 
+after_option = click.option(
+    "--after",
+    multiple=True,
+    metavar="JOB[:CONDITION]",
+    help="Start after JOB has ended: with success (the default), any, or failure. May be repeated.",
+)
+
+
+def group_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--array``, ``--max-parallel``."""
+    for option in (
+        click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time."),
+        click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3."),
+    ):
+        function = option(function)
+    return function
+
+
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
 
 
@@ -51,6 +70,8 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
     is_flag=True,
     help="On a cluster of kind sagemaker: run it here, in containers like SageMaker's; AWS is not asked.",
 )
+@after_option
+@group_options
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @follow_options
 @reconciler_option
@@ -61,6 +82,9 @@ def command(
     cluster: str | None,
     overrides: tuple[str, ...],
     local_contract: bool,
+    after: tuple[str, ...],
+    array: str | None,
+    max_parallel: int | None,
     dry_run: bool,
     following: bool,
     ranks: tuple[int, ...],
@@ -71,22 +95,33 @@ def command(
 ) -> int:
     """Send the job in JOB.yaml (./job.yaml unless given) to its cluster and print its id.
 
-    It runs on when this command ends.
+    It runs on when this command ends. A sweep, an array or a pipeline becomes several jobs, all of them or none, and
+    the id of their group is printed.
 
     With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
     """
-    from orc.orchestrator.cli.session import check_job, open_client
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.cli.session import check_jobs, open_client
 
+    overrides = (*overrides, *([f"array={array}"] if array is not None else ()))
+    overrides = (*overrides, *([f"max_parallel={max_parallel}"] if max_parallel is not None else ()))
     if local_contract:  # which needs less than the platform does, so it is known before anything is checked
         from orc.launchers.spec import load_job
 
         overrides = (*overrides, _local_contract(load_job(job_file, overrides, cluster=cluster).spec.cluster))
-    loaded = check_job(job_file, overrides, cluster, needs_clusters=dry_run)
+    loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
     if dry_run:
-        from orc.orchestrator.cli.commands.render import show
+        from orc.orchestrator.cli.commands.render import show_any
 
-        show(loaded, "json" if as_json else "text", None)
+        show_any(loaded, "json" if as_json else "text", None)
         return 0
+    if isinstance(loaded, LoadedGroup):
+        from orc.orchestrator.cli.group_commands import submit_group
+
+        if following:
+            raise click.UsageError("--follow shows one job, and this is a group", click.get_current_context())
+        return submit_group(loaded.after(after), reconciler=reconciler, yes=yes, as_json=as_json)
+    loaded = loaded.after(after)
     client = open_client(reconciler=reconciler)
     return run(
         client,
@@ -127,28 +162,12 @@ def run(
     yes: bool = False,
 ) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
-    from orc.launchers.findings import Finding
     from orc.orchestrator.cli.exit_codes import of_states
-    from orc.orchestrator.cli.ui.display import describe, display
     from orc.orchestrator.cli.ui.output import echo_json
-    from orc.orchestrator.cli.ui.reporting import warn
 
     if (ranks or all_ranks) and not following:
         raise click.UsageError("--rank and --all-ranks need --follow", click.get_current_context())
-    with display(silent=as_json or not sys.stderr.isatty()) as shown:
-
-        def on_progress(event: str, values: Mapping[str, Any]) -> None:
-            if event == "finding":
-                if values["level"] == "info":
-                    return
-                with shown.aside():
-                    warn(Finding(values["level"], values["what"], values["where"], values["hint"]))
-            elif event == "size" and values["bytes"] > values["limit"] and not yes:
-                with shown.aside():
-                    _agree_to_size(values)
-            else:
-                shown.show(*describe(event, values))
-
+    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
         view = submit(on_progress)
     if following:
         from orc.orchestrator.cli.ui.tail import Selection
@@ -166,6 +185,30 @@ def run(
         echo(f"{view.state} on {view.cluster}{waits}", err=True)
         echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
     return int(of_states([view.state]))
+
+
+@contextmanager
+def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
+    """Show a submission on stderr; yields its `on_progress`. *yes* agrees to a large snapshot."""
+    from orc.launchers.findings import Finding
+    from orc.orchestrator.cli.ui.display import describe, display
+    from orc.orchestrator.cli.ui.reporting import warn
+
+    with display(silent=silent) as shown:
+
+        def on_progress(event: str, values: Mapping[str, Any]) -> None:
+            if event == "finding":
+                if values["level"] == "info":
+                    return
+                with shown.aside():
+                    warn(Finding(values["level"], values["what"], values["where"], values["hint"]))
+            elif event == "size" and values["bytes"] > values["limit"] and not yes:
+                with shown.aside():
+                    _agree_to_size(values)
+            else:
+                shown.show(*describe(event, values))
+
+        yield on_progress
 
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:

@@ -1,0 +1,251 @@
+"""Commands of groups, shared by `orc sweep`, `orc array` and `orc pipeline`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.launchers.spec.groups import LoadedGroup, Member
+    from orc.orchestrator.clients.groups import GroupView, MemberView
+
+_METRICS = ("loss", "accuracy")  # shown without being asked for, as far as there are any
+
+
+def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: bool) -> int:
+    """Submit a group, print its id, and return the exit status."""
+    from orc.orchestrator.cli.commands.submit import submission_progress
+    from orc.orchestrator.cli.exit_codes import of_states
+    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.clients import groups
+
+    client = open_ledger(reconciler=reconciler)
+    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
+        view = groups.submit(client, loaded, on_progress=on_progress)
+    if as_json:
+        echo_json(view.to_dict())
+    else:
+        echo(view.id)
+        echo(_summary(view), err=True)
+        echo(f"next: orc {view.kind} status {view.id}, orc wait {view.id}", err=True)
+    return int(of_states(member.job.state for member in view.members))
+
+
+def preview(loaded: LoadedGroup, *, as_json: bool) -> None:
+    """Print the jobs that a group would become."""
+    from orc.orchestrator.cli.ui.output import echo_json, table
+
+    limit = f", {loaded.max_parallel} at a time" if loaded.max_parallel else ""
+    if as_json:
+        members = [
+            {"index": m.number, "stage": m.stage or None, "parameters": dict(m.parameters),
+             "job": m.loaded.spec.model_dump(mode="json")}
+            for m in loaded.members
+        ]  # fmt: skip
+        echo_json({"kind": loaded.kind, "name": loaded.name, "max_parallel": loaded.max_parallel, "members": members})
+        return
+    echo(f"# {loaded.kind} {loaded.name}: {len(loaded.members)} jobs{limit}; --member INDEX shows the plan of one")
+    if loaded.kind == "pipeline":
+        rows = [
+            (m.stage, m.loaded.spec.name, m.loaded.spec.cluster,
+             ", ".join([*m.loaded.spec.depends_on, *m.loaded.spec.inputs.values()]) or "-")
+            for m in loaded.members
+        ]  # fmt: skip
+        echo(table(("STAGE", "NAME", "CLUSTER", "AFTER"), rows))
+        return
+    keys = list(dict.fromkeys(key for m in loaded.members for key in m.parameters))
+    lines = [(str(m.number), m.loaded.spec.name, *(m.parameters.get(key, "-") for key in keys)) for m in loaded.members]
+    echo(table(("INDEX", "NAME", *keys), lines))
+
+
+def chosen_member(loaded: LoadedGroup, which: str) -> Member:
+    """Return the member with this index or stage. Raises `SpecError`."""
+    from orc.launchers.errors import SpecError
+    from orc.launchers.spec.problems import choose
+
+    named = {m.stage or str(m.number): m for m in loaded.members}
+    if which not in named:
+        raise SpecError(f"no member {which!r}{choose(which, list(named)[:20])}", where="--member")
+    return named[which]
+
+
+def _summary(view: GroupView) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in view.counts.items())
+    limit = f", {view.max_parallel} at a time" if view.max_parallel else ""
+    return f"{view.kind} {view.id}: {len(view.members)} jobs{limit}; {counts}"
+
+
+def group_command(kind: str, what: str) -> click.Group:
+    """Return the command of groups of *kind*; *what* is its help."""
+
+    @click.group(kind, help=what)
+    def command() -> None: ...
+
+    argument = click.argument("group", metavar=f"[{kind.upper()}]", default="@last")
+
+    @command.command("submit", help=f"Send the {kind} in JOB.yaml (./job.yaml unless given): all of its jobs, or none.")
+    @job_file_argument
+    @cluster_option
+    @set_option
+    @click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs at a time.")
+    @click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+    @json_option
+    def submit(
+        job_file: str,
+        cluster: str | None,
+        overrides: tuple[str, ...],
+        max_parallel: int | None,
+        yes: bool,
+        as_json: bool,
+    ) -> int:
+        from orc.launchers.errors import SpecError
+        from orc.launchers.spec.groups import LoadedGroup
+        from orc.orchestrator.cli.session import check_jobs
+
+        limit = () if max_parallel is None else (f"max_parallel={max_parallel}",)
+        loaded = check_jobs(job_file, (*overrides, *limit), cluster)
+        if not isinstance(loaded, LoadedGroup) or loaded.kind != kind:
+            found = loaded.kind if isinstance(loaded, LoadedGroup) else "single job"
+            raise SpecError(f"describes a {found}, not a {kind}", where=job_file, hint="`orc submit` takes all of them")
+        return submit_group(loaded, reconciler=True, yes=yes, as_json=as_json)
+
+    @command.command("list", help=f"List the newest groups of this kind: {kind}.")
+    @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="How many at most.")
+    @json_option
+    def list_(limit: int, as_json: bool) -> None:
+        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.ui.output import clock, echo_json, table
+        from orc.orchestrator.clients import groups
+
+        found = groups.newest(open_ledger().workspace, (kind,), limit)
+        if as_json:
+            echo_json({"groups": [view.to_dict() for view in found]})
+            return
+        rows = [
+            (v.id, v.name, str(len(v.members)), ", ".join(f"{n} {s}" for s, n in v.counts.items()), clock(v.created_at))
+            for v in found
+        ]
+        echo(table(("ID", "NAME", "JOBS", "STATES", "CREATED"), rows))
+
+    @command.command("status", help="Show each member: what it differs in, its state, the newest of its metrics.")
+    @argument
+    @click.option("--metric", "wanted", multiple=True, metavar="NAME", help="Show this measurement. May be repeated.")
+    @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
+    @json_option
+    def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
+        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.ui import reporting
+        from orc.orchestrator.cli.ui.output import echo_json
+        from orc.orchestrator.clients import groups
+
+        client = open_ledger()
+        group_id = groups.resolve(client.workspace, group, (kind,))
+        view = groups.view(client.workspace, group_id)
+        if refresh and (ids := [member.job.id for member in view.members]):
+            report = client.refresh(ids)
+            reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
+            view = groups.view(client.workspace, group_id)
+        measured = {member.job.id: groups.last_metrics(client, member.job.id) for member in view.members}
+        if as_json:
+            document = view.to_dict()
+            for entry in document["members"]:
+                entry["metrics"] = measured[entry["job"]["id"]]
+            echo_json(document)
+            return
+        echo(_summary(view))
+        names = wanted or [name for name in _METRICS if any(name in values for values in measured.values())]
+        echo(_members(view, view.members, [(name, {j: v.get(name) for j, v in measured.items()}) for name in names]))
+
+    @command.command("best", help="Show the members in the order of a metric, the best first.")
+    @argument
+    @click.option("--metric", default="loss", show_default=True, metavar="NAME", help="Measurement to order by.")
+    @click.option("--max", "largest", is_flag=True, help="The largest value is the best; else the smallest.")
+    @click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="How many at most.")
+    @json_option
+    def best(group: str, metric: str, largest: bool, limit: int, as_json: bool) -> None:
+        from orc.launchers.errors import LaunchError
+        from orc.launchers.spec.problems import choose
+        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.ui.output import echo_json
+        from orc.orchestrator.clients import groups
+
+        client = open_ledger()
+        view = groups.view(client.workspace, groups.resolve(client.workspace, group, (kind,)))
+        measured = {member.job.id: groups.last_metrics(client, member.job.id) for member in view.members}
+        found = [member for member in view.members if metric in measured[member.job.id]]
+        if not found:
+            names = list(dict.fromkeys(name for values in measured.values() for name in values))
+            hint = f"{metric!r} was measured by none of them" + (choose(metric, names) if names else "; nothing was")
+            raise LaunchError(hint, where=view.id, hint="metrics are what orc.runtime measures: `orc metrics JOB`")
+        found.sort(key=lambda member: measured[member.job.id][metric], reverse=largest)
+        found = found[:limit]
+        if as_json:
+            members = [{**m.to_dict(), "metrics": measured[m.job.id]} for m in found]
+            echo_json({"id": view.id, "metric": metric, "members": members})
+            return
+        echo(_members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]))
+
+    @command.command("cancel", help="Stop all members that have not ended.")
+    @argument
+    @json_option
+    def cancel(group: str, as_json: bool) -> None:
+        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.clients import groups
+
+        client = open_ledger()
+        view = groups.cancel(client, groups.resolve(client.workspace, group, (kind,)))
+        _report(view, as_json=as_json)
+
+    @command.command("retry", help="Submit the members that ended without success once more; what has succeeded stays.")
+    @argument
+    @json_option
+    def retry(group: str, as_json: bool) -> None:
+        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.clients import groups
+
+        client = open_ledger()
+        view = groups.resubmit(client, groups.resolve(client.workspace, group, (kind,)))
+        _report(view, as_json=as_json)
+
+    return command
+
+
+def _report(view: GroupView, *, as_json: bool) -> None:
+    from orc.orchestrator.cli.ui.output import echo_json
+
+    if as_json:
+        echo_json(view.to_dict())
+    else:
+        echo(_summary(view))
+
+
+def _members(
+    view: GroupView, members: Sequence[MemberView], columns: Sequence[tuple[str, dict[str, float | None]]]
+) -> str:
+    from orc.orchestrator.cli.ui.output import state, table
+
+    keys = view.keys
+    staged = any(member.stage for member in members)
+    header = ("STAGE" if staged else "INDEX", *keys, "STATE", *(name.upper() for name, _ in columns), "JOB", "REASON")
+    rows = []
+    for member in members:
+        job = member.job
+        values = (values.get(job.id) for _, values in columns)
+        rows.append(
+            (
+                member.stage or str(member.number),
+                *(member.parameters.get(key, "-") for key in keys),
+                state(job.state),
+                *("-" if value is None else f"{value:.4g}" for value in values),
+                job.id,
+                job.reason,
+            )
+        )
+    return table(header, rows)

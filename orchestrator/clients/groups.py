@@ -1,0 +1,278 @@
+"""Groups of jobs against the ledger: sweeps, arrays and pipelines are submitted, looked at, and submitted again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger import groups as table
+from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.listing import JobFilter
+from orc.orchestrator.views import JobRow
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.ledger.groups import GroupRecord
+    from orc.orchestrator.workspace import Workspace
+
+_MOST = 1_000_000  # jobs of one group
+ProgressCallback = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """Member of a group: its newest job, and what tells it from the others."""
+
+    number: int
+    stage: str
+    parameters: Mapping[str, str]
+    job: JobRow
+    jobs: int = 1  # how often it was submitted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "index": self.number,
+            "stage": self.stage or None,
+            "parameters": dict(self.parameters),
+            "submissions": self.jobs,
+            "job": self.job.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """Group of jobs as the ledger has it."""
+
+    id: str
+    kind: str
+    name: str
+    owner: str
+    created_at: float
+    max_parallel: int | None
+    members: tuple[MemberView, ...] = field(default=())
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that its members differ in."""
+        return list(dict.fromkeys(key for member in self.members for key in member.parameters))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many members are in each state, in the order of the members."""
+        found: dict[str, int] = {}
+        for member in self.members:
+            found[member.job.state] = found.get(member.job.state, 0) + 1
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "name": self.name,
+            "owner": self.owner,
+            "created_at": self.created_at,
+            "max_parallel": self.max_parallel,
+            "counts": self.counts,
+            "members": [member.to_dict() for member in self.members],
+        }
+
+
+class GroupNotFound(LaunchError):
+    """No group, or more than one, answers to that name."""
+
+
+def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+    """Submit all members of a group, or none.
+
+    Args:
+        client: The client of the ledger.
+        loaded: The group, from `orc.launchers.spec.groups.load_jobs`.
+        on_progress: As of `Client.submit`.
+
+    Returns:
+        The group as it is now.
+
+    Raises:
+        LaunchError: Certainly none of its jobs runs.
+    """
+    from orc.orchestrator.engine.groups import Entry, enqueue_stages, new_group, submit_members
+    from orc.orchestrator.engine.submission import silent
+
+    ws = client.workspace
+    snapshots: dict[str, Snapshot] = {}
+    source = str(loaded.source_path.absolute())
+    entries = [
+        Entry(member.loaded.spec, _snapshot(ws, member.loaded, snapshots, on_progress or silent), member.number,
+              member.stage, source)
+        for member in loaded.members
+    ]  # fmt: skip
+    described = {
+        "members": {str(m.number): dict(m.parameters) for m in loaded.members if m.parameters},
+        "stages": {str(m.number): m.stage for m in loaded.members if m.stage},
+    }
+    group = new_group(ws, loaded.kind, loaded.name, loaded.max_parallel, described)
+    send = enqueue_stages if loaded.kind == "pipeline" else submit_members
+    records = send(ws, entries, group)
+    client.refresh([record.id for record in records])
+    return view(ws, group.id)
+
+
+def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], progress: ProgressCallback) -> Snapshot:
+    """Return the snapshot of a member; those with the same directory and environment on a cluster share one."""
+    from orc.orchestrator.engine.snapshots import check_script, take
+
+    spec = loaded.spec
+    key = f"{spec.cluster} {spec.workdir!r} {spec.environment!r}"
+    if key in known:
+        check_script(spec, known[key].code)
+    else:
+        known[key] = take(ws.store, loaded, progress, ws.backend(spec.cluster))
+    return known[key]
+
+
+def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | None = None) -> GroupView:
+    """Submit the members that have ended without success once more, from the same snapshots, in the same group.
+
+    What has succeeded is not run again: its outputs serve those that take them. Members that wait for a failure which
+    has not come stay as they are.
+
+    Raises:
+        GroupNotFound: There is no such group.
+        LaunchError: None of them could be submitted, or there are none.
+    """
+    from dataclasses import replace
+
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
+    from orc.orchestrator.engine.groups import Entry, enqueue
+
+    ws = client.workspace
+    shown, record = view(ws, group_id), _record(ws, group_id)
+    over = {JobState.FAILED, JobState.CANCELLED}
+    again = {member.job.id: member for member in shown.members if member.job.state in over}
+    specs = {job_id: stored_spec(ws, job_id) for job_id in again}
+    while stuck := [job_id for job_id, spec in specs.items() if not _can_start(ws, spec, specs)]:
+        for job_id in stuck:
+            del specs[job_id]
+    if not specs:
+        raise LaunchError(
+            f"no member of {group_id} has failed" if not again else f"no member of {group_id} could start now",
+            hint=f"`orc {shown.kind} status {group_id}` shows them",
+        )
+    entries = []
+    for job_id, spec in specs.items():
+        digests = ws.ledger.jobs([job_id])[0].digests
+        taken = {text.rpartition(".")[0] for text in spec.inputs.values()}
+        snapshot = stored_snapshot(ws, digests)
+        if taken & specs.keys():  # what another one has left is left anew
+            snapshot = replace(snapshot, inputs={})
+        entries.append(Entry(spec, snapshot, again[job_id].number, job_id, f"job:{job_id}"))
+    records = enqueue(ws, entries, group=record, known=True)
+    client.refresh([new.id for new in records])
+    return view(ws, group_id)
+
+
+def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:
+    from orc.launchers.spec.relations import requirement
+    from orc.orchestrator.engine.dependencies import is_met
+
+    for text in spec.depends_on:
+        wanted = requirement(text)
+        job = None if wanted.job in submitted else ws.ledger.job(wanted.job)
+        if job is not None and job.state.terminal and not is_met(wanted.condition, job.state):
+            return False
+    return True
+
+
+def cancel(client: Client, group_id: str, *, grace_s: float | None = None) -> GroupView:
+    """Cancel the members that have not ended. Raises `GroupNotFound`, `LedgerError`."""
+    live = [
+        member.job.id for member in view(client.workspace, group_id).members if not JobState(member.job.state).terminal
+    ]
+    if live:
+        client.cancel(live, grace_s=grace_s)
+    return view(client.workspace, group_id)
+
+
+def view(ws: Workspace, group_id: str) -> GroupView:
+    """Return a group and the newest job of each member. Raises `GroupNotFound`."""
+    group = _record(ws, group_id)
+    rows = [JobRow(*row) for row in ws.ledger.page(JobFilter(group=group.id), limit=_MOST).rows]
+    members: dict[int, MemberView] = {}
+    for row in sorted(rows, key=lambda row: row.created_at):
+        number = row.group_index or 0
+        before = members[number].jobs if number in members else 0
+        members[number] = MemberView(
+            number,
+            group.spec.get("stages", {}).get(str(number), ""),
+            group.spec.get("members", {}).get(str(number), {}),
+            row,
+            before + 1,
+        )
+    ordered = tuple(members[number] for number in sorted(members))
+    return GroupView(group.id, group.kind, group.name, group.owner, group.created_at, group.max_parallel, ordered)
+
+
+def newest(ws: Workspace, kinds: Sequence[str], limit: int) -> list[GroupView]:
+    """Return the newest groups of these kinds."""
+    with ws.ledger.database.read() as connection:
+        found = [group for group in table.newest(connection, limit * 4) if group.kind in kinds]
+    return [view(ws, group.id) for group in found[:limit]]
+
+
+def resolve(ws: Workspace, ref: str, kinds: Sequence[str] = ()) -> str:
+    """Return the id of the group that *ref* means: an id, the start of one, a member's job id, or ``@last``.
+
+    Raises `GroupNotFound`.
+    """
+    with ws.ledger.database.read() as connection:
+        groups = [group.id for group in table.newest(connection, 1000) if not kinds or group.kind in kinds]
+        if table.find(connection, ref) is not None:
+            return ref
+    if ref == "@last" and groups:
+        return groups[0]
+    candidates = [group for group in groups if group.startswith(ref)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise GroupNotFound(f"{ref!r} is not unique", hint=f"it is the start of {', '.join(candidates[:5])}")
+    job = ws.ledger.job(ref)
+    if job is not None and job.group_id:
+        return job.group_id
+    from orc.launchers.spec.problems import nearest
+
+    what = f"no such {' or '.join(kinds) or 'group'}: {ref}{nearest(ref, groups)}"
+    raise GroupNotFound(what, hint=f"`orc {kinds[0]} list` shows them" if kinds else "`orc list` shows the jobs")
+
+
+def members_of(ws: Workspace, ref: str) -> list[str]:
+    """Return the newest jobs of the members of the group *ref*; empty where it is no id of a group."""
+    with ws.ledger.database.read() as connection:
+        if table.find(connection, ref) is None:
+            return []
+    return [member.job.id for member in view(ws, ref).members]
+
+
+def last_metrics(client: Client, job_id: str) -> dict[str, float]:
+    """Return the newest value of each measurement of a job; nothing where its cluster does not answer."""
+    from orc.orchestrator.insight.metrics import Reader, course, names, series
+
+    try:
+        lines = course(Reader(client.workspace, job_id).read())
+    except LaunchError:
+        return {}
+    return {name: values[-1][1] for name in names(lines) if (values := series(lines, name))}
+
+
+def _record(ws: Workspace, group_id: str) -> GroupRecord:
+    with ws.ledger.database.read() as connection:
+        group = table.find(connection, group_id)
+    if group is None:
+        raise GroupNotFound(f"no such group: {group_id}")
+    return group
