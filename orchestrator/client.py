@@ -383,6 +383,7 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         states: Sequence[str] | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first.
@@ -391,9 +392,10 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
             states: Only those in one of these states.
             name: Only those of this name.
             tags: Only those with all these tags.
+            group: Only those of this sweep, array, pipeline or schedule.
             limit: Number of jobs at most; `None` for all.
         """
-        rows = self.workspace.ledger.rows(states=states, name=name, tags=tags, limit=limit)
+        rows = self.workspace.ledger.rows(states=states, name=name, tags=tags, group=group, limit=limit)
         return [JobRow(*row) for row in rows]
 
     def reservations(self, cluster: str | None = None) -> list[Reservation]:

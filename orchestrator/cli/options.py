@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from orc.orchestrator.clients.protocol import JobsClient
 
 
 class _Seconds(click.FloatRange):
@@ -61,11 +63,15 @@ def output_options(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--state`` (of *states*), ``--name``, ``--tag``: parameters *states*, *name* and *tags*."""
+    """``--state`` (of *states*), ``--name``, ``--tag`` and ``--group``.
+
+    The parameters are *states*, *name*, *tags* and *group*.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         choice = click.Choice(states, case_sensitive=False)
         for option in (
+            click.option("--group", metavar="ID", help="Jobs of this sweep, array, pipeline or schedule."),
             click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="With this tag. May be repeated."),
             click.option("--name", help="Jobs of this name."),
             click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
@@ -82,6 +88,17 @@ def tag_pairs(texts: tuple[str, ...]) -> dict[str, str] | None:
         if not text.partition("=")[0] or "=" not in text:
             raise click.UsageError(f"--tag takes key=value, not {text!r}", click.get_current_context())
     return {key: value for key, _, value in (text.partition("=") for text in texts)} or None
+
+
+def job_ids(client: JobsClient, refs: Sequence[str]) -> list[str]:
+    """Return the ids of the jobs that *refs* mean; the id of a group means its members. Raises `JobNotFound`."""
+    found: list[str] = []
+    for ref in refs:
+        rows = client.jobs(group=ref, limit=None) if "-" in ref else []
+        newest = {row.group_index: row.id for row in reversed(rows)}  # a member may have been submitted again
+        found += [newest[number] for number in sorted(newest, key=lambda number: number or 0)]
+        found += [] if newest else [client.resolve(ref)]
+    return list(dict.fromkeys(found))
 
 
 def _complete_jobs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:

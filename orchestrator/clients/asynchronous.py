@@ -141,10 +141,11 @@ class AsyncServiceClient:
         states: Sequence[str] | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first."""
-        return await self._lead(flows.jobs(states, name, tags, limit))
+        return await self._lead(flows.jobs(states, name, tags, limit, group))
 
     async def events(self, job_id: str) -> list[EventView]:
         """Return the history of a job, oldest first."""

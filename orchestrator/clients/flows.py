@@ -114,14 +114,18 @@ def cancel(
 
 
 def jobs(
-    states: Sequence[str] | None, name: str | None, tags: Mapping[str, str] | None, limit: int | None
+    states: Sequence[str] | None,
+    name: str | None,
+    tags: Mapping[str, str] | None,
+    limit: int | None,
+    group: str | None = None,
 ) -> Flow[list[JobRow]]:
     """Return jobs, newest first, page by page."""
     found: list[JobRow] = []
     cursor: str | None = None
     while limit is None or len(found) < limit:
         size = requests.PAGE if limit is None else min(requests.PAGE, limit - len(found))
-        page, cursor = yield requests.jobs(states, name, tags, size, cursor)
+        page, cursor = yield requests.jobs(states, name, tags, size, cursor, group)
         found += page
         if not cursor:
             break

@@ -109,6 +109,7 @@ class JobsClient(Protocol):
         states: Sequence[str] | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first."""

@@ -70,6 +70,7 @@ def jobs(
     tags: Mapping[str, str] | None,
     limit: int,
     cursor: str | None = None,
+    group: str | None = None,
 ) -> Request[tuple[list[JobRow], str | None]]:
     """Ask for a page of jobs; the answer has the cursor of the next one."""
     params: dict[str, Any] = {"limit": limit}
@@ -79,6 +80,8 @@ def jobs(
         params["name"] = name
     if tags:
         params["tag"] = [f"{key}={value}" for key, value in tags.items()]
+    if group is not None:
+        params["group"] = group
     if cursor:
         params["cursor"] = cursor
     return Request(

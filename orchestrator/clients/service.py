@@ -195,10 +195,11 @@ class ServiceClient:
         states: Sequence[str] | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first. Arguments as of `Client.jobs`."""
-        return self._lead(flows.jobs(states, name, tags, limit))
+        return self._lead(flows.jobs(states, name, tags, limit, group))
 
     def events(self, job_id: str) -> list[EventView]:
         """Return the history of a job, oldest first."""

@@ -99,11 +99,12 @@ class Ledger:
         states: Sequence[str] | None = None,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
+        group: str | None = None,
         limit: int | None = None,
     ) -> list[tuple[Any, ...]]:
         """Return rows of jobs (`orc.orchestrator.ledger.listing.read_rows`), newest first, *limit* at most."""
         with self.database.read() as connection:
-            return read_rows(connection, JobFilter(states, name, tags=tags or {}), limit=limit)
+            return read_rows(connection, JobFilter(states, name, group=group, tags=tags or {}), limit=limit)
 
     def page(self, wanted: JobFilter, after: str | None = None, limit: int = 50) -> Page:
         """Return the page of *limit* jobs that begins after the cursor *after*, newest first.

@@ -10,6 +10,7 @@ from orc.orchestrator.cli.options import (
     LIVE_STATES,
     SECONDS,
     filter_options,
+    job_ids,
     optional_jobs_argument,
     output_options,
     tag_pairs,
@@ -24,41 +25,42 @@ if TYPE_CHECKING:
 @optional_jobs_argument
 @filter_options(LIVE_STATES)
 @click.option("--grace", type=SECONDS, metavar="SECONDS", help="Between SIGTERM and SIGKILL.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask about the jobs that --state, --name and --tag choose.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask about the jobs that filters choose.")
 @output_options("json", "yaml", "name")
 def command(
     jobs: tuple[str, ...],
     states: tuple[str, ...],
     name: str | None,
     tags: tuple[str, ...],
+    group: str | None,
     grace: float | None,
     yes: bool,
     form: str | None,
 ) -> None:
     """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are.
 
-    Instead of naming them, choose with --state, --name and --tag among those that have not ended.
+    Instead of naming them, choose with --state, --name, --tag and --group among those that have not ended.
     """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import jobtext, output, reporting
 
     context = click.get_current_context()
-    filtered = bool(states or name is not None or tags)
+    filtered = bool(states or name is not None or tags or group is not None)
     if jobs and filtered:
-        raise click.UsageError("give JOBs, or choose them with --state, --name and --tag", context)
+        raise click.UsageError("give JOBs, or choose them with --state, --name, --tag and --group", context)
     if not jobs and not filtered:
         raise click.UsageError("which JOBs? `orc list` shows them; @last is the newest", context)
     wanted = tag_pairs(tags)
     client = open_client()
     if filtered:
-        rows = client.jobs(states=states or LIVE_STATES, name=name, tags=wanted, limit=None)
+        rows = client.jobs(states=states or LIVE_STATES, name=name, tags=wanted, group=group, limit=None)
         ids = [row.id for row in rows]
         if ids and not yes:
             _agree(client, ids)
         elif not ids:
             echo("no job that has not ended matches", err=True)
     else:
-        ids = [client.resolve(job) for job in jobs]
+        ids = job_ids(client, jobs)
     untold: dict[str, str] = {}
     views = client.cancel(ids, grace_s=grace, on_unreachable=untold.update) if ids else []
     reporting.warn_unreachable(untold, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")

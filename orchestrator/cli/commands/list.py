@@ -29,6 +29,7 @@ def command(
     states: tuple[str, ...],
     name: str | None,
     tags: tuple[str, ...],
+    group: str | None,
     limit: int,
     watching: bool,
     refresh: bool,
@@ -43,7 +44,7 @@ def command(
     client = open_client()
 
     def read_rows() -> list[JobRow]:
-        return client.jobs(states=states or None, name=name, tags=wanted, limit=limit)
+        return client.jobs(states=states or None, name=name, tags=wanted, group=group, limit=limit)
 
     rows = fresh(client, read_rows) if refresh else read_rows()
     if watching:

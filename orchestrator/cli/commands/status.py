@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import LIVE_STATES, optional_jobs_argument, output_options
+from orc.orchestrator.cli.options import LIVE_STATES, job_ids, optional_jobs_argument, output_options
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     from orc.orchestrator.cli.ui import jobtext, output, reporting
 
     client = open_client()
-    ids = [client.resolve(job) for job in jobs] or unended(client)
+    ids = job_ids(client, jobs) or unended(client)
     if refresh and ids:
         report = client.refresh(ids)
         # What the ledger knows is still worth showing; that it may be old must be said.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import SECONDS, optional_jobs_argument, output_options
+from orc.orchestrator.cli.options import SECONDS, job_ids, optional_jobs_argument, output_options
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str 
     from orc.orchestrator.cli.ui.display import display
 
     client = open_client()
-    ids = [client.resolve(job) for job in jobs or ("@last",)]
+    ids = job_ids(client, jobs or ("@last",))
     with display(silent=form is not None) as shown:
 
         def on_change(view: JobView) -> None:
