@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import LaunchError
+from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.insight.calls import InsightCalls
@@ -150,6 +150,12 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         from orc.orchestrator.engine.submission import silent, start
 
         progress = on_progress or silent
+        if loaded.spec.sweep is not None or loaded.spec.array is not None:
+            raise SpecError(
+                "describes several jobs",
+                where=str(loaded.source_path),
+                hint="orc.launchers.spec.groups.load_jobs reads it, orc.orchestrator.clients.groups.submit sends it",
+            )
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
         loaded = loaded._replace(spec=self._subscribed(loaded.spec))

@@ -217,6 +217,15 @@ def group_command(kind: str, what: str) -> click.Group:
     return command
 
 
+def retry_group(group_id: str, *, as_json: bool) -> int:
+    """Submit the members that ended without success once more, and return the exit status."""
+    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.clients import groups
+
+    _report(groups.resubmit(open_ledger(), group_id), as_json=as_json)
+    return 0
+
+
 def _report(view: GroupView, *, as_json: bool) -> None:
     from orc.orchestrator.cli.ui.output import echo_json
 

@@ -7,7 +7,7 @@ own dependencies know, and the two may be on different clusters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
@@ -123,17 +123,22 @@ def with_relatives(ws: Workspace, job_ids: Sequence[str]) -> list[str]:
     for one, _ in every:
         before[one.job_id].append(one.on_job)
         after[one.on_job].append(one.job_id)
-    found = dict.fromkeys(job_ids)
-    for job in job_ids:
-        found.update(dict.fromkeys(after[job]))
     groups = {group for _, group in given}
-    found.update(dict.fromkeys(job for job, group in of_group if group in groups))
-    reached = list(found)
-    while reached:
-        for job in before[reached.pop()]:
+    neighbours = [job for job, group in of_group if group in groups]
+    found = dict.fromkeys([*job_ids, *_reached(job_ids, after), *neighbours])
+    found.update(dict.fromkeys(_reached(list(found), before)))
+    return list(found)
+
+
+def _reached(starts: Sequence[str], following: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the jobs that can be reached from *starts*, these left out."""
+    found: dict[str, None] = {}
+    left = list(starts)
+    while left:
+        for job in following.get(left.pop(), ()):
             if job not in found:
                 found[job] = None
-                reached.append(job)
+                left.append(job)
     return list(found)
 
 

@@ -23,10 +23,19 @@ def command(
     reconciler: bool,
     as_json: bool,
 ) -> int:
-    """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set."""
+    """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set.
+
+    Of a sweep, an array or a pipeline, the jobs that have ended without success are submitted once more.
+    """
     from orc.orchestrator.cli.session import open_client
 
     client = open_client(reconciler=reconciler)
+    if "-" in job and client.jobs(group=job, limit=1):
+        from orc.orchestrator.cli.group_commands import retry_group
+
+        if overrides or following:
+            raise click.UsageError("--set and --follow are for one job", click.get_current_context())
+        return retry_group(job, as_json=as_json)
     job_id = client.resolve(job)
     return run(
         client,
