@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # What the jobs of one array of a cluster may differ in.
 _OF_PROGRAM = frozenset({"name", "script", "module", "command", "args", "env", "tags", "runtime", "checkpoint"})
+_APART_S = 1e-6  # between the times of two members: whose turn it is follows from the time, and theirs in their order
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ def enqueue(
         with ws.ledger.transaction() as tx:
             if group is not None and not known:
                 groups.create(tx.connection, group)
-            records = [tx.enqueue(job, reason) for job, reason in zip(new, reasons, strict=True)]
+            records = []
+            for job, reason in zip(new, reasons, strict=True):
+                records.append(tx.enqueue(job, reason))
+                tx.now += _APART_S
             pairs = [(job.id, one) for job, wanted in zip(new, needs, strict=True) for one in wanted]
             dependencies.add(
                 tx.connection, [dependencies.Dependency(job_id, one.job, one.condition) for job_id, one in pairs]

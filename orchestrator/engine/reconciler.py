@@ -70,12 +70,12 @@ def reconcile(
     if crowded and job_ids is not None:
         # Who waits for room has to know who has left it, and to let others go first whose turn it is.
         job_ids = [job.id for job in ws.ledger.active() if job.id in set(job_ids) or job.cluster in crowded]
-    _drive_in_turn(ws, [job for job in due if job.cluster not in crowded], report)
+    held = _drive_in_turn(ws, [job for job in due if job.cluster not in crowded], report)
     if due:
         jobs = live()
     poll_all(ws, jobs, report, urgency)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
-    driven = {job.id for job in due if job.cluster not in crowded}
+    driven = {job.id for job in due if job.cluster not in crowded} - held
     _drive_in_turn(ws, [job for job in live() if job.id not in driven and is_due(job)], report)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
@@ -130,11 +130,11 @@ def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool
     return own and ws.clock() < max(job.next_attempt_at or 0.0, job.updated_at) + patience_s
 
 
-def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport) -> None:
+def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport) -> set[str]:
     """Drive those of *jobs* that are not held back, the earliest turn first; the others say what they wait for.
 
     One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
-    were held back while it was before them are looked at again.
+    were held back while it was before them are looked at again. Returns the ids of those that are held back at the end.
     """
     tried: set[str] = set()
     held: list[tuple[JobRecord, str]] = []
@@ -155,6 +155,7 @@ def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport)
             told = () if again else (Event(Kind.WAITING, None, {"reason": reason}),)
             changes.append((job, JobUpdate(told, {"reason": reason})))
     write_all(ws, changes)
+    return {job.id for job, _ in held}
 
 
 def _admit(
