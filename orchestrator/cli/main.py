@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "to-fsdp2": "Convert FSDP settings of a file to version 2.",
         "serve": "Serve the ledger to a team: REST API, web page, passes.",
         "token": "Create, list and revoke tokens of the service.",
+        "quota": "Limit what users and projects have in flight.",
         "clusters": "Show and check the clusters.",
         "hosts": "Run a command on all hosts of a cluster.",
         "tpu-config": "Run commands on all workers of a TPU, to set it up.",

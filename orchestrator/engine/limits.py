@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Limits
     from orc.orchestrator.engine.admission import Admission
     from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.ledger.store import Ledger
 
 _IN_FLIGHT = "('PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
 
@@ -180,7 +181,24 @@ def gpus_of(admission: Admission, job: str) -> int:
     known = admission.ws.gpus
     if job not in known:
         ((text,),) = admission.tx.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
-        resources = json.loads(text).get("resources", {})
-        nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
-        known[job] = nodes * int(resources.get("gpus_per_node") or 0)
+        known[job] = _gpus(text)
     return known[job]
+
+
+def _gpus(spec: str) -> int:
+    resources = json.loads(spec).get("resources", {})
+    nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
+    return nodes * int(resources.get("gpus_per_node") or 0)
+
+
+def in_flight_of_quotas(ledger: Ledger) -> list[tuple[Quota, float]]:
+    """Return the quotas, each with what is in flight of it now."""
+    used: Counter[Key] = Counter()
+    with ledger.database.read() as connection:
+        found = all_quotas(connection)
+        if found:
+            query = f"SELECT id, cluster, owner, project, spec FROM jobs WHERE state IN {_IN_FLIGHT}"  # noqa: S608
+            for job, cluster, owner, project, spec in connection.tuples(query):
+                used.update(shares(Demand(job, cluster, owner, project, _gpus(spec))))
+    units = {"jobs": "jobs", "gpus": "GPUs"}
+    return [(quota, used[quota.scope, quota.name, units.get(quota.resource, "")]) for quota in found]

@@ -72,6 +72,9 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
 )
 @after_option
 @group_options
+@click.option(
+    "--priority", type=click.IntRange(-100, 100), metavar="N", help="Instead of the job file's: higher goes first."
+)
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @follow_options
 @reconciler_option
@@ -85,6 +88,7 @@ def command(
     after: tuple[str, ...],
     array: str | None,
     max_parallel: int | None,
+    priority: int | None,
     dry_run: bool,
     following: bool,
     ranks: tuple[int, ...],
@@ -109,6 +113,8 @@ def command(
         from orc.launchers.spec import load_job
 
         overrides = (*overrides, _local_contract(load_job(job_file, overrides, cluster=cluster).spec.cluster))
+    if priority is not None:
+        overrides = (*overrides, f"priority={priority}")
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
     if dry_run:
         from orc.orchestrator.cli.commands.render import show_any

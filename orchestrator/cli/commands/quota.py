@@ -1,0 +1,98 @@
+"""`orc quota`: how much users and projects may have in flight, in the ledger that this machine uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo
+
+if TYPE_CHECKING:
+    from orc.orchestrator.ledger.store import Ledger
+
+RESOURCES = ("gpus", "jobs")
+
+
+def whose(function: click.decorators.FC) -> click.decorators.FC:
+    """Add ``--user`` and ``--project``, of which one is needed."""
+    function = click.option("--project", metavar="NAME", help="Of all jobs of this project.")(function)
+    return click.option("--user", metavar="NAME", help="Of all jobs of this user.")(function)
+
+
+@click.group("quota")
+def command() -> None:
+    """Limit what users and projects have in flight, on all clusters together."""
+
+
+@command.command("set")
+@whose
+@click.argument("resource", type=click.Choice(RESOURCES))
+@click.argument("amount", type=click.FloatRange(0))
+@json_option
+def set_command(user: str | None, project: str | None, resource: str, amount: float, as_json: bool) -> None:
+    """Allow AMOUNT of RESOURCE (gpus, jobs) at one time; further jobs wait. What is in flight stays."""
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.ledger import quotas
+
+    quota = quotas.Quota(*_named(user, project), resource, amount)
+    with _ledger().transaction() as tx:
+        quotas.put(tx.connection, quota)
+    if as_json:
+        output.echo_json(quota._asdict())
+    else:
+        echo(f"{quota.scope} {quota.name}: {amount:g} {resource}")
+
+
+@command.command("remove")
+@whose
+@click.argument("resource", type=click.Choice(RESOURCES))
+@json_option
+def remove_command(user: str | None, project: str | None, resource: str, as_json: bool) -> None:
+    """Let a user or project have as much of RESOURCE as there is."""
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.ledger import quotas
+
+    scope, name = _named(user, project)
+    with _ledger().transaction() as tx:
+        there = quotas.remove(tx.connection, scope, name, resource)
+    if not there:
+        raise LaunchError(f"the {scope} {name} has no quota of {resource}", hint="`orc quota list` shows the quotas")
+    if as_json:
+        output.echo_json({"scope": scope, "name": name, "resource": resource})
+    else:
+        echo(f"{scope} {name}: any number of {resource}")
+
+
+@command.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the quotas, and what is in flight of them."""
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.engine.limits import in_flight_of_quotas
+
+    found = in_flight_of_quotas(_ledger())
+    if as_json:
+        output.echo_json({"quotas": [{**quota._asdict(), "used": used} for quota, used in found]})
+    elif not found:
+        echo("no quotas", err=True)
+    else:
+        rows = [(q.scope, q.name, q.resource, f"{used:g}", f"{q.amount:g}") for q, used in found]
+        echo(output.table(("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows))
+
+
+def _named(user: str | None, project: str | None) -> tuple[str, str]:
+    if bool(user) == bool(project):
+        raise click.UsageError("give --user NAME or --project NAME")
+    return ("user", user) if user else ("project", project or "")
+
+
+def _ledger() -> Ledger:
+    """Return the ledger of this machine."""
+    from orc.orchestrator.client import Client
+
+    client = Client(reconciler=False)
+    click.get_current_context().call_on_close(client.close)
+    return client.workspace.ledger
