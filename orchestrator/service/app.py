@@ -15,8 +15,9 @@ from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
 from orc.orchestrator.service.audit import Audit
 from orc.orchestrator.service.auth import guard
 from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.description import Description
 from orc.orchestrator.service.event_feed import EventFeed
-from orc.orchestrator.service.gate import Gate
+from orc.orchestrator.service.gate import PREFIX, Gate
 from orc.orchestrator.service.ledger_clients import LedgerClients
 from orc.orchestrator.service.log_feed import LogFeeds
 from orc.orchestrator.service.metrics import ServiceMetrics
@@ -24,7 +25,6 @@ from orc.orchestrator.service.request_rates import RequestRates
 from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service.web.pages import add_pages
 
-PREFIX = "/api/v1"
 _STREAM_THREADS = 6
 
 
@@ -58,6 +58,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         service.events.close()
         clients.close()
 
+    description = Description()
     app = FastAPI(
         title="orc",
         version=importlib.metadata.version("orc-launch"),
@@ -67,10 +68,11 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         openapi_url="/openapi.json",
         dependencies=[Depends(guard)],
         responses=errors.ERROR_RESPONSES,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=description.operation_id,
         lifespan=lifespan,
     )
     app.state.service = service
+    description.attach(app)
     errors.install(app)
     below = APIRouter(prefix=PREFIX)
     for router in ROUTERS:

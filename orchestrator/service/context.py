@@ -15,6 +15,7 @@ from orc.orchestrator.service.request_rates import RequestRates
 from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
+    from orc.orchestrator.engine.driver import DriverStatus
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds
     from orc.orchestrator.service.metrics import ServiceMetrics
@@ -32,7 +33,7 @@ class Service:
     metrics: ServiceMetrics
     clock: Callable[[], float] = time.time
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end
-    driver_alive: Callable[[], bool | None] = lambda: None  # None: no driver in this process
+    driver_status: Callable[[], DriverStatus | None] = lambda: None  # None: no driver in this process
 
 
 def service_of(request: Request) -> Service:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,6 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients.errors import kind_of
-
-logger = logging.getLogger("orc.service")
 
 
 class ErrorText(BaseModel):
@@ -73,6 +70,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def status_of(error: LaunchError) -> int:
     """Return the HTTP status for an *error* of the layers below."""
+    if type(error).__name__.startswith("NoSuch"):
+        return 404
     return next(_STATUS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _STATUS)
 
 
@@ -110,8 +109,3 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def http(_request: Request, error: StarletteHTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail), headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def internal(request: Request, error: Exception) -> JSONResponse:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(500, "an internal error", hint="the service's log has the details")

@@ -19,10 +19,12 @@ from orc.orchestrator.service.auth import admit
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError, error_response, status_of
 
+logger = logging.getLogger("orc.service")
 access = logging.getLogger("orc.service.access")
+PREFIX = "/api/v1"
 # Larger bodies go to these alone. Bodies that are JSON are read into memory before a route's guard is asked, so these
 # routes know here already who sends them. Contents of files are streamed to the disk.
-UPLOADS = "/api/v1/bundles/"
+UPLOADS = f"{PREFIX}/bundles/"
 _CONTENT = UPLOADS + "content"
 _LARGEST_MANIFEST = 64 << 20
 _SLOWEST = 8 << 10  # bytes a second of a body, after its first moments
@@ -102,6 +104,13 @@ class Gate:
                 await refusal(scope, receive, send_on)
             else:
                 await self._app(scope, body.receive, send_on)
+        except Exception:
+            if status:
+                raise
+            # The boundary: a defect in one route is one answer, and says nothing of the inside.
+            logger.exception("%s %s failed", scope["method"], escape_controls(scope["path"]))
+            answer = error_response(500, "an internal error", hint="the service's log has the details")
+            await answer(scope, receive, send_on)
         finally:
             self._note(scope, status, time.perf_counter() - began)
 
@@ -146,6 +155,8 @@ class Gate:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route: Any = scope.get("route")
         path = getattr(route, "path", "") or "other"
+        if scope["path"].startswith(PREFIX) and not path.startswith(PREFIX) and path != "other":
+            path = PREFIX + path  # versions of FastAPI differ in whether a route knows what it was included below
         self._service.metrics.requests.labels(scope["method"], path, str(status)).observe(seconds)
         if status in (401, 403, 413, 429):
             self._service.metrics.refused.labels(str(status)).inc()

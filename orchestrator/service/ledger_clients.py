@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from orc.orchestrator.client import Client
@@ -23,7 +23,7 @@ class LedgerClients:
         for _ in range(limit):
             self._free.put(None)
 
-    @contextmanager
+    @contextlib.contextmanager
     def client(self, *, writes: bool = False) -> Iterator[Client]:
         """Lend a client; waits while all are in use. Call it in a thread, never in the event loop.
 
@@ -54,14 +54,15 @@ class LedgerClients:
             self._free.put(kept)
 
     def close(self) -> None:
-        """Close the clients that no request uses."""
-        while True:
-            try:
-                kept = self._free.get_nowait()
-            except queue.Empty:
-                return
+        """Close the clients that no request uses; who needs one later opens another."""
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self._free.get_nowait())
+        for kept in idle:
             if kept is not None:
                 kept[0].close()
+            self._free.put(None)
 
 
 def _stamp(path: Path) -> object:

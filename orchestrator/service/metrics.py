@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from orc.orchestrator.engine.driver import DriverStatus
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.polls import all_polls
 from orc.orchestrator.ledger.store import Ledger
@@ -32,7 +33,6 @@ class ServiceMetrics:
         self.refused = Counter(
             "orc_requests_refused", "Requests that were refused", ("status",), registry=self.registry
         )
-        self.passes = Histogram("orc_pass_seconds", "Time of a reconciler pass", registry=self.registry)
         streams = Gauge("orc_streams_open", "Event streams that are open", registry=self.registry)
         streams.set_function(lambda: self.streams_open)
 
@@ -45,10 +45,10 @@ class ServiceMetrics:
         finally:
             self.streams_open -= 1
 
-    def text(self, ledger: Ledger, now: float) -> bytes:
+    def text(self, ledger: Ledger, now: float, driver: DriverStatus | None) -> bytes:
         """Return all metrics as Prometheus reads them."""
         seen = CollectorRegistry()
-        seen.register(_Of(ledger_metrics(ledger, now)))
+        seen.register(_Of([*ledger_metrics(ledger, now), *pass_metrics(driver)]))
         return generate_latest(self.registry) + generate_latest(seen)
 
 
@@ -84,3 +84,13 @@ def ledger_metrics(ledger: Ledger, now: float) -> list[Metric]:
             interval.add_metric([poll.cluster], poll.interval_s)
         failing.add_metric([poll.cluster], 1 if poll.error else 0)
     return [jobs, tried, age, interval, failing]
+
+
+def pass_metrics(driver: DriverStatus | None) -> list[Metric]:
+    """Return how many passes this process has run over each cluster, and how long the last one took."""
+    took = GaugeMetricFamily("orc_pass_seconds", "Time of the last pass over a cluster", labels=["cluster"])
+    count = CounterMetricFamily("orc_passes", "Passes over a cluster", labels=["cluster"])
+    for cluster in driver.clusters if driver else ():
+        took.add_metric([cluster.cluster], cluster.took_s)
+        count.add_metric([cluster.cluster], cluster.passes)
+    return [took, count]

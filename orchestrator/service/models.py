@@ -152,6 +152,42 @@ class QueueModel(_Answer):
     jobs: list[dict[str, Any]]
 
 
+class GroupMember(_Answer):
+    """Job of a group."""
+
+    id: str
+    index: int | None
+    state: str
+
+
+class GroupModel(_Answer):
+    """Group of jobs: a sweep, an array, a pipeline, the runs of a schedule."""
+
+    id: str
+    kind: str
+    name: str
+    owner: str
+    created_at: float
+    max_parallel: int | None
+    spec: dict[str, Any]
+    jobs: list[GroupMember]
+
+
+class QuotaModel(_Answer):
+    """Limit of one resource for a user or a project."""
+
+    scope: str
+    name: str
+    resource: str
+    amount: float
+
+
+class QuotaList(_Answer):
+    """All quotas."""
+
+    quotas: list[QuotaModel]
+
+
 class TokenModel(_Answer):
     """Token without its secret."""
 

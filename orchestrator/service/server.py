@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -17,6 +19,7 @@ from fastapi import FastAPI
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
+from orc.orchestrator.engine.driver import STOP_S, Driver
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.deliverer import Deliverer
 from orc.orchestrator.notifications.targets import Policy
@@ -28,7 +31,6 @@ from orc.orchestrator.service.settings import Settings
 
 logger = logging.getLogger("orc.service")
 _CONNECTIONS = 2000  # more are refused with 503
-_PASS_S = 2.0
 _LARGEST_HEAD = 64 << 10
 
 
@@ -55,7 +57,20 @@ def check(settings: Settings, client: Client, now: float) -> None:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server that ends the streams of the service first when it is told to stop."""
+    """Uvicorn server that ends the streams of the service first when it is told to stop, and lets its caller go on."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at SIGTERM and SIGINT. uvicorn would send them again at the end, before the driver has stopped."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         """Let streams end with a word when to come again, and requests finish."""
@@ -116,14 +131,15 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
     driver = _start_driver(service, open_client, stop) if settings.reconciler else None
     try:
         with deliverer:
-            asyncio.run(_serve(server, settings, on_listening))
+            asyncio.run(run_server(server, settings, on_listening))
     finally:
         stop.set()
         if driver is not None:
-            driver.join(settings.shutdown_timeout)
+            driver.join(STOP_S + 5.0)
 
 
-async def _serve(server: Server, settings: Settings, on_listening: Callable[[str], None]) -> None:
+async def run_server(server: Server, settings: Settings, on_listening: Callable[[str], None]) -> None:
+    """Serve until *server* is told to exit; *on_listening* gets the URL. Raises `LaunchError`."""
     sockets = _bind(settings)
     scheme = "https" if settings.tls else "http"
     host, port = sockets[0].getsockname()[:2]
@@ -162,22 +178,10 @@ def _deliverer(open_client: Callable[[], Client]) -> Deliverer:
     return Deliverer(open_ledger, policy=Policy(service=True), report_line=logger.warning)
 
 
-def _start_driver(
-    service: Service, open_client: Callable[[], Client], stop: threading.Event
-) -> threading.Thread | None:
+def _start_driver(service: Service, open_client: Callable[[], Client], stop: threading.Event) -> threading.Thread:
     """Return the thread that runs the passes."""
-
-    def run() -> None:
-        with open_client() as client:
-            while not stop.is_set():
-                try:
-                    with service.metrics.passes.time():
-                        client.refresh()
-                except LaunchError as error:
-                    logger.warning("a pass has failed: %s", error)
-                stop.wait(_PASS_S)
-
-    thread = threading.Thread(target=run, name="orc-driver", daemon=True)
-    service.driver_alive = thread.is_alive
+    driver = Driver(open_client)
+    service.driver_status = lambda: driver.status
+    thread = threading.Thread(target=driver.run, args=(stop,), name="orc-driver", daemon=True)
     thread.start()
     return thread

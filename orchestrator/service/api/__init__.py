@@ -12,6 +12,7 @@ from orc.orchestrator.service.api import (
     insight,
     jobs,
     logs,
+    quotas,
     reports,
     sessions,
     submit,
@@ -30,6 +31,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     logs.router,
     clusters.router,
     tokens.router,
+    quotas.router,
 )
 # At the top: what probes ask for.
 TOP_ROUTERS: tuple[APIRouter, ...] = (health.router,)

@@ -33,14 +33,17 @@ def read_readiness(service: ServiceDep) -> Any:
             ledger = "read-only" if client.workspace.ledger.volatile else "ok"
     except LaunchError:
         ledger = "unreachable"  # the log has the details; whoever asks here has shown no token
-    alive = service.driver_alive()
-    driver = "none" if alive is None else "ok" if alive else "dead"
+    status = service.driver_status()
+    driver = "none" if status is None else "ok" if status.running else "dead"
     ready = ledger == "ok" and driver != "dead" and not service.stopping.is_set()
     return JSONResponse({"ready": ready, "ledger": ledger, "driver": driver}, 200 if ready else 503)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-def read_metrics(service: ServiceDep) -> Any:
+def read_service_metrics(service: ServiceDep) -> Any:
     """Return metrics in the text form of Prometheus; its scraper sends a token as every client does."""
     with service.clients.client() as client:
-        return Response(service.metrics.text(client.workspace.ledger, service.clock()), media_type=CONTENT_TYPE)
+        return Response(
+            service.metrics.text(client.workspace.ledger, service.clock(), service.driver_status()),
+            media_type=CONTENT_TYPE,
+        )

@@ -1,0 +1,63 @@
+"""Routes for groups of jobs and for quotas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from orc.orchestrator.ledger import groups, quotas
+from orc.orchestrator.service.audit import note_subject
+from orc.orchestrator.service.auth import needs_role
+from orc.orchestrator.service.context import ServiceDep
+from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.models import GroupModel, QuotaList
+
+router = APIRouter(tags=["groups and quotas"])
+
+
+class QuotaWanted(BaseModel):
+    """Quota to be set; without an amount it is removed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scope: Literal["user", "project"]
+    name: str = Field(min_length=1, max_length=255, pattern=r"^[\w.@+-]+$")
+    resource: Literal["gpus", "jobs", "cost"]
+    amount: float | None = Field(None, ge=0, le=1e12)
+
+
+@router.get("/groups/{group_id}", response_model=GroupModel)
+def get_group(service: ServiceDep, group_id: Annotated[str, Path(max_length=64)]) -> Any:
+    """Return a sweep, an array, a pipeline or the runs of a schedule, and the states of its jobs."""
+    with service.clients.client() as client, client.workspace.ledger.database.read() as connection:
+        group = groups.find(connection, group_id)
+        members = groups.members(connection, group_id)
+    if group is None:
+        raise ApiError(404, f"no such group: {group_id}")
+    jobs = [{"id": one.job_id, "index": one.place, "state": str(one.state)} for one in members]
+    return JSONResponse({**vars(group), "spec": dict(group.spec), "jobs": jobs})
+
+
+@router.get("/quotas", response_model=QuotaList)
+def list_quotas(service: ServiceDep) -> Any:
+    """Return what users and projects may use at a time."""
+    with service.clients.client() as client, client.workspace.ledger.database.read() as connection:
+        found = quotas.all_quotas(connection)
+    return JSONResponse({"quotas": [quota._asdict() for quota in found]})
+
+
+@router.put("/quotas", response_model=QuotaList)
+@needs_role("admin")
+def set_quota(request: Request, service: ServiceDep, wanted: QuotaWanted) -> Any:
+    """Set or remove a quota; return all."""
+    with service.clients.client(writes=True) as client, client.workspace.ledger.database.write() as connection:
+        if wanted.amount is None:
+            quotas.remove(connection, wanted.scope, wanted.name, wanted.resource)
+        else:
+            quotas.put(connection, quotas.Quota(wanted.scope, wanted.name, wanted.resource, wanted.amount))
+        found = quotas.all_quotas(connection)
+    note_subject(request, f"{wanted.scope} {wanted.name}", resource=wanted.resource, amount=wanted.amount)
+    return JSONResponse({"quotas": [quota._asdict() for quota in found]})

@@ -1,0 +1,125 @@
+"""What is too much is refused before it costs anything."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running_service import Running, make_running
+
+MAX_BODY = 4096
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = make_running(
+        tmp_path_factory.mktemp("strict") / "state",
+        max_body=MAX_BODY,
+        requests_per_minute=40,
+        failed_logins_per_minute=3,
+        body_timeout=0.3,
+        max_streams=1,
+    ).start()
+    yield made
+    made.stop()
+
+
+def _address(running: Running, number: int) -> Any:
+    """A client that comes from another address of this machine, so that tests do not share rates."""
+    transport = httpx.HTTPTransport(local_address=f"127.0.0.{number}")
+    return running.http("ada", transport=transport)
+
+
+def _raw(running: Running, head: str, body: bytes = b"") -> bytes:
+    host, port = httpx.URL(running.url).host, httpx.URL(running.url).port
+    with socket.create_connection((host, port), timeout=30, source_address=("127.0.0.9", 0)) as connection:
+        token = running.tokens["ada"]
+        connection.sendall(
+            f"POST /api/v1/tokens HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Type: application/json\r\n{head}\r\n\r\n".encode()
+            + body
+        )
+        return connection.recv(65536)
+
+
+def test_a_body_that_says_it_is_large_is_refused_unread(strict: Running) -> None:
+    assert _raw(strict, f"Content-Length: {1 << 30}").startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_turns_out_large_is_refused(strict: Running) -> None:
+    chunk = b"%x\r\n" % (MAX_BODY + 1) + b" " * (MAX_BODY + 1) + b"\r\n"
+    assert _raw(strict, "Transfer-Encoding: chunked", chunk).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_stops_is_given_up(strict: Running) -> None:
+    assert _raw(strict, "Content-Length: 100", b"{").startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("body", [b"[" * 4000, b"{" * 10, b"\xff\xfe", b'{"user": "' + b"a" * 3000 + b'"}', b"null"])
+def test_a_body_that_is_no_request_is_refused(strict: Running, body: bytes) -> None:
+    head = f"Content-Length: {len(body)}"
+    assert _raw(strict, head, body).split(b" ")[1] in (b"400", b"422")
+
+
+def test_a_token_has_to_wait_when_it_asks_too_often(strict: Running) -> None:
+    with _address(strict, 20) as http:
+        answers = [http.get("/api/v1/me") for _ in range(41)]
+    assert {answer.status_code for answer in answers[:20]} == {200}
+    assert answers[-1].status_code == 429
+    assert 0 < int(answers[-1].headers["retry-after"]) <= 60
+    assert answers[-1].json()["error"]["what"] == "too many requests"
+
+
+def test_an_address_that_guesses_tokens_has_to_wait_and_others_do_not(strict: Running) -> None:
+    with _address(strict, 30) as http:
+        wrong = {"Authorization": "Bearer orc_guessed"}
+        assert [http.get("/api/v1/me", headers=wrong).status_code for _ in range(4)] == [401, 401, 401, 429]
+        # A right token does not help: otherwise a guess would show by its answer.
+        right = {"Authorization": f"Bearer {strict.tokens['eve']}"}
+        assert http.get("/api/v1/me", headers=right).status_code == 429
+    with _address(strict, 31) as other:
+        assert other.get("/api/v1/me", headers=right).status_code == 200
+
+
+def test_streams_are_bounded(strict: Running) -> None:
+    with _address(strict, 40) as http:
+        bearer = {"Authorization": f"Bearer {strict.tokens['grace']}"}
+        with http.stream("GET", "/api/v1/events/stream", headers=bearer) as first:
+            lines = first.iter_lines()  # kept: without it the stream is closed
+            assert next(lines)
+            assert http.get("/api/v1/events/stream", headers=bearer).status_code == 503
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", ""])
+def test_a_name_that_is_not_the_services_is_refused(strict: Running, host: str) -> None:
+    with _address(strict, 50) as http:
+        assert http.get("/healthz", headers={"Host": host}).status_code == 400
+
+
+def test_answers_say_that_no_page_may_embed_or_guess_them(strict: Running) -> None:
+    with _address(strict, 60) as http:
+        headers = http.get("/healthz").headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert "server" not in headers
+
+
+def test_a_ledger_that_is_away_is_said_and_nothing_else_breaks(tmp_path: Path) -> None:
+    made = make_running(tmp_path / "state").start()
+    try:
+        with made.http() as http:
+            assert http.get("/readyz").json() == {"ready": True, "ledger": "ok", "driver": "none"}
+            (tmp_path / "state" / "ledger.db").rename(tmp_path / "away")
+            assert made.service is not None
+            made.service.clients.close()
+            (tmp_path / "state" / "ledger.db").write_bytes(b"this is no database, and never was one" * 100)
+            answer = http.get("/readyz")
+            assert (answer.status_code, answer.json()["ledger"]) == (503, "unreachable")
+            assert http.get("/healthz").status_code == 200
+    finally:
+        made.stop()
