@@ -47,10 +47,10 @@ class _Sum:
         return {
             "jobs": len(self.jobs),
             "attempts": len(self.attempts),
-            "node_hours": round(self.node_hours, 6),
-            "gpu_hours": round(self.gpu_hours, 6),
-            "cost": {name: round(value, 6) for name, value in sorted(self.cost.items())} or None,
-            "unpriced_node_hours": round(self.unpriced_node_hours, 6),
+            "node_hours": round(self.node_hours, 9),
+            "gpu_hours": round(self.gpu_hours, 9),
+            "cost": {name: round(value, 9) for name, value in sorted(self.cost.items())} or None,
+            "unpriced_node_hours": round(self.unpriced_node_hours, 9),
             "running": self.running,
         }
 
