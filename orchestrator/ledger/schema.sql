@@ -72,11 +72,11 @@ CREATE TABLE jobs (
 
 CREATE INDEX ix_jobs_cluster_created_at_id ON jobs (cluster, created_at, id);
 
-CREATE INDEX ix_jobs_created_at_id ON jobs (created_at, id);
-
 CREATE INDEX ix_jobs_group_id_group_index ON jobs (group_id, group_index);
 
 CREATE INDEX ix_jobs_name_created_at_id ON jobs (name, created_at, id);
+
+CREATE INDEX ix_jobs_newest ON jobs (created_at, id, name, owner, cluster, project);
 
 CREATE INDEX ix_jobs_owner_created_at_id ON jobs (owner, created_at, id);
 

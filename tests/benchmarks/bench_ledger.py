@@ -1,9 +1,10 @@
-"""The orchestrator's own share: listing 10,000 jobs, submitting, one pass over 1,000 jobs. No cluster, no agents.
+"""The orchestrator's own share: listing 10,000 and 100,000 jobs, submitting, passes over 1,000. No cluster, no agents.
 
     python tests/benchmarks/bench_ledger.py
 
-Budgets (seconds, medians): a process that lists the newest of 10,000 jobs 0.1; two calls at most for the status of
-1,000 jobs. What submitting costs beside the backend is printed; the whole is measured by bench_cli.py.
+Budgets (seconds, medians): a process that lists the newest of 10,000 or 100,000 jobs 0.1, any page of 100,000 0.02;
+two calls at most for the status of 1,000 jobs. What submitting costs beside the backend is printed; the whole is
+measured by bench_cli.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import quotas
 from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.listing import JobFilter
+from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.ledger.records import NewJob
 
 
@@ -103,6 +106,63 @@ def test_list_of_ten_thousand_jobs(client: Client, capsys: pytest.CaptureFixture
             f"one tag {by_tag * 1e3:.2f} ms; all 10,000 {everything * 1e3:.0f} ms"
         )
         report([Row("process that lists 10,000 jobs", "none", process, None, "s", None, 0.1, "ours")])
+
+
+def multiply(client: Client, times: int) -> None:
+    """As many jobs more for each one, with their attempts, tags and events, older than all before."""
+    copies = ", ".join(f"({i})" for i in range(1, times))
+    with client.workspace.ledger.database.write() as connection:
+        connection.execute(f"CREATE TEMP TABLE copies AS SELECT column1 AS i FROM (VALUES {copies})")
+        for table, key, moved in (
+            ("jobs", "id", {"created_at": "created_at - i * 1e5", "owner": "'user-' || (i % 7)"}),
+            ("attempts", "job_id", {"marker": "marker || '-' || i"}),
+            ("job_tags", "job_id", {"value": "value || '-' || i"}),
+            ("events", "job_id", {}),
+        ):
+            columns = [row[1] for row in connection.tuples(f"PRAGMA table_info({table})")]
+            columns = [column for column in columns if (table, column) != ("events", "id")]
+            changed = {key: f"{key} || '-' || i", **moved}
+            values = ", ".join(changed.get(column, f'"{column}"') for column in columns)
+            names = ", ".join(f'"{column}"' for column in columns)
+            connection.execute(f"INSERT INTO {table} ({names}) SELECT {values} FROM {table}, copies")
+
+
+def test_list_of_a_hundred_thousand_jobs(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(client, 10_000, "SUCCEEDED")
+    multiply(client, 10)
+    ledger = client.workspace.ledger
+    code = "from orc.orchestrator.client import Client; assert len(Client().jobs()) == 50"
+    process = median_of(9, lambda: subprocess.run([sys.executable, "-c", code], check=True))
+    deep = JobFilter(owner="user-6")
+    cursor = None
+    for _ in range(20):
+        cursor = ledger.page(deep, cursor, 500).next
+    looks: dict[str, Callable[[], object]] = {
+        "newest 50": lambda: ledger.page(JobFilter()),
+        "page after 10,000 of one owner": lambda: ledger.page(deep, cursor),
+        "two states": lambda: ledger.page(JobFilter(states=["FAILED", "SUCCEEDED"])),
+        "one tag": lambda: ledger.page(JobFilter(tags={"run": "bench-000007-3"})),
+        "live jobs": ledger.active,
+        "any live": ledger.any_active,
+        "the last 100 events": lambda: ledger.events_after(ledger.last_event_id() - 100, 100),
+    }
+    rows = [Row("process that lists 100,000 jobs", "none", process, None, "s", None, 0.1, "ours")]
+    rows += [
+        Row(f"100,000 jobs: {name}", "none", median_of(20, look), None, "s", None, 0.02, "ours")
+        for name, look in looks.items()
+    ]
+    search = median_of(5, lambda: ledger.page(JobFilter(q="nowhere to be found")))
+    rows.append(Row("100,000 jobs: a search that finds nothing", "none", search, None, "s", None, None))
+    with ledger.database.write() as connection:  # the oldest tenth ended when it was made
+        connection.execute("UPDATE jobs SET ended_at = created_at WHERE id LIKE '%-9'")
+        ((newest,),) = connection.tuples("SELECT max(created_at) FROM jobs WHERE id LIKE '%-9'")
+    began = time.perf_counter()
+    pruned = prune(ledger, PruneRule(newest)).jobs
+    rows.append(Row("jobs pruned in a second", "none", pruned / (time.perf_counter() - began), None, "", None, None))
+    assert pruned > 9_000
+    with capsys.disabled():
+        print()
+        report(rows)
 
 
 def test_status_of_a_thousand_jobs(client: Client, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:

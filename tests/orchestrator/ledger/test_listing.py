@@ -83,6 +83,18 @@ def test_a_row_tells_whose_the_job_is_and_where_it_belongs(ledger, put):
         assert (told.group_id, told.group_index, told.not_before, told.deadline_at) == ("g", 4, 5.0, 6.0)
 
 
+def test_a_clock_that_is_set_back_loses_no_job_and_no_order_of_events(ledger, put, clock):
+    put("before")
+    clock.now -= 3600
+    put("after")
+    with ledger.transaction() as tx:
+        tx.record(tx.find("before"), Event(Kind.JOB_CANCELLED))
+    assert walk(ledger, JobFilter(), 1) == [["before"], ["after"]]
+    told = [(event.job, event.kind) for event in ledger.events_after(0, 9)]
+    assert told == [("before", "queued"), ("after", "queued"), ("before", "job_cancelled")]
+    assert [event.kind for event in ledger.events("before")] == ["queued", "job_cancelled"]
+
+
 @pytest.mark.parametrize(
     "cursor",
     ["", "x", "é", "bnVsbA", "WzEsMl0", "W10", "W251bGwsImEiXQ", listing.encode_cursor(1.0, "a")[:-2], "[" * 99],
@@ -116,7 +128,7 @@ def test_events_after_one_come_in_order_up_to_a_limit_and_of_one_job(ledger, put
 
 
 QUERIES = {
-    "page": (JobFilter(), "ix_jobs_created_at_id"),
+    "page": (JobFilter(), "ix_jobs_newest"),
     "state": (JobFilter(states=["FAILED"]), "ix_jobs_state_created_at_id"),
     "states": (JobFilter(states=["FAILED", "RUNNING"]), "ix_jobs_state_created_at_id"),
     "name": (JobFilter(name="n7"), "ix_jobs_name_created_at_id"),

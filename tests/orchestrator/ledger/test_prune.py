@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from orc.orchestrator.ledger import dependencies, groups, outbox, sealed_secrets
+from orc.orchestrator.ledger.database import SqliteDatabase
 from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneReport, PruneRule, prune, was_pruned, would_prune
 from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.store import Ledger
 
 DAY = 86400.0
 TABLES = (
@@ -149,3 +152,11 @@ def test_a_failure_in_the_middle_of_a_batch_leaves_it_whole(ledger, clock, put, 
     with pytest.raises(LedgerError, match="no_such_table"):
         prune(ledger, PruneRule(clock.now - DAY))
     assert counts(ledger) == before
+
+
+def test_nothing_is_pruned_in_a_copy_of_a_ledger_that_cannot_be_written(tmp_path, clock):
+    open_database(tmp_path).close()
+    copy = Ledger(SqliteDatabase(tmp_path / "ledger.db", "its disk is full"), clock)
+    with pytest.raises(LedgerError, match="can only be read now: its disk is full"):
+        prune(copy, PruneRule(clock.now))
+    copy.close()

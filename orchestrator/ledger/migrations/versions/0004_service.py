@@ -48,7 +48,7 @@ def downgrade() -> None:
     op.drop_index("ix_jobs_group_id_group_index", "jobs")
     for column in _FILTERS:
         op.drop_index(f"ix_jobs_{column}_created_at_id", "jobs")
-    op.drop_index("ix_jobs_created_at_id", "jobs")
+    op.drop_index("ix_jobs_newest", "jobs")
     for column in ("owner", "project", "priority", "group_id", "group_index", "not_before", "deadline_at"):
         op.drop_column("jobs", column)
     op.create_index("ix_jobs_created_at", "jobs", ["created_at"])
@@ -69,7 +69,7 @@ def _extend_jobs() -> None:
         op.add_column("jobs", column)
     for name in ("ix_jobs_created_at", "ix_jobs_name_created_at", "ix_jobs_state_created_at"):
         op.drop_index(name, "jobs")
-    op.create_index("ix_jobs_created_at_id", "jobs", ["created_at", "id"])
+    op.create_index("ix_jobs_newest", "jobs", ["created_at", "id", "name", "owner", "cluster", "project"])
     for column_name in _FILTERS:
         op.create_index(f"ix_jobs_{column_name}_created_at_id", "jobs", [column_name, "created_at", "id"])
     op.create_index("ix_jobs_group_id_group_index", "jobs", ["group_id", "group_index"])
