@@ -206,6 +206,14 @@ from orc.runtime.train.scheduler import AcceleratedScheduler as AcceleratedSched
 from orc.runtime.train.seeding import set_seed as set_seed
 from orc.runtime.train.seeding import synchronize_rng_state as synchronize_rng_state
 from orc.runtime.train.seeding import synchronize_rng_states as synchronize_rng_states
+from orc.runtime.weights.alignment import AlignDevicesHook as AlignDevicesHook
+from orc.runtime.weights.alignment import align_module_device as align_module_device
+from orc.runtime.weights.alignment import attach_align_device_hook as attach_align_device_hook
+from orc.runtime.weights.alignment import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from orc.runtime.weights.alignment import attach_execution_device_hook as attach_execution_device_hook
+from orc.runtime.weights.alignment import has_offloaded_params as has_offloaded_params
+from orc.runtime.weights.casting import LayerwiseCastingHook as LayerwiseCastingHook
+from orc.runtime.weights.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from orc.runtime.weights.device_map import check_device_map as check_device_map
 from orc.runtime.weights.device_map import clean_device_map as clean_device_map
 from orc.runtime.weights.device_map import find_tied_parameters as find_tied_parameters
@@ -213,10 +221,23 @@ from orc.runtime.weights.device_map import get_balanced_memory as get_balanced_m
 from orc.runtime.weights.device_map import get_max_memory as get_max_memory
 from orc.runtime.weights.device_map import infer_auto_device_map as infer_auto_device_map
 from orc.runtime.weights.device_map import retie_parameters as retie_parameters
+from orc.runtime.weights.dispatch import cpu_offload as cpu_offload
+from orc.runtime.weights.dispatch import disk_offload as disk_offload
+from orc.runtime.weights.dispatch import dispatch_model as dispatch_model
+from orc.runtime.weights.dispatch import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from orc.runtime.weights.empty_weights import init_empty_weights as init_empty_weights
 from orc.runtime.weights.empty_weights import init_on_device as init_on_device
 from orc.runtime.weights.empty_weights import set_module_tensor_to_device as set_module_tensor_to_device
+from orc.runtime.weights.hooks import ModelHook as ModelHook
+from orc.runtime.weights.hooks import SequentialHook as SequentialHook
+from orc.runtime.weights.hooks import add_hook_to_module as add_hook_to_module
+from orc.runtime.weights.hooks import remove_hook_from_module as remove_hook_from_module
+from orc.runtime.weights.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from orc.runtime.weights.loading import load_checkpoint_in_model as load_checkpoint_in_model
+from orc.runtime.weights.model_offload import CpuOffload as CpuOffload
+from orc.runtime.weights.model_offload import UserCpuOffloadHook as UserCpuOffloadHook
+from orc.runtime.weights.model_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from orc.runtime.weights.offload import load_offloaded_weight as load_offloaded_weight
 from orc.runtime.weights.offload import load_offloaded_weights as load_offloaded_weights
 from orc.runtime.weights.offload import load_state_dict as load_state_dict
@@ -232,6 +253,8 @@ from orc.runtime.weights.sizes import dtype_byte_size as dtype_byte_size
 from orc.runtime.weights.sizes import estimate_memory as estimate_memory
 from orc.runtime.weights.sizes import get_max_layer_size as get_max_layer_size
 from orc.runtime.weights.sizes import named_module_tensors as named_module_tensors
+from orc.runtime.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
+from orc.runtime.weights.weights_map import PrefixedDataset as PrefixedDataset
 
 HOMES: dict[str, str]
 
@@ -240,8 +263,15 @@ __all__ = [
     "AcceleratedScheduler",
     "Accelerator",
     "AcceleratorState",
+    "add_hook_to_module",
     "AimTracker",
+    "align_module_device",
+    "AlignDevicesHook",
     "are_libraries_initialized",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "attach_layerwise_casting_hooks",
     "AutocastKwargs",
     "BatchSamplerShard",
     "broadcast",
@@ -267,6 +297,9 @@ __all__ = [
     "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "CpuOffload",
     "current_context",
     "DataLoaderAdapter",
     "DataLoaderConfiguration",
@@ -279,6 +312,8 @@ __all__ = [
     "DeepSpeedPlugin",
     "DeepSpeedSchedulerWrapper",
     "disable_fsdp_ram_efficient_loading",
+    "disk_offload",
+    "dispatch_model",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
@@ -312,10 +347,12 @@ __all__ = [
     "get_mixed_precision_context_manager",
     "get_pretty_name",
     "get_shape",
+    "get_state_dict_offloaded_model",
     "GradientAccumulationPlugin",
     "GradientState",
     "GradScalerKwargs",
     "has_compiled_regions",
+    "has_offloaded_params",
     "HfDeepSpeedConfig",
     "honor_type",
     "ignorant_find_batch_size",
@@ -384,8 +421,10 @@ __all__ = [
     "IterableDatasetShard",
     "KwargsHandler",
     "LaunchError",
+    "LayerwiseCastingHook",
     "listify",
     "load",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_fsdp_model",
     "load_fsdp_optimizer",
@@ -400,11 +439,13 @@ __all__ = [
     "MLflowTracker",
     "model_has_dtensor",
     "MODEL_NAME",
+    "ModelHook",
     "MultiProcessAdapter",
     "named_module_tensors",
     "notebook_launcher",
     "offload_state_dict",
     "offload_weight",
+    "OffloadedWeightsLoader",
     "on_main_process",
     "OPTIMIZER_NAME",
     "OrcRuntimeError",
@@ -417,6 +458,7 @@ __all__ = [
     "PartialState",
     "patch_environment",
     "PrecisionType",
+    "PrefixedDataset",
     "prepare_data_loader",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -425,6 +467,8 @@ __all__ = [
     "recursively_apply",
     "reduce",
     "release_memory",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
     "retie_parameters",
     "RNG_STATE_NAME",
     "RNGType",
@@ -443,6 +487,7 @@ __all__ = [
     "SCHEDULER_NAME",
     "SeedableRandomSampler",
     "send_to_device",
+    "SequentialHook",
     "set_module_tensor_to_device",
     "set_numa_affinity",
     "set_seed",
@@ -460,6 +505,7 @@ __all__ = [
     "tqdm",
     "TrackioTracker",
     "use_context",
+    "UserCpuOffloadHook",
     "wait_for_everyone",
     "WandBTracker",
     "WEIGHTS_INDEX_NAME",

@@ -12,7 +12,7 @@ from functools import cache
 import orc.runtime
 from orc.runtime.stand_ins.finder import VERSION as VERSION
 
-_EXTRAS, _HOOKS = "orc.runtime.stand_ins.extras", "orc.runtime.stand_ins.hooks"
+_EXTRAS = "orc.runtime.stand_ins.extras"
 
 # Names that only programs written for Accelerate ask for, and the module here that has them.
 HERE: dict[str, str] = {
@@ -30,18 +30,6 @@ HERE: dict[str, str] = {
         ),
         _EXTRAS,
     ),
-    **dict.fromkeys(
-        (
-            "ModelHook",
-            "SequentialHook",
-            "add_hook_to_module",
-            "remove_hook_from_module",
-            "remove_hook_from_submodules",
-            "has_offloaded_params",
-            "align_module_device",
-        ),
-        _HOOKS,
-    ),
 }
 
 _WHOLE = "Load the whole model with load_checkpoint_in_model and move it to the device, or shard it with FSDP."
@@ -52,27 +40,7 @@ _QUANTIZE = "Load the model quantized by its library, for example with the BitsA
 
 # Names that programs import, which the runtime does not have, and what is nearest.
 ABSENT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "AlignDevicesHook",
-            "CpuOffload",
-            "LayerwiseCastingHook",
-            "UserCpuOffloadHook",
-            "attach_align_device_hook",
-            "attach_align_device_hook_on_blocks",
-            "attach_execution_device_hook",
-            "attach_layerwise_casting_hooks",
-            "cpu_offload",
-            "cpu_offload_with_hook",
-            "disk_offload",
-            "dispatch_model",
-            "load_checkpoint_and_dispatch",
-            "OffloadedWeightsLoader",
-            "PrefixedDataset",
-            "extract_submodules_state_dict",
-        ),
-        _WHOLE,
-    ),
+    "extract_submodules_state_dict": _WHOLE,
     **dict.fromkeys(
         (
             "launch_command",

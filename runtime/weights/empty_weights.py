@@ -113,7 +113,7 @@ def set_module_tensor_to_device(
     elif old is not None and old.shape != value.shape:
         raise ValueError(f'Trying to set a tensor of shape {value.shape} in "{tensor_name}" (which has shape '
                          f"{old.shape}), this looks incorrect.")  # fmt: skip
-    new = _moved(old, value, target, _dtype(dtype), tied_params_map, non_blocking)
+    new = _moved(old, value, target, as_dtype(dtype), tied_params_map, non_blocking)
     if isinstance(old, nn.Parameter):
         new = moved_parameter(old, new) if not isinstance(new, nn.Parameter) else new
     elif tensors is owner._parameters and not isinstance(new, nn.Parameter):
@@ -132,11 +132,12 @@ def _inside(module: nn.Module, path: str) -> nn.Module:
         raise ValueError(f"{type(module).__name__} has no submodule {path}: {error}") from None
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of that name. Raises `ValueError` where there is none."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"`dtype` is not a valid dtype: {dtype}")
+            raise ValueError(f"`dtype` is not a valid dtype: {dtype!r} is no dtype")
         return found
     return dtype
 

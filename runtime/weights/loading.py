@@ -75,7 +75,11 @@ def save_model(
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a directory for weights")
     if state is None:
-        state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict()
+        from orc.runtime.weights.dispatch import get_state_dict_offloaded_model
+
+        state = get_state_dict_offloaded_model(
+            extract_model_from_parallel(model, keep_torch_compile=False), strict=False
+        )
     state = dict(state)
     absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if absent:
@@ -213,6 +217,7 @@ def load_checkpoint_in_model(
         ValueError: *device_map* lacks a device or an *offload_folder*, or an option is not supported.
     """
     from orc.runtime.weights.device_map import find_tied_parameters, retie_parameters
+    from orc.runtime.weights.empty_weights import as_dtype
 
     refused = {"offload_8bit_bnb": offload_8bit_bnb, "full_state_dict": not full_state_dict,
                "broadcast_from_rank0": broadcast_from_rank0}  # fmt: skip
@@ -223,7 +228,7 @@ def load_checkpoint_in_model(
         raise ValueError("the device_map puts modules on the disk: say where with offload_folder")
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     tied = find_tied_parameters(model)
-    target = _Target(model, device_map, _dtype(dtype), tuple(keep_in_fp32_modules or ()), offload_folder,
+    target = _Target(model, device_map, as_dtype(dtype), tuple(keep_in_fp32_modules or ()), offload_folder,
                      offload_buffers)  # fmt: skip
     for path in weight_files(Path(checkpoint)):
         state = _read(path)
@@ -252,15 +257,6 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
         return state
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype")
-    return found
 
 
 class _Target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.core.names import safe_relative_name
 from orc.runtime.weights.empty_weights import set_module_tensor_to_device
 
@@ -68,12 +70,26 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write every tensor of *state_dict* to *save_dir*, which is made if need be, and the index last."""
+    """Write every tensor of *state_dict* to *save_dir*, which is made if need be, and the index last.
+
+    Raises:
+        CheckpointError: they do not fit there, or it cannot be written.
+    """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
-    for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
-    save_offload_index(index, save_dir)
+    try:
+        for name, tensor in state_dict.items():
+            offload_weight(tensor, name, save_dir, index)
+        save_offload_index(index, save_dir)
+    except OSError as error:
+        for name in state_dict:  # without an index nobody would use them, and a full disk has no room for leftovers
+            _file(save_dir, name).unlink(missing_ok=True)
+        needed = sum(tensor.nbytes for tensor in state_dict.values())
+        free = shutil.disk_usage(save_dir).free
+        raise CheckpointError(
+            f"the weights cannot be offloaded to {save_dir}: {error.strerror or error} (they need {needed} bytes, "
+            f"{free} are free); name another folder, or give the CPU more in max_memory"
+        ) from error
 
 
 def load_offloaded_weights(
