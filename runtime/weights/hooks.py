@@ -112,7 +112,7 @@ class HookedForward:
 
 
 def _steps(hook: ModelHook) -> tuple[Any, Any, Any]:
-    """Return what *hook* does before and after forward and where that fails; a compiler does not trace it if need be."""
+    """Return what *hook* does before and after forward and where that fails, hidden from a compiler if need be."""
     if not hook.moves_weights or "torch._dynamo" not in sys.modules:
         return hook.pre_forward, hook.post_forward, hook.forward_failed
     before, after, failed = _untraced(type(hook))

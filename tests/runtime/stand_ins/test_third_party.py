@@ -42,10 +42,10 @@ def close(mine, theirs):
     return mine == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE) if isinstance(theirs, float) else mine == theirs
 
 
-@pytest.mark.parametrize(("processes", "programs"), [("1", 9), ("2", 5)])
+@pytest.mark.parametrize(("processes", "programs"), [("1", 12), ("2", 5)])
 def test_programs_give_the_numbers_of_the_reference(figures, processes, programs):
     mine, theirs = figures["orc"][processes], figures["reference"][processes]
-    assert (len(mine), len(theirs)) == (9, programs)
+    assert (len(mine), len(theirs)) == (12 if processes == "1" else 9, programs)
     different = {name: (mine[name], theirs[name]) for name in theirs if not close(mine[name], theirs[name])}
     assert not different
 

@@ -15,6 +15,7 @@ import traceback
 
 PROGRAMS = ("with_trl.sft", "with_trl.dpo", "with_trl.grpo", "with_peft.trainer", "with_peft.loop")
 PROGRAMS += ("with_datasets.streams", "with_datasets.resumed", "with_datasets.split_by_node", "with_diffusers.train")
+ALONE = ("with_device_maps.from_pretrained", "with_device_maps.lora", "with_device_maps.by_hand")  # one process each
 
 
 def rank_of(rank, size, port, folder, programs):
@@ -71,14 +72,14 @@ def main():
     import accelerate
 
     assert ("orc" in accelerate.Accelerator.__module__.split(".")) == (which == "orc")
-    programs = [name for name in PROGRAMS if not chosen or any(name.startswith(one) for one in chosen)]
+    programs = [name for name in PROGRAMS + ALONE if not chosen or any(name.startswith(one) for one in chosen)]
     for module in sorted({name.partition(".")[0] for name in programs}):
         importlib.import_module(module)
     folder = pathlib.Path(place)
-    both = programs
+    both = [name for name in programs if name not in ALONE]
     if which == "reference":  # on two processes without a GPU it fails in the middle of the streams
-        both = [name for name in programs if name.startswith(("with_trl", "with_peft"))]
-    results = {"1": run(1, folder / "1", programs), "2": run(2, folder / "2", both)}
+        both = [name for name in both if name.startswith(("with_trl", "with_peft"))]
+    results = {"1": run(1, folder / "1", programs), "2": run(2, folder / "2", both) if both else {}}
     (folder / "results.json").write_text(json.dumps(results))
 
 
