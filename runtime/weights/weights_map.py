@@ -25,6 +25,7 @@ from orc.runtime.core.names import safe_relative_name
 from orc.runtime.weights.offload import INDEX_NAME, load_offloaded_weight
 
 Entry = Mapping[str, Any]
+_READ_AHEAD = 4  # weights: about a layer
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
@@ -83,8 +84,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             self._next[self._last] = key
         self._last = key
         value = self._file_weight(key)
-        for name in self._following(key):
-            _will_need(self._file_weight(name))
+        ahead = self._ahead(key)
+        if ahead is not None:
+            _will_need(self._mapped[ahead])
         return value if self.device is None else value.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
@@ -118,14 +120,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             self._mapped[key] = value
         return self._mapped[key]
 
-    def _following(self, key: str) -> Iterator[str]:
-        """Yield the names of a few weights that come after *key*: about one layer."""
-        for _ in range(4):
-            after = self._next.get(key)
-            if after is None or after not in self._mapped:
-                return
-            key = after
-            yield key
+    def _ahead(self, key: str) -> str | None:
+        """Return the name of the weight that is `_READ_AHEAD` after *key*; so each is asked for once in a pass."""
+        found: str | None = key
+        for _ in range(_READ_AHEAD):
+            found = self._next.get(found) if found is not None else None
+        return found if found in self._mapped else None
 
 
 def _read_index(folder: Path) -> Mapping[str, Entry]:

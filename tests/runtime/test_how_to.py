@@ -40,6 +40,7 @@ def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch
         "profile",
         "local-sgd",
         "notebooks",
+        "big-models",
         "test-distributed-code",
         "../reference/utilities",
         "../explanation/runtime-core",
