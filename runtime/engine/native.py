@@ -196,6 +196,10 @@ class NativeEngine:
         """The complete state dict of *model*; with *unwrap* under the names of the model that the user wrote."""
         bare = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         state = bare.state_dict()
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
+            from orc.runtime.weights.dispatch import get_state_dict_offloaded_model
+
+            state = get_state_dict_offloaded_model(bare, strict=False)  # hooks keep them on the CPU or on the disk
         return whole(state) if self.prepared.sharded else state
 
     def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:

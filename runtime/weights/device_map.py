@@ -52,7 +52,9 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     # A plan fills them in this order, whatever order they were written in.
     last: tuple[Device, ...] = ("mps", "cpu", "disk")
     order = [*sorted(key for key in max_memory if isinstance(key, int)), *(key for key in last if key in max_memory)]
-    return {key: convert_file_size_to_int(max_memory[key]) for key in order}
+    # Libraries compute limits as fractions of what is free.
+    limits = {key: int(limit) if isinstance(limit, float) else limit for key, limit in max_memory.items()}
+    return {key: convert_file_size_to_int(limits[key]) for key in order}
 
 
 def _free_memory() -> list[int]:

@@ -115,11 +115,16 @@ def _steps(hook: ModelHook) -> tuple[Any, Any, Any]:
     """Return what *hook* does before and after forward and where that fails, hidden from a compiler if need be."""
     if not hook.moves_weights or "torch._dynamo" not in sys.modules:
         return hook.pre_forward, hook.post_forward, hook.forward_failed
-    before, after, failed = _untraced(type(hook))
+    kind = type(hook)
+    if kind not in _UNTRACED:
+        _UNTRACED[kind] = _untraced(kind)
+    before, after, failed = _UNTRACED[kind]
     return functools.partial(before, hook), functools.partial(after, hook), functools.partial(failed, hook)
 
 
-@functools.cache
+_UNTRACED: dict[type[ModelHook], tuple[Any, Any, Any]] = {}
+
+
 def _untraced(kind: type[ModelHook]) -> tuple[Any, Any, Any]:
     # Here and not where the methods are defined, because the decorator imports the compiler.
     return (

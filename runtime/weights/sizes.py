@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ _UNITS = {
 Layers = Sequence[tuple[str, nn.Module | Tensor]]
 
 
-def convert_file_size_to_int(size: float | str) -> int:
+def convert_file_size_to_int(size: int | str) -> int:
     """Bytes of a size: ``10GiB`` = 10·2³⁰, ``10GB`` = 10·10⁹, any case; ``Gb`` counts bits; whole numbers are bytes.
 
     Raises:
         ValueError: the size cannot be read or is negative.
     """
-    if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0 and math.isfinite(size):
-        return int(size)  # libraries compute limits as fractions of what is free
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
