@@ -47,6 +47,18 @@ def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] 
         time.sleep(0.002)
 
 
+def _is_abandoned(name: str) -> bool:
+    """Return True for a file that was just being written (`write_json`, `create_json`) by a process that is gone.
+
+    Those that live are agents of the next attempt, which note the end of this one.
+    """
+    parts = name.rsplit(".", 3)
+    if len(parts) < 3 or parts[-1] not in ("tmp", "new") or not parts[-2].isdigit():
+        return False
+    elsewhere = parts[-1] == "new" and not name.endswith(f".{os.uname().nodename}.{parts[-2]}.new")
+    return not elsewhere and process_start(int(parts[-2])) is None
+
+
 def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 10.0) -> int:
     """Kill what an attempt (or one node of it) has left on this machine when its agent is gone.
 
@@ -77,6 +89,6 @@ def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 1
         directory = os.path.join(attempt_dir, name)
         if (read_json(os.path.join(directory, "pids.json")) or {}).get("boot_id") == boot_id():
             for unfinished in os.listdir(directory):
-                if unfinished.endswith((".tmp", ".new")):  # what was just being written
+                if _is_abandoned(unfinished):
                     remove(os.path.join(directory, unfinished))
     return len(killed)
