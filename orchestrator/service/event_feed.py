@@ -60,7 +60,7 @@ class EventFeed:
         self._listeners += 1
         try:
             async with self._starting:
-                if self._poller is None or self._poller.done():
+                if not self.is_polling:
                     self._position = await self._thread(self._newest)
                     self._kept.clear()
                     self._poller = asyncio.create_task(self._poll())
@@ -74,6 +74,11 @@ class EventFeed:
                     await self._news.wait_for(lambda: self._position > position)  # noqa: B023 - awaited right here
         finally:
             self._listeners -= 1
+
+    @property
+    def is_polling(self) -> bool:
+        """True while the ledger is looked at: as long as somebody listens."""
+        return self._poller is not None and not self._poller.done()
 
     def close(self) -> None:
         """Stop the poller."""

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import NamedTuple, TypeVar
 
 import anyio
@@ -188,14 +189,18 @@ class LogFeeds:
         self.threads = LogThreads(clients, threads)
         self._feeds: dict[LogKey, LogFeed] = {}
 
+    def __len__(self) -> int:
+        return len(self._feeds)
+
     async def follow(self, key: LogKey, offset: int) -> AsyncGenerator[Piece]:
         """Yield the log *key* from the byte *offset* on until it has ended. Raises `LaunchError`."""
         feed = self._feeds.get(key)
         if feed is None or feed.is_over:
             feed = self._feeds[key] = LogFeed(key, self.threads)
         try:
-            async for piece in feed.follow(offset):
-                yield piece
+            async with aclosing(feed.follow(offset)) as pieces:
+                async for piece in pieces:
+                    yield piece
         finally:
             if not feed.followers and self._feeds.get(key) is feed:
                 del self._feeds[key]

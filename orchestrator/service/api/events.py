@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 
+logger = logging.getLogger("orc.service")
 router = APIRouter(tags=["events"])
 
 
@@ -30,5 +34,9 @@ async def stream_events(
 
 
 async def _texts(service: Service, after: int | None, job: str | None) -> AsyncGenerator[str]:
-    async for event in service.events.listen(after, job):
-        yield sse_text(event.to_dict(), event_id=event.id)
+    try:
+        async with aclosing(service.events.listen(after, job)) as events:
+            async for event in events:
+                yield sse_text(event.to_dict(), event_id=event.id)
+    except LaunchError as error:  # the stream ends, and its client comes again with the last id
+        logger.warning("a stream of events has ended: %s", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -131,8 +132,9 @@ def stream_log(
 
 async def _texts(service: Service, key: LogKey, offset: int) -> AsyncGenerator[str]:
     try:
-        async for piece in service.logs.follow(key, offset):
-            yield sse_text({"text": piece.text}, event_id=piece.end)
+        async with aclosing(service.logs.follow(key, offset)) as pieces:
+            async for piece in pieces:
+                yield sse_text({"text": piece.text}, event_id=piece.end)
     except LaunchError as error:
         yield sse_text({"what": error.what, "where": error.where, "hint": error.hint}, event="failed")
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.auth import SAFE_METHODS, role_of_route
 from orc.orchestrator.service.settings import Settings
 
+REFERENCE = Path(__file__).parents[3] / "docs/reference/rest-api.md"
 PUBLIC = {"/healthz", "/readyz", "/api/v1/login", "/api/v1/logout"}
 
 
@@ -42,6 +44,18 @@ def test_the_routes_are_found() -> None:
     assert {"/api/v1/jobs", "/api/v1/jobs/{job_id}/log/stream", "/api/v1/tokens", "/metrics"} <= {
         p for _, p, _ in ROUTES
     }
+
+
+def test_the_reference_has_every_route_and_every_setting() -> None:
+    page = REFERENCE.read_text()
+    shown = [re.sub(r"\{\w+\}", "{}", row) for row in re.findall(r"`((?:GET|POST|PUT|PATCH|DELETE) [^`?]+)", page)]
+    routes = [f"{method} {re.sub(r'{[^}]+}', '{}', path.removeprefix('/api/v1'))}" for method, path, _ in ROUTES]
+    assert sorted(set(shown)) == sorted(routes)
+    for name, field in Settings.model_fields.items():
+        assert f"`{name}`" in page
+        assert f"`ORC_SERVE_{name.upper()}`" in page
+        if type(field.default) is int and field.default < 1 << 20:
+            assert f"`ORC_SERVE_{name.upper()}` | {field.default} |" in page or name == "port"
 
 
 def test_nothing_answers_without_a_token_but_what_is_public(running: Any) -> None:

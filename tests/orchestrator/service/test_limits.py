@@ -85,6 +85,33 @@ def test_an_address_that_guesses_tokens_has_to_wait_and_others_do_not(strict: Ru
         assert other.get("/api/v1/me", headers=right).status_code == 200
 
 
+def test_an_address_that_a_client_invents_is_not_believed(strict: Running) -> None:
+    with _address(strict, 35) as http:
+        guess = {"Authorization": "Bearer orc_guessed"}
+        told = [
+            http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(4)
+        ]
+    assert told == [401, 401, 401, 429]
+
+
+def test_a_proxy_that_is_trusted_names_the_address(tmp_path: Path) -> None:
+    made = make_running(tmp_path / "state", behind_proxy=True, failed_logins_per_minute=1).start()
+    try:
+        with made.http() as http:
+            guess = {"Authorization": "Bearer orc_guessed"}
+            told = [
+                http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in (1, 2)
+            ]
+            assert told == [401, 401]
+            http.post("/api/v1/tokens", json={"user": "x"}, headers={"X-Forwarded-For": "10.0.0.3"})
+            assert http.get("/api/v1/audit").json()["lines"][0]["address"] == "10.0.0.3"
+            assert (
+                "secure" in http.post("/api/v1/login", json={"token": made.tokens["eve"]}).headers["set-cookie"].lower()
+            )
+    finally:
+        made.stop()
+
+
 def test_streams_are_bounded(strict: Running) -> None:
     with _address(strict, 40) as http:
         bearer = {"Authorization": f"Bearer {strict.tokens['grace']}"}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 import tracemalloc
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_a_hundred_followers_of_a_growing_log_get_all_of_it(running: Any) -> Non
 
     whole = b"".join(lines)
     assert all(found == whole for found in asyncio.run(all_of_them()))
+
+
+def test_nothing_is_read_on_once_nobody_listens(running: Any) -> None:
+    running.add_job("left-aaaaaa")
+    running.log("orc-left-aaaaaa-a1").write_text("hello\n")
+    with running.http("eve") as http:
+        with (
+            http.stream("GET", "/api/v1/jobs/left-aaaaaa/log/stream") as log,
+            http.stream("GET", "/api/v1/events/stream", params={"after": 0}) as events,
+        ):
+            # Both are kept: a stream whose lines nobody holds is closed.
+            pieces, changes = sse_events(log.iter_lines()), sse_events(events.iter_lines())
+            assert next(event for event in pieces if "data" in event)["data"] == {"text": "hello\n"}
+            assert next(event for event in changes if "data" in event)
+            assert (len(running.service.logs), running.service.events.is_polling) == (1, True)
+        until = time.monotonic() + 60
+        while len(running.service.logs) or running.service.events.is_polling or running.service.metrics.streams_open:
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
 
 def test_a_log_that_cannot_be_read_ends_its_stream_with_the_reason(running: Any, monkeypatch: Any) -> None:
