@@ -1,4 +1,4 @@
-"""`orc token`: tokens of the service, in the ledger that this machine uses."""
+"""`orc token`: tokens of the service that is logged in to, else of the ledger that this machine uses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from orc.orchestrator.cli.options import json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from orc.orchestrator.clients.service import ServiceClient
     from orc.orchestrator.ledger.store import Ledger
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -33,7 +36,8 @@ class _Span(click.ParamType["float | None"]):
 def command() -> None:
     """Create, list and revoke tokens of the service.
 
-    They are kept in the ledger, as hashes: whoever can open the ledger can make one for anybody.
+    They are those of the service that is logged in to (`orc login`), for its admins; else those in the ledger that this
+    machine uses, where whoever can open it can make one for anybody.
     """
 
 
@@ -52,17 +56,24 @@ def command() -> None:
 def create_command(user: str, role: str, expires: float | None, note: str, as_json: bool) -> None:
     """Create a token and print it, this once."""
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.service import tokens
 
-    ledger = _ledger()
-    token, record = tokens.create(ledger, user, role, ledger.now(), expires_s=expires, note=note)
-    _note(ledger, "create_token", record.id, user=user, role=role)
+    if service := _service():
+        from orc.orchestrator.clients import tokens as requests
+
+        made = service.ask(requests.create(user, role, expires, note))
+    else:
+        from orc.orchestrator.service import tokens
+
+        ledger = _ledger()
+        token, record = tokens.create(ledger, user, role, ledger.now(), expires_s=expires, note=note)
+        _note(ledger, "create_token", record.id, user=user, role=role)
+        made = {**vars(record), "token": token}
     if as_json:
-        output.echo_json({**vars(record), "token": token})
+        output.echo_json(made)
         return
-    echo(token)
-    until = "never" if record.expires_at is None else output.clock(record.expires_at)
-    echo(f"{record.id} of {user} ({role}), expires {until}; it is shown this once", err=True)
+    echo(made["token"])
+    until = "never" if made["expires_at"] is None else output.clock(made["expires_at"])
+    echo(f"{made['id']} of {user} ({role}), expires {until}; it is shown this once", err=True)
 
 
 @command.command("list")
@@ -70,47 +81,83 @@ def create_command(user: str, role: str, expires: float | None, note: str, as_js
 def list_command(as_json: bool) -> None:
     """List the tokens, without their secrets."""
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.service import tokens
 
-    ledger = _ledger()
-    found = tokens.every(ledger)
+    found: list[Mapping[str, Any]]
+    if service := _service():
+        from orc.orchestrator.clients import tokens as requests
+
+        found = service.ask(requests.every())
+    else:
+        from orc.orchestrator.service import tokens
+
+        found = [vars(record) for record in tokens.every(_ledger())]
     if as_json:
-        output.echo_json({"tokens": [vars(record) for record in found]})
+        output.echo_json({"tokens": found})
         return
     if not found:
         echo("no tokens", err=True)
         return
 
-    def state(record: Any) -> str:
-        return "revoked" if record.revoked_at else "valid" if record.valid(ledger.now()) else "expired"
-
     def when(at: float | None) -> str:
         return "-" if at is None else output.clock(at)
 
     rows = [
-        (r.id, r.user, r.role, state(r), when(r.created_at), when(r.expires_at), when(r.last_used_at), r.note)
-        for r in found
+        (
+            *(str(one[name]) for name in ("id", "user", "role")),
+            _state(one),
+            *(when(one[name]) for name in ("created_at", "expires_at", "last_used_at")),
+            str(one["note"]),
+        )
+        for one in found
     ]
     echo(output.table(("TOKEN", "USER", "ROLE", "STATE", "CREATED", "EXPIRES", "USED", "NOTE"), rows))
 
 
 @command.command("revoke")
-@click.argument("tokens_", metavar="TOKEN...", nargs=-1, required=True)
+@click.argument("token_ids", metavar="TOKEN...", nargs=-1, required=True)
 @json_option
-def revoke_command(tokens_: tuple[str, ...], as_json: bool) -> None:
+def revoke_command(token_ids: tuple[str, ...], as_json: bool) -> None:
     """Revoke tokens by their ids, from now on."""
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.service import tokens
 
-    ledger = _ledger()
-    revoked = []
-    for token_id in tokens_:
-        revoked.append(tokens.revoke(ledger, token_id, ledger.now()))
-        _note(ledger, "revoke_token", token_id)
-    if as_json:
-        output.echo_json({"tokens": [vars(record) for record in revoked]})
+    revoked: list[Mapping[str, Any]] = []
+    if service := _service():
+        from orc.orchestrator.clients import tokens as requests
+
+        revoked += [service.ask(requests.revoke(token_id)) for token_id in token_ids]
     else:
-        echo("\n".join(f"{record.id} of {record.user} is revoked" for record in revoked))
+        from orc.orchestrator.service import tokens
+
+        ledger = _ledger()
+        for token_id in token_ids:
+            revoked.append(vars(tokens.revoke(ledger, token_id, ledger.now())))
+            _note(ledger, "revoke_token", token_id)
+    if as_json:
+        output.echo_json({"tokens": revoked})
+    else:
+        echo("\n".join(f"{record['id']} of {record['user']} is revoked" for record in revoked))
+
+
+def _state(token: Mapping[str, Any]) -> str:
+    import time
+
+    if token["revoked_at"] is not None:
+        return "revoked"
+    return "expired" if token["expires_at"] is not None and token["expires_at"] <= time.time() else "valid"
+
+
+def _service() -> ServiceClient | None:
+    """Return the client of the service that commands go to; `None` where they go to the ledger."""
+    from orc.orchestrator.clients import logins
+
+    login = logins.configured()
+    if login is None:
+        return None
+    from orc.orchestrator.clients.connecting import service_client
+
+    client = service_client(login)
+    click.get_current_context().call_on_close(client.close)
+    return client
 
 
 def _ledger() -> Ledger:

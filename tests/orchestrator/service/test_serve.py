@@ -71,6 +71,29 @@ def test_tokens_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["token", "create", "--user", "a", "--expires", "soon"]) == 2
 
 
+def test_an_admin_makes_tokens_through_the_service_and_others_do_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    admin, user = make_token(capsys), make_token(capsys, "grace", "user")
+    with serving("--no-reconciler") as (url, _):
+        monkeypatch.setenv("ORC_STATE_DIR", str(tmp_path / "elsewhere"))
+        monkeypatch.setenv("ORC_SERVICE_URL", url)
+        monkeypatch.setenv("ORC_TOKEN", admin)
+        made = make_token(capsys, "linus", "viewer")
+        assert httpx.get(f"{url}/api/v1/me", headers=bearer(made)).json()["user"] == "linus"
+        assert main(["token", "list", "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)["tokens"]
+        (token_id,) = [one["id"] for one in listed if one["user"] == "linus"]
+        assert main(["token", "revoke", token_id]) == 0
+        assert httpx.get(f"{url}/api/v1/me", headers=bearer(made)).status_code == 401
+        assert main(["token", "list"]) == 0
+        assert [line.split()[3] for line in capsys.readouterr().out.splitlines() if token_id in line][-1] == "revoked"
+        monkeypatch.setenv("ORC_TOKEN", user)
+        assert main(["token", "create", "--user", "grace", "--role", "admin"]) == 2
+        assert "needs the role admin" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_it_refuses_a_wider_address_without_a_token_and_without_encryption(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "0.0.0.0", "--behind-proxy"]) == 2
     assert "no token exists yet" in capsys.readouterr().err
