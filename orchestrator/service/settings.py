@@ -36,7 +36,7 @@ class Settings(BaseModel):
     allowed_hosts: tuple[str, ...] = Field((), description="names that requests may call this service by")
     reconciler: bool = Field(True, description="run the passes in this process")
     max_body: int = Field(2 << 20, ge=1024, description="largest body of a request")
-    max_upload: int = Field(8 << 30, ge=1024, description="largest body that brings content of snapshots")
+    max_upload: int = Field(512 << 20, ge=1024, description="largest body that brings content of snapshots")
     requests_per_minute: int = Field(12_000, ge=1, description="requests of one token, and of one address")
     failed_logins_per_minute: int = Field(10, ge=1, description="refused tokens from one address")
     max_streams: int = Field(1000, ge=1, description="event streams that are open at the same time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -74,58 +75,47 @@ class Submitter:
         from orc.orchestrator.engine import submission
         from orc.orchestrator.service.accounts import refuse_without_account
 
-        if (earlier := self._earlier(job.name)) is not None:
+        earlier, new_id = self._look(job.name) if self._request else (None, "")
+        if earlier is not None:
             return self._client.job(earlier.id)
         _check_secrets(job, secrets)
         ws = self._client.workspace
         refuse_without_account(ws.backend(job.cluster).cluster, self._user)
         trees = snapshot()
         _check_environment(job, trees, ws.backend(job.cluster).cluster)
-        with self._acting(job.name):
+        with self._acting(new_id):
             try:
-                record = submission.start(ws, job, trees, source=source, given=secrets)
+                return self._client.job(submission.start(ws, job, trees, source=source, given=secrets).id)
             except LedgerError:
-                earlier = self._earlier(job.name)  # the same request came twice at once
+                earlier, _ = self._look(job.name) if self._request else (None, "")
                 if earlier is None:
                     raise
-                record = earlier
-        return self._client.job(record.id)
+                return self._client.job(earlier.id)  # the same request came twice at once
 
     @contextmanager
-    def _acting(self, name: str) -> Iterator[None]:
-        """Make what is submitted meanwhile the user's, with sealed secrets and the id that follows from the key."""
+    def _acting(self, new_id: str) -> Iterator[None]:
+        """Make what is submitted meanwhile the user's, with sealed secrets and that id, if one is given."""
         ws = self._client.workspace
         before = ws.user, ws.seals, ws.new_job_id
         ws.user, ws.seals = self._user, True
         if self._request:
-            new = self._free_id(name)
-            ws.new_job_id = lambda _: new
-            ws.ledger.additions[new] = Addition(request=self._request)
+            ws.new_job_id = lambda _: new_id
+            ws.ledger.additions[new_id] = Addition(request=self._request)
         try:
             yield
         finally:
             ws.user, ws.seals, ws.new_job_id = before
             ws.ledger.additions.clear()
 
-    def _ids(self, name: str) -> Iterator[str]:
-        return (derived_job_id(name, f"{self._request}/{number}") for number in range(100))
-
-    def _earlier(self, name: str) -> JobRecord | None:
-        """Return the job that a request with this key has made."""
+    def _look(self, name: str) -> tuple[JobRecord | None, str]:
+        """Return the job that a request with this key has made; without one, the id that it is to have."""
         ledger = self._client.workspace.ledger
-        if not self._request:
-            return None
-        for job_id in self._ids(name):
+        for number in itertools.count():
+            job_id = derived_job_id(name, f"{self._request}/{number}")
             job = ledger.job(job_id)
-            if job is None:
-                return None
-            if self._made_by(job):
-                return job
-        return None
-
-    def _free_id(self, name: str) -> str:
-        ledger = self._client.workspace.ledger
-        return next(job_id for job_id in self._ids(name) if ledger.job(job_id) is None)
+            if job is None or self._made_by(job):
+                return job, job_id
+        raise AssertionError("unreachable")
 
     def _made_by(self, job: JobRecord) -> bool:
         events = self._client.workspace.ledger.events(job.id)

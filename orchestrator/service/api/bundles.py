@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from orc.launchers.errors import BundleError
+from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.manifest import Bundle
 from orc.orchestrator.clients.content_stream import Decoder
 from orc.orchestrator.service.contents import ReceivedContents, missing_contents
@@ -59,9 +60,9 @@ def find_missing(service: ServiceDep, wanted: Hashes) -> Any:
 @router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
 async def receive_contents(request: Request, service: ServiceDep) -> Any:
     """Take contents, each of which is what its hash says; all of them or, where one is wrong, none."""
+    store = await anyio.to_thread.run_sync(_store, service)
     with ExitStack() as stack:
-        client = await anyio.to_thread.run_sync(stack.enter_context, service.clients.client())
-        received = await anyio.to_thread.run_sync(stack.enter_context, ReceivedContents(client.workspace.store))
+        received = await anyio.to_thread.run_sync(stack.enter_context, ReceivedContents(store))
         decoder = Decoder(received)
         async for piece in _pieces(request):
             await anyio.to_thread.run_sync(decoder.feed, piece)
@@ -84,6 +85,11 @@ async def receive_tree(
         parts.append(piece)
     missing = await anyio.to_thread.run_sync(_make_tree, service, digest, b"".join(parts))
     return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
+
+
+def _store(service: Service) -> ContentStore:
+    with service.clients.client() as client:  # others have it while contents come in
+        return client.workspace.store
 
 
 def _make_tree(service: Service, digest: str, text: bytes) -> list[str]:

@@ -1,0 +1,133 @@
+"""Submission through a service: one job for one key, whose it is, and secrets that nobody reads back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from served_ledger import Served
+
+from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.errors import RenderError, SpecError
+from orc.launchers.spec import LoadedJob
+from orc.orchestrator.clients import requests
+from orc.orchestrator.clients.errors import NotAllowed, NotLoggedIn
+from orc.orchestrator.clients.service import ServiceClient
+from orc.orchestrator.engine import sealing
+
+Project = Callable[..., LoadedJob]
+SECRET = "hunter2-in-the-clear"
+
+
+def _request(client: ServiceClient, loaded: LoadedJob, key: str) -> requests.Request:
+    view = client.submit(loaded)  # brings the code along
+    return requests.submit(loaded.spec.model_dump(mode="json"), {"code": view.digests["code"]}, "job.yaml", {}, key)
+
+
+def test_the_same_key_is_the_same_job_however_often_and_at_once(served: Served, project: Project) -> None:
+    with served.client() as client, served.client() as another, served.client("alan") as alan:
+        request = _request(client, project(), "a-key-of-its-own")
+        with ThreadPoolExecutor(4) as pool:
+            views = list(pool.map(lambda one: one.ask(request), [client, another] * 4))
+        assert len({view.id for view in views}) == 1
+        assert views[0].owner == "grace"
+        theirs = alan.ask(request)
+        assert (theirs.owner, theirs.id == views[0].id) == ("alan", False)
+        other = client.ask(requests.submit(request.body["spec"], request.body["digests"], "", {}, "another-key"))
+        assert other.id not in (views[0].id, theirs.id)
+        client.wait([views[0].id, other.id], timeout_s=120)
+        assert client.ask(request).state == "SUCCEEDED"
+
+
+def test_a_secret_reaches_its_job_and_nothing_else(
+    served: Served, project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("API_KEY", SECRET)
+    script = "import os, time\nprint(len(os.environ['API_KEY']), flush=True)\ntime.sleep(600)\n"
+    with served.client() as client:
+        made = client.submit(project(script, secrets=["API_KEY"]))
+        for chunk in client.follow_log(made.id, LogSelector(rank=0)):
+            if chunk.data:
+                assert chunk.data == f"{len(SECRET)}\n".encode()
+                break
+        with served.ledger() as ledger, ledger.workspace.ledger.database.read() as connection:
+            ((sealed,),) = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :id", {"id": made.id})
+        assert sealing.unseal(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
+        with pytest.raises(sealing.CannotUnseal):
+            sealing.unseal(served.state_dir, "another-aaaaaa", sealed)
+        assert (served.state_dir / sealing.FILE).stat().st_mode & 0o777 == 0o600
+        shown = str(client.job(made.id)) + str(client.events(made.id))
+        client.cancel([made.id], grace_s=0)
+        (done,) = client.wait([made.id], timeout_s=120)
+        shown += str(done) + str(client.events(made.id))
+    assert SECRET not in shown + caplog.text
+    database = next(served.state_dir.glob("*.db"), served.state_dir / "ledger.sqlite")
+    dump = "\n".join(sqlite3.connect(f"file:{database}?mode=ro", uri=True).iterdump())
+    assert made.id in dump
+    assert SECRET not in dump
+    assert sealed not in dump  # the job has ended
+    assert not any(made.id in path.name for path in (served.state_dir / "job-secrets").glob("*"))
+
+
+def test_what_the_service_itself_knows_is_nobodys_secret(
+    served: Served, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served.client() as client:
+        view = client.submit(project())
+        spec = {**view.spec, "secrets": ["SERVICES_OWN"]}
+        monkeypatch.setenv("SERVICES_OWN", "of the service")  # which runs in this process
+        for sent in ({}, {"SERVICES_OWN": ""}):
+            with pytest.raises(SpecError, match="no value was sent for the secret SERVICES_OWN"):
+                client.ask(requests.submit(spec, {"code": view.digests["code"]}, "", sent, requests.new_key()))
+        with pytest.raises(SpecError, match="is no secret of the job"):
+            client.ask(requests.submit(view.spec, {"code": view.digests["code"]}, "", {"PATH": "x"}, "k" * 8))
+
+
+def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cryptography.fernet import Fernet
+
+    old, new = Fernet.generate_key().decode(), Fernet.generate_key().decode()
+    monkeypatch.setenv(sealing.VARIABLE, old)
+    sealed = sealing.seal(tmp_path, "digits-aaaaaa", {"A": SECRET})
+    assert SECRET not in sealed
+    monkeypatch.setenv(sealing.VARIABLE, f"{new},{old}")
+    assert sealing.unseal(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
+    monkeypatch.setenv(sealing.VARIABLE, new)
+    with pytest.raises(sealing.CannotUnseal, match="sealed with another key"):
+        sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
+    monkeypatch.delenv(sealing.VARIABLE)
+    with pytest.raises(sealing.CannotUnseal, match="no usable key"):
+        sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
+
+
+def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: Project) -> None:
+    with served.client() as grace, served.client("alan") as alan, served.client("eve") as eve:
+        made = grace.submit(project("import time\ntime.sleep(600)\n"))
+        for change in (
+            lambda client: client.cancel([made.id]),
+            lambda client: client.resubmit(made.id),
+            lambda client: client.set_tags(made.id, {"a": "b"}),
+        ):
+            with pytest.raises(NotAllowed):
+                change(alan)
+            with pytest.raises(NotAllowed):
+                change(eve)
+        assert eve.job(made.id).owner == "grace"
+        with pytest.raises(NotAllowed, match="role user"):
+            eve.submit(project())
+        with pytest.raises(NotLoggedIn):
+            ServiceClient(served.url, "orc_stolen").jobs()
+        with served.client("ada") as ada:
+            ada.cancel([made.id], grace_s=0)
+
+
+def test_a_cluster_that_lends_no_account_refuses_others_jobs(served: Served, project: Project) -> None:
+    with (
+        served.client() as client,
+        pytest.raises(RenderError, match="jobs of grace have no account on the cluster ours"),
+    ):
+        client.submit(project(cluster="ours"))
+    assert "ours" not in {row.cluster for row in served.client().jobs(limit=None)}
