@@ -30,6 +30,8 @@ def command(job: str, timeout: float, as_json: bool) -> int:
 
     client = open_client()
     job_id = client.resolve(job)
+    if client.address:
+        client.entries(job_id)  # says why not, and where it can be done
     client.refresh([job_id])
     if client.job(job_id).ended:
         raise LaunchError(f"{job_id} has ended: no ranks run", hint=f"`orc status {job_id}` says how")
