@@ -23,7 +23,7 @@ function addPair() {
   const key = h("input", {
     placeholder: "key, such as args.lr", "aria-label": "Key", list: "keys", autocomplete: "off", spellcheck: "false",
     onchange: () => {
-      if (known.has(key.value) && !value.value) value.value = yaml(known.get(key.value));
+      value.placeholder = known.has(key.value) ? yaml(known.get(key.value)) : "value";
       showDiff();
     },
   });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
@@ -126,11 +127,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 @pytest.fixture(scope="module")
 def context(service: RunningService, chromium: Browser) -> Iterator[BrowserContext]:
-    """A browser in which an admin is logged in; everything that it must not do is an error."""
+    """A browser in which an admin is logged in, whose jobs may run as who runs the tests."""
     made = chromium.new_context(viewport={"width": 1280, "height": 900})
     made.set_default_timeout(30_000)
     made.add_init_script(_WATCH)
-    cookie = {"name": "orc_session", "value": service.token("ada", "admin"), "url": service.url}
+    cookie = {"name": "orc_session", "value": service.token(getpass.getuser(), "admin"), "url": service.url}
     made.add_cookies([{**cookie, "httpOnly": True, "sameSite": "Strict"}])
     yield made
     made.close()
