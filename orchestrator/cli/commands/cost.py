@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
+from orc.orchestrator.cli.moments import MOMENT
 from orc.orchestrator.cli.options import output_options
 from orc.orchestrator.cli.ui.output import echo
-
-_AGO = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-class _Moment(click.ParamType["float | None"]):
-    """Moment, in seconds since the epoch: a date, a date and time, or how long ago (7d, 12h)."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        import time
-
-        text = str(value)
-        if text[:-1].isdigit() and text[-1:] in _AGO and len(text) < 8:
-            return time.time() - int(text[:-1]) * _AGO[text[-1]]
-        try:
-            return datetime.datetime.fromisoformat(text).timestamp()
-        except (ValueError, OverflowError, OSError):
-            self.fail(f"{text!r} is no time: 2026-01-31, 2026-01-31T12:00, or 7d, 12h, 30m ago.", param, ctx)
-
-
-MOMENT = _Moment()
 
 
 @click.command("cost")

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.orchestrator.cli.moments import MOMENT
 from orc.orchestrator.cli.options import json_option, newest_job_argument
 
 if TYPE_CHECKING:
+    import re
+
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.views import JobView
 
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 @click.option("--attempt", type=click.IntRange(1), help="Of this attempt instead of the newest.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each log.")
 @click.option("--since-offset", type=click.IntRange(0), default=0, metavar="BYTES", help="Skip the first bytes.")
+@click.option("--since", type=MOMENT, metavar="TIME", help="Only lines since: 2026-01-31T12:00, or 10m, 2h ago.")
+@click.option("--grep", "pattern", metavar="REGEX", help="Only lines in which this is found.")
+@click.option("--color/--no-color", "colours", default=None, help="A colour for each rank. [default: on a terminal]")
 @click.option("--raw", is_flag=True, help="On a terminal, too: every byte as it is, control characters included.")
 @json_option
 def command(
@@ -35,10 +41,16 @@ def command(
     attempt: int | None,
     tail: int | None,
     since_offset: int,
+    since: float | None,
+    pattern: str | None,
+    colours: bool | None,
     raw: bool,
     as_json: bool,
 ) -> None:
     """Print the logs of JOB, the newest unless given, byte for byte; several ranks are told apart by a prefix.
+
+    Lines of several ranks come in the order of the times that they begin with, where they do; with --follow as they
+    come.
 
     On a terminal control characters are shown (\\x1b) instead of obeyed, except with --raw.
 
@@ -46,9 +58,11 @@ def command(
     """
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.cli.ui.display import display
     from orc.orchestrator.cli.ui.follow import follow
-    from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection
+    from orc.orchestrator.cli.ui.log_lines import LineFilter, copy_merged, have_times
+    from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, Sink
 
     client = open_client()
     job_id = client.resolve(job)
@@ -61,7 +75,10 @@ def command(
     if not selectors and not following:
         raise _no_logs(view, number, bool(ranks or nodes or launcher))
     single = selection.single(view.spec) if following else len(selectors) == 1
-    sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw)
+    coloured = output.coloured() if colours is None else colours
+    sink: Sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw, colours=coloured)
+    if since is not None or pattern is not None:
+        sink = LineFilter(sink, since, _compiled(pattern))
     try:
         with display(silent=as_json or not following) as shown:
             cursor = Cursor(client, job_id, sink, since_offset, shown.aside)
@@ -73,10 +90,24 @@ def command(
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
             if not any(selection.of(client.log_selectors(job_id, attempt=n), final=True) for n in followed):
                 raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes or launcher))
+        elif tail is None and len(selectors) > 1 and have_times(client, job_id, number, selectors):
+            copy_merged(client, job_id, number, selectors, sink, start=since_offset)
         elif tail is None:
             cursor.copy(number, selectors)
     finally:
         sink.finish()
+
+
+def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
+    """Return the regular expression. Raises `click.UsageError`."""
+    import re
+
+    try:
+        return re.compile(pattern.encode()) if pattern is not None else None
+    except re.error as error:
+        raise click.UsageError(
+            f"--grep {pattern!r} is no regular expression: {error}", click.get_current_context()
+        ) from None
 
 
 def _no_logs(view: JobView, number: int, chosen: bool) -> LaunchError:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from orc.orchestrator.clients.protocol import JobsClient
 
 _SENDFILE_BYTES = 1 << 30
+_LONGEST = 1 << 20  # bytes of a line that is waited for
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of ranks: numbers of ANSI, the most different first
 
 
 class Sink(Protocol):
@@ -116,8 +118,11 @@ class PlainSink:
 class PrefixSink:
     """Whole lines of several logs, each with its origin: ``[rank 1] ...``."""
 
-    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
-        self._stream = writer(stream or sys.stdout.buffer, raw=raw)
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False, colours: bool = False) -> None:
+        """With *colours*, each origin has one of its own."""
+        self._file = stream or sys.stdout.buffer
+        self._stream = writer(self._file, raw=raw)
+        self._colours = colours
         self._rest: dict[tuple[int, LogSelector], bytes] = {}
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
@@ -126,12 +131,24 @@ class PrefixSink:
         head, newline, rest = chunk.data.rpartition(b"\n")
         lines = self._rest.pop(key, b"") + head if newline else b""
         if newline:
-            prefix = label(chunk.selector).encode()
-            self._stream.write(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
+            self._show(chunk.selector, lines)
         else:
             rest = self._rest.pop(key, b"") + rest
-        if rest:
+        if len(rest) > _LONGEST:  # of a program that ends no line: memory stays flat
+            self._show(chunk.selector, rest)
+        elif rest:
             self._rest[key] = rest
+
+    def _show(self, selector: LogSelector, lines: bytes) -> None:
+        prefix = label(selector).encode()
+        if not self._colours:
+            self._stream.write(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
+            return
+        number = selector.rank if selector.rank is not None else selector.node or 0
+        coloured = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[number % len(_COLOURS)], prefix)
+        for line in lines.split(b"\n"):
+            self._file.write(coloured)  # past the writer, which escapes what logs bring along
+            self._stream.write(line + b"\n")
 
     def flush(self) -> None:
         """Show the whole lines that were written."""
@@ -140,7 +157,7 @@ class PrefixSink:
     def finish(self) -> None:
         """Show unfinished lines, too."""
         for (_, selector), rest in self._rest.items():
-            self._stream.write(label(selector).encode() + rest + b"\n")
+            self._show(selector, rest)
         self._rest.clear()
         self._stream.flush()
 

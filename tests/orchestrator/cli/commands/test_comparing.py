@@ -66,3 +66,25 @@ def test_costs_need_a_price_and_are_unknown_without_one(orc, submitted, orc_home
     assert total["cost"]["EUR"] == pytest.approx(7200 * total["node_hours"], rel=1e-3)
     assert orc("cost", "--until", "2020-01-01", "--json").json["groups"] == []
     assert orc("cost", "--by", "month").code != 0
+
+
+RANKS = """\
+name: ranks
+command:
+  - /bin/sh
+  - -c
+  - 'echo "2026-01-01T00:00:0$RANK first of $RANK"; echo "2026-01-01T00:00:1$RANK second of $RANK"'
+launcher: python
+resources: {procs_per_node: 2}
+"""
+
+
+def test_logs_of_ranks_are_merged_by_time_and_searched(orc, job_file):
+    assert orc("submit", job_file(RANKS)).code == 0
+    orc("wait")
+    words = [line.split(" ", 3)[3] for line in orc("logs").out.splitlines()]
+    assert words == ["first of 0", "first of 1", "second of 0", "second of 1"]
+    assert orc("logs", "--grep", "second of [1]").out == "[rank 1] 2026-01-01T00:00:11 second of 1\n"
+    assert orc("logs", "--rank", "0", "--since", "2026-01-01T00:00:05").out == "2026-01-01T00:00:10 second of 0\n"
+    assert "\x1b[" in orc("logs", "--color").out
+    assert orc("logs", "--grep", "(").code == 2
