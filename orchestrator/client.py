@@ -102,11 +102,14 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
             self._start_reconciler()
 
     def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import outbox
+        from orc.orchestrator.ledger import outbox, schedules
 
         with self.workspace.ledger.database.read() as connection:
             at = outbox.next_due(connection)
-        return at is not None and at <= self.workspace.clock()
+        if at is not None and at <= self.workspace.clock():
+            return True
+        with self.workspace.ledger.database.read() as connection:
+            return any(found.enabled for found in schedules.all_schedules(connection))
 
     def _start_reconciler(self) -> None:
         if self._detaches:

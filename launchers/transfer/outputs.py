@@ -29,7 +29,7 @@ LISTING_S = 3600.0  # many gigabytes are read for their digests
 SILENCE_S = 60.0
 LISTER = Program(
     "transfer.output_listing",
-    ("errors", "snapshot.hashing", "snapshot.manifest", "orc.runtime.core.names"),
+    ("errors", "strict_modes", "snapshot.hashing", "snapshot.manifest", "orc.runtime.core.names"),
 )
 
 
@@ -39,7 +39,7 @@ def collect(path: str, transport: Transport, python: str, store: ContentStore) -
     It is in the store whole, or not at all. Raises `BundleError` for what is not there or changes meanwhile, and what
     the transport raises.
     """
-    if isinstance(transport, LocalTransport):
+    if type(transport) is LocalTransport:  # a kind of its own may have other files
         bundle, parent = listing(path), posixpath.dirname(path)
         return _ingest(bundle, parent, store, path)
     done = transport.run_program(LISTER, python=python, timeout_s=LISTING_S, stdin=json.dumps({"path": path}).encode())

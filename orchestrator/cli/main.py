@@ -25,6 +25,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sweep": "Jobs with different values: submit, compare, try again.",
         "array": "Many jobs that differ in a number.",
         "pipeline": "Jobs that wait for each other and pass files on.",
+        "schedule": "Submit a job again and again, by the clock.",
     },
     "Look": {
         "status": "What became of jobs: attempts, hosts, first failure.",

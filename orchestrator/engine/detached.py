@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import fault_points, schedules
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
@@ -172,7 +172,7 @@ def run(open_client: Callable[[], Client], report_line: Callable[[str], None]) -
             # replaced, by `orc adopt` for one.
             if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
                 return
-            if why is StopReason.IDLE and not ws.ledger.active():
+            if why is StopReason.IDLE and not ws.ledger.active() and schedules.next_due(ws) is None:
                 return
 
 
@@ -186,6 +186,7 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
     jobs: list[JobRecord] | None
     seen: dict[str, tuple[str, int]] = {}
     away = False
+    scheduled: float | None = None
     last_change = ws.clock()
     _describe(descriptor, me)
     report_line(f"process {me.pid} takes care of {ws.ledger.database.url}")
@@ -204,13 +205,15 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
         trouble, now = found, ws.clock()
         if jobs is not None:
             _describe(descriptor, Process(me.pid, me.host, me.started_at, now, len(jobs)))
-            if not jobs:
+            scheduled = schedules.next_due(ws)
+            if not jobs and scheduled is None:
                 report_line("no job is live")
                 return StopReason.IDLE
             if (states := {job.id: (str(job.state), job.number) for job in jobs}) != seen:
                 seen, last_change = states, now
             away = client.is_remote({job.cluster for job in jobs})
         due = [job.next_attempt_at for job in jobs or () if job.next_attempt_at is not None]
+        due += [scheduled] if scheduled is not None else []
         ws.sleep(pause(now, last_change, due, SHORTEST_S[away]))
         if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
             report_line("the ledger was removed or replaced")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from orc.orchestrator.engine import schedules
 from orc.orchestrator.engine.detached import PATIENCE_S, SHORTEST_S, pause
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
@@ -106,6 +107,7 @@ class Driver:
     def _look(self, client: Client, stop: threading.Event) -> None:
         """Let every cluster with live jobs have its thread, and wake those whose jobs have changed."""
         ledger = client.workspace.ledger
+        schedules.fire_due(client.workspace)
         states = ", ".join(f"'{state}'" for state in sorted(ACTIVE_JOB))
         with ledger.database.read() as connection:
             rows = connection.tuples(

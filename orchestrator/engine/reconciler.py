@@ -10,7 +10,16 @@ from collections.abc import Collection, Sequence
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import admission, claims, deadlines, dependencies, job_files, job_secrets, submission
+from orc.orchestrator.engine import (
+    admission,
+    claims,
+    deadlines,
+    dependencies,
+    job_files,
+    job_secrets,
+    schedules,
+    submission,
+)
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
@@ -58,6 +67,8 @@ def reconcile(
         return report
     if job_ids is not None:
         job_ids = dependencies.with_relatives(ws, job_ids)
+    else:
+        schedules.fire_due(ws)
     jobs = live()
     if _cancel_overdue(ws, jobs):
         jobs = live()
@@ -107,7 +118,9 @@ def _places(ws: Workspace, cluster: str) -> bool:
 
 def _is_active(ws: Workspace, job_id: str) -> bool | None:
     job = ws.ledger.job(job_id)
-    return None if job is None else not job.state.terminal
+    if job is None:
+        return True if schedules.is_kept(ws, job_id) else None
+    return not job.state.terminal
 
 
 # -- before the backend has the attempt

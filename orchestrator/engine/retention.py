@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orc.orchestrator.ledger import dependencies, schedules
 from orc.orchestrator.ledger.lifecycle import TERMINAL_JOB
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def snapshot_needs(ledger: Ledger) -> SnapshotNeeds:
     """Return the needs of all jobs, on whatever cluster. Raises `LedgerError`."""
     with ledger.database.read() as connection:
         rows = connection.tuples("SELECT id, state, digests FROM jobs")
+        waited_for = {one.on_job for one, _ in dependencies.of_jobs(connection)}  # their outputs may still be taken
+        scheduled = [schedule.digests for schedule in schedules.all_schedules(connection)]
     ended = frozenset(job for job, state, _ in rows if state in TERMINAL_JOB)
-    digests = frozenset(d for job, _, text in rows if job not in ended for d in json.loads(text).values())
-    return SnapshotNeeds(digests, ended)
+    needed = [json.loads(text) for job, _, text in rows if job not in ended] + scheduled
+    digests = frozenset(digest for digests in needed for digest in digests.values())
+    return SnapshotNeeds(digests, ended - waited_for)

@@ -1,0 +1,199 @@
+"""Schedules: a job is submitted whenever its cron expression is due, once, by whichever reconciler comes first.
+
+The change of the schedule and the new job are one transaction, and the change names the revision that was read: of two
+reconcilers that see the same due schedule, one writes both, and the other neither.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from orc.launchers.errors import LaunchError, SpecError
+from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.secrets import resolve_secrets
+from orc.orchestrator.engine import cron, deadlines, job_files, job_secrets
+from orc.orchestrator.ledger import groups, schedules
+from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.records import NewJob
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.ledger.schedules import ScheduleRecord
+    from orc.orchestrator.workspace import Workspace
+
+MISSED = ("skip", "run_once")  # what becomes of times at which no reconciler ran: nothing, or one job for all of them
+OVERLAP = ("allow", "skip")  # what becomes of a time at which the job of the last one has not ended
+LATE_S = 300.0  # later than so much, a time counts as missed
+
+
+def create(
+    ws: Workspace,
+    spec: JobSpec,
+    snapshot: Snapshot,
+    *,
+    name: str,
+    expression: str,
+    zone: str,
+    missed: str = "skip",
+    overlap: str = "skip",
+    source: str = "",
+) -> ScheduleRecord:
+    """Store a schedule of *spec*, which runs from *snapshot* each time; the values of its secrets are kept for it.
+
+    Raises `SpecError` for what is no schedule, and what rendering the job raises.
+    """
+    from orc.orchestrator.engine.placement import PlacementPlanner
+
+    cron.check(expression, zone)
+    if spec.depends_on or spec.inputs:
+        raise SpecError("a scheduled job waits for the clock, not for other jobs", where=spec.name)
+    backend = ws.backend(spec.cluster)
+    secrets = resolve_secrets(spec.secrets, os.environ)
+    schedule_id = new_job_id(name)
+    PlacementPlanner(ws, spec, snapshot, AttemptId(new_job_id(spec.name), 1)).render(None)
+    described = {
+        "job": spec.model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin, "missed": missed,
+        "overlap": overlap,
+    }  # fmt: skip
+    now = ws.clock()
+    record = schedules.ScheduleRecord(
+        schedule_id, name, ws.user, expression, zone, True, cron.due_after(expression, zone, now), None, None,
+        described, snapshot.digests, source,
+    )  # fmt: skip
+    try:
+        job_secrets.keep(ws.state_dir, schedule_id, secrets)
+        with ws.ledger.transaction() as tx:
+            if schedules.named(tx.connection, ws.user, name) is not None:
+                raise SpecError(f"there is a schedule {name!r} already", hint="delete it first, or give another --name")
+            groups.create(tx.connection, groups.GroupRecord(schedule_id, "schedule", name, ws.user, now))
+            schedules.create(tx.connection, record)
+    except BaseException:
+        job_secrets.remove(ws.state_dir, schedule_id)
+        raise
+    ws.on_live_job()
+    return record
+
+
+def next_due(ws: Workspace) -> float | None:
+    """Return when the next schedule is due; `None` where there is none."""
+    with ws.ledger.database.read() as connection:
+        times = [found.next_at for found in schedules.all_schedules(connection) if found.enabled]
+    return min((at for at in times if at is not None), default=None)
+
+
+def fire_due(ws: Workspace) -> list[str]:
+    """Submit the jobs of all schedules that are due; return their ids. Passes send them. Raises `LedgerError`."""
+    with ws.ledger.database.read() as connection:
+        due = schedules.due(connection, ws.clock())
+    return [job for schedule in due if (job := _fire(ws, schedule)) is not None]
+
+
+def _fire(ws: Workspace, schedule: ScheduleRecord) -> str | None:
+    now = ws.clock()
+    assert schedule.next_at is not None
+    newest = cron.newest_due(schedule.cron, schedule.timezone, schedule.next_at, now)
+    following = cron.due_after(schedule.cron, schedule.timezone, now)
+    runs = now - newest <= LATE_S or schedule.spec["missed"] == "run_once"
+    if runs and schedule.spec["overlap"] == "skip" and schedule.last_job is not None:
+        last = ws.ledger.job(schedule.last_job)
+        runs = last is None or last.state.terminal
+    new = _job(ws, schedule, now) if runs else None
+    try:
+        if new is not None:
+            _copy_secrets(ws, schedule, new)
+        with ws.ledger.transaction() as tx:
+            changes: dict[str, Any] = {"next_at": following}
+            if new is not None:
+                changes |= {"last_at": newest, "last_job": new.id}
+            schedules.update(tx.connection, schedule, **changes)
+            record = tx.enqueue(new) if new is not None else None
+    except Conflict:  # another reconciler has done it
+        if new is not None:
+            job_secrets.remove(ws.state_dir, new.id)
+        return None
+    if new is None or record is None:
+        return None
+    job_files.keep(ws.state_dir, new, record.created_at)
+    ws.on_live_job()
+    return new.id
+
+
+def _job(ws: Workspace, schedule: ScheduleRecord, now: float) -> NewJob:
+    spec: Mapping[str, Any] = schedule.spec["job"]
+    return NewJob(
+        id=new_job_id(spec["name"]),
+        name=spec["name"],
+        cluster=spec["cluster"],
+        backend=schedule.spec["backend"],
+        source=f"schedule:{schedule.id}",
+        spec=spec,
+        digests=schedule.digests,
+        tags=spec["tags"],
+        origin=schedule.spec["origin"],
+        owner=schedule.owner,
+        project=spec.get("project") or "",
+        priority=spec.get("priority", 0),
+        group_id=schedule.id,
+        deadline_at=deadlines.deadline_at(spec.get("deadline"), now),
+    )
+
+
+def _copy_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> None:
+    """Keep the secrets of the schedule for its job, where this machine has them; elsewhere the job says what it waits
+    for.
+    """
+    with suppress(SpecError):
+        job_secrets.keep(
+            ws.state_dir, new.id, job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])
+        )
+
+
+def change(ws: Workspace, schedule_id: str, *, enabled: bool) -> ScheduleRecord:
+    """Pause a schedule, or resume it: what was due meanwhile is not made up for. Raises `SpecError`."""
+    while True:
+        try:
+            with ws.ledger.transaction() as tx:
+                found = schedules.find(tx.connection, schedule_id)
+                if found is None:
+                    raise SpecError(f"no such schedule: {schedule_id}")
+                following = cron.due_after(found.cron, found.timezone, tx.now)
+                changed = schedules.update(tx.connection, found, enabled=enabled, next_at=following)
+        except Conflict:
+            continue
+        if enabled:
+            ws.on_live_job()
+        return replace(changed)
+
+
+def remove(ws: Workspace, schedule_id: str) -> None:
+    """Delete a schedule; its jobs stay, those that run go on."""
+    with ws.ledger.transaction() as tx:
+        schedules.remove(tx.connection, schedule_id)
+    job_secrets.remove(ws.state_dir, schedule_id)
+
+
+def resolve(ws: Workspace, ref: str) -> ScheduleRecord:
+    """Return the schedule of this id or name, or the start of its id. Raises `LaunchError`."""
+    from orc.launchers.spec.problems import nearest
+
+    with ws.ledger.database.read() as connection:
+        every = schedules.all_schedules(connection)
+    found = [one for one in every if ref in (one.id, one.name)] or [one for one in every if one.id.startswith(ref)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise LaunchError(f"{ref!r} is not unique", hint=f"it may be {', '.join(one.id for one in found[:5])}")
+    raise LaunchError(
+        f"no such schedule: {ref}{nearest(ref, [one.name for one in every])}", hint="`orc schedule list` shows them"
+    )
+
+
+def is_kept(ws: Workspace, name: str) -> bool:
+    """Return True where *name* is the id of a schedule, whose secrets are kept."""
+    with ws.ledger.database.read() as connection:
+        return schedules.find(connection, name) is not None
