@@ -383,7 +383,12 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         if record is None:
             raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
         return JobView.of(
-            record, ledger.attempts(job_id), ledger.spec(job_id), ledger.tags(job_id), ledger.failed_hosts(job_id)
+            record,
+            ledger.attempts(job_id),
+            ledger.spec(job_id),
+            ledger.tags(job_id),
+            ledger.failed_hosts(job_id),
+            ledger.seen_at(job_id),
         )
 
     def jobs(

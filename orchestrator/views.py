@@ -108,6 +108,7 @@ class JobView:
     group_index: int | None = None
     not_before: float | None = None
     deadline_at: float | None = None
+    seen_at: float | None = None  # when its cluster last said something about it; seconds late at most
 
     @property
     def ended(self) -> bool:
@@ -144,6 +145,7 @@ class JobView:
             "group_index": self.group_index,
             "not_before": self.not_before,
             "deadline_at": self.deadline_at,
+            "seen_at": self.seen_at,
             "attempts": [attempt.to_dict() for attempt in self.attempts],
         }
 
@@ -155,6 +157,7 @@ class JobView:
         spec: Mapping[str, Any],
         tags: Mapping[str, str],
         failed_hosts: Mapping[int, tuple[str, ...]],
+        seen_at: float | None = None,
     ) -> JobView:
         """Return the view of records of the ledger."""
         return cls(
@@ -181,6 +184,7 @@ class JobView:
             job.group_index,
             job.not_before,
             job.deadline_at,
+            seen_at,
         )
 
 

@@ -12,6 +12,7 @@ from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import artefacts, job_files, job_secrets, submission
 from orc.orchestrator.engine.dependencies import required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
+from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -130,7 +131,7 @@ def submit_members(
 
     specs = [entry.spec for entry in entries]
     backend = ws.backend(specs[0].cluster)
-    waits = bool(specs[0].depends_on or specs[0].inputs)
+    waits = bool(specs[0].depends_on or specs[0].inputs) or is_limited(ws, specs[0].cluster)
     if not isinstance(backend, SupportsArrays) or len(specs) == 1 or waits or not _alike(specs):
         return enqueue(ws, entries, group=group, given=given)
     return submission.start_array(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from orc.orchestrator.engine.spending import Spent, read_spent
 from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.ledger.quotas import Quota, all_quotas
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Limits
     from orc.orchestrator.engine.admission import Admission
     from orc.orchestrator.ledger.records import JobRecord
-    from orc.orchestrator.ledger.store import Ledger
+    from orc.orchestrator.workspace import Workspace
 
 _IN_FLIGHT = "('PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
 
@@ -95,6 +96,7 @@ class Book:
     quotas: Sequence[Quota]
     used: Counter[Key] = field(default_factory=Counter)
     waiting: Sequence[Demand] = ()
+    spent: Spent = field(default_factory=dict)
     _next: int = 0  # of *waiting*: those before it have been looked at
     _closed: dict[Key, str] = field(default_factory=dict)  # by whom
 
@@ -112,7 +114,7 @@ class Book:
         return self._reason(demand)
 
     def _reason(self, demand: Demand) -> str:
-        reason = ""
+        reason = self._spent(demand)
         for bound in bounds(demand, self.limits.get(demand.cluster), self.quotas):
             if not bound.need:
                 continue
@@ -126,6 +128,15 @@ class Book:
                     reason or f"waiting for its turn: {self._closed[bound.key]} is before it among the {bound.text}"
                 )
         return reason
+
+    def _spent(self, demand: Demand) -> str:
+        names = {"user": demand.owner, "project": demand.project}
+        for quota in self.quotas:
+            used = self.spent.get((quota.scope, quota.name), 0.0)
+            if quota.resource == "cost" and names.get(quota.scope) == quota.name and used >= quota.amount:
+                whose = f"the {quota.scope} {quota.name}"
+                return f"waiting for its turn: {whose} has spent {used:.2f} of {quota.amount:g} in 30 days"
+        return ""
 
 
 # -- the book of a look at the ledger
@@ -157,11 +168,19 @@ def read_book(admission: Admission) -> Book | None:
         {"now": admission.tx.now},
     )
     book = Book(limits, quotas)
+    if any(quota.resource == "cost" for quota in quotas):
+        book.spent = read_spent(admission.ws, connection, admission.tx.now)
     for row in flying:
         book.take(_demand(admission, row))
     waiting = [_demand(admission, row) for row in queued if row[0] not in admission.besides]
     book.waiting = sorted(waiting, key=lambda demand: demand.turn)
     return book
+
+
+def is_limited(ws: Workspace, cluster: str) -> bool:
+    """Return True where jobs of *cluster* come under limits or quotas: then each of them is sent in its turn."""
+    with ws.ledger.database.read() as connection:
+        return ws.limits(cluster) is not None or bool(all_quotas(connection))
 
 
 def demand_of(admission: Admission, job: JobRecord) -> Demand:
@@ -191,14 +210,21 @@ def _gpus(spec: str) -> int:
     return nodes * int(resources.get("gpus_per_node") or 0)
 
 
-def in_flight_of_quotas(ledger: Ledger) -> list[tuple[Quota, float]]:
-    """Return the quotas, each with what is in flight of it now."""
+def use_of_quotas(ws: Workspace) -> list[tuple[Quota, float]]:
+    """Return the quotas, each with what is in flight of it now, or was spent in 30 days."""
     used: Counter[Key] = Counter()
-    with ledger.database.read() as connection:
+    with ws.ledger.database.read() as connection:
         found = all_quotas(connection)
+        spent = read_spent(ws, connection, ws.clock()) if any(q.resource == "cost" for q in found) else {}
         if found:
             query = f"SELECT id, cluster, owner, project, spec FROM jobs WHERE state IN {_IN_FLIGHT}"  # noqa: S608
             for job, cluster, owner, project, spec in connection.tuples(query):
                 used.update(shares(Demand(job, cluster, owner, project, _gpus(spec))))
     units = {"jobs": "jobs", "gpus": "GPUs"}
-    return [(quota, used[quota.scope, quota.name, units.get(quota.resource, "")]) for quota in found]
+
+    def use(quota: Quota) -> float:
+        if quota.resource == "cost":
+            return spent.get((quota.scope, quota.name), 0.0)
+        return used[quota.scope, quota.name, units[quota.resource]]
+
+    return [(quota, use(quota)) for quota in found]

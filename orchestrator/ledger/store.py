@@ -78,6 +78,12 @@ class Ledger:
         spec: dict[str, Any] = json.loads(text)
         return spec
 
+    def seen_at(self, job_id: str) -> float | None:
+        """Return when the job's cluster last said something about it."""
+        with self.database.read() as connection:
+            rows = connection.tuples("SELECT at FROM sightings WHERE job_id = :id", {"id": job_id})
+        return rows[0][0] if rows else None
+
     def tags(self, job_id: str) -> dict[str, str]:
         """Return the job's tags."""
         with self.database.read() as connection:

@@ -10,9 +10,9 @@ from orc.orchestrator.cli.options import json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.ledger.store import Ledger
+    from orc.orchestrator.workspace import Workspace
 
-RESOURCES = ("gpus", "jobs")
+RESOURCES = ("gpus", "jobs", "cost")
 
 
 def whose(function: click.decorators.FC) -> click.decorators.FC:
@@ -32,12 +32,12 @@ def command() -> None:
 @click.argument("amount", type=click.FloatRange(0))
 @json_option
 def set_command(user: str | None, project: str | None, resource: str, amount: float, as_json: bool) -> None:
-    """Allow AMOUNT of RESOURCE (gpus, jobs) at one time; further jobs wait. What is in flight stays."""
+    """Allow AMOUNT of RESOURCE: gpus or jobs at one time, or cost in 30 days. Further jobs wait; the others stay."""
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger import quotas
 
     quota = quotas.Quota(*_named(user, project), resource, amount)
-    with _ledger().transaction() as tx:
+    with _workspace().ledger.transaction() as tx:
         quotas.put(tx.connection, quota)
     if as_json:
         output.echo_json(quota._asdict())
@@ -56,7 +56,7 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
     from orc.orchestrator.ledger import quotas
 
     scope, name = _named(user, project)
-    with _ledger().transaction() as tx:
+    with _workspace().ledger.transaction() as tx:
         there = quotas.remove(tx.connection, scope, name, resource)
     if not there:
         raise LaunchError(f"the {scope} {name} has no quota of {resource}", hint="`orc quota list` shows the quotas")
@@ -71,15 +71,15 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
 def list_command(as_json: bool) -> None:
     """List the quotas, and what is in flight of them."""
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.engine.limits import in_flight_of_quotas
+    from orc.orchestrator.engine.limits import use_of_quotas
 
-    found = in_flight_of_quotas(_ledger())
+    found = use_of_quotas(_workspace())
     if as_json:
         output.echo_json({"quotas": [{**quota._asdict(), "used": used} for quota, used in found]})
     elif not found:
         echo("no quotas", err=True)
     else:
-        rows = [(q.scope, q.name, q.resource, f"{used:g}", f"{q.amount:g}") for q, used in found]
+        rows = [(q.scope, q.name, q.resource, f"{used:.10g}", f"{q.amount:g}") for q, used in found]
         echo(output.table(("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows))
 
 
@@ -89,10 +89,10 @@ def _named(user: str | None, project: str | None) -> tuple[str, str]:
     return ("user", user) if user else ("project", project or "")
 
 
-def _ledger() -> Ledger:
-    """Return the ledger of this machine."""
+def _workspace() -> Workspace:
+    """Return the workspace of this machine."""
     from orc.orchestrator.client import Client
 
     client = Client(reconciler=False)
     click.get_current_context().call_on_close(client.close)
-    return client.workspace.ledger
+    return client.workspace

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.views import AttemptView, JobView
 
 TAIL_LINES = 20
+SEEN_LATELY_S = 30.0  # what is older is told with its age
 
 
 def headline(job: JobView) -> str:
@@ -79,6 +80,10 @@ def _details(job: JobView, checkpoints: str | None, now: float) -> Iterator[str]
         yield f"  job file     {job.source}"
     length = output.duration((job.ended_at or now) - job.created_at)
     yield f"  created      {output.clock(job.created_at)}, " + (f"took {length}" if job.ended_at else f"{length} ago")
+    if job.seen_at is not None and job.state in ("PENDING", "RUNNING") and now - job.seen_at > SEEN_LATELY_S:
+        yield f"  last seen    {output.duration(now - job.seen_at)} ago"
+    if job.deadline_at is not None and not job.ended:
+        yield f"  deadline     {output.clock(job.deadline_at)}"
     if job.next_attempt_at is not None and not job.ended:
         yield f"  next attempt in {output.duration(job.next_attempt_at - now)}"
     if job.tags:

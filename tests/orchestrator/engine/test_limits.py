@@ -8,7 +8,7 @@ import pytest
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec.clusters import Limits
-from orc.orchestrator.engine.limits import Book, Demand
+from orc.orchestrator.engine.limits import Book, Demand, use_of_quotas
 from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.ledger import quotas
 from orc.orchestrator.ledger.quotas import Quota
@@ -157,6 +157,32 @@ def test_quotas_of_a_project_count_gpus_of_its_jobs(client, backend, job_file):
         quotas.remove(tx.connection, "project", "vision", "gpus")
     client.refresh()
     assert client.job(views[2].id).state == "PENDING"
+
+
+def test_who_has_spent_the_quota_of_30_days_waits_until_older_attempts_no_longer_count(
+    client, backend, clock, job_file
+):
+    backend.cluster = backend.cluster.model_copy(update={"prices": {"node_hour": 2.0, "gpu_hour": 3.0}})
+    with client.workspace.ledger.transaction() as tx:
+        quotas.put(tx.connection, Quota("project", "vision", "cost", 40))
+    two = {"resources": {"gpus_per_node": 2}, "project": "vision"}
+    first = client.submit(job_file(**two))
+    backend.set(first.attempt.marker, Phase.RUNNING, started_at=clock.now)
+    client.refresh()
+    clock.now += 4.9 * 3600
+    early = client.submit(job_file(**two))
+    assert early.state == "PENDING"  # 39.20 of 40
+    clock.now += 0.2 * 3600
+    ended = clock.now
+    backend.set(first.attempt.marker, Phase.SUCCEEDED, started_at=first.created_at, ended_at=ended)
+    client.refresh()
+    late, free = client.submit(job_file(**two)), client.submit(job_file())
+    assert late.reason == "waiting for its turn: the project vision has spent 40.80 of 40 in 30 days"
+    assert (late.state, free.state) == ("QUEUED", "PENDING")
+    assert use_of_quotas(client.workspace)[0][1] == pytest.approx(40.8)
+    clock.now = first.created_at + 30 * 86400 + 3600
+    client.refresh()
+    assert client.job(late.id).state == "PENDING"
 
 
 def test_a_retry_waits_for_its_turn_like_others(client, backend, clock, job_file, limited):
