@@ -156,9 +156,12 @@ class _Import:
         self._report.known[table.name] += len(rows) - len(fresh)
 
     def _of_new_jobs(self, table: ExportedTable, rows: list[Row]) -> list[Row]:
-        if lost := next((row for row in rows if row[table.job] not in self._there | self._new), None):
+        if lost := next((row for row in rows if not self._holds(row[table.job])), None):
             raise self._refused(f"{table.name} of the job {lost[table.job]}, which is not in the file")
         return [row for row in rows if row[table.job] in self._new]
+
+    def _holds(self, job_id: str) -> bool:
+        return job_id in self._new or job_id in self._there
 
     def _new_jobs(self, rows: list[Row]) -> list[Row]:
         columns = ("id", *_FIXED, "revision", "state")

@@ -56,8 +56,6 @@ def left(ledger):
 def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock, put):
     put("old-failed", 40, Kind.JOB_FAILED)
     put("new", 1)
-    with ledger.transaction() as tx:
-        sealed_secrets.put(tx.connection, "new", "cipher", tx.now)
     kept = counts(ledger)
     kept.update({name: kept[name] - 1 for name in ("jobs", "attempts", "job_tags", "sightings", "culprits")})
     kept["events"] = len(ledger.events("new"))
