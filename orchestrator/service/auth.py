@@ -28,7 +28,7 @@ _cookie = APIKeyCookie(
 
 
 class Principal(BaseModel):
-    """Somebody who has shown a valid token."""
+    """Holder of a valid token, who sends a request."""
 
     user: str
     role: str

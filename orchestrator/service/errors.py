@@ -16,7 +16,7 @@ from orc.orchestrator.clients.errors import kind_of
 
 
 class ErrorText(BaseModel):
-    """What went wrong, where, and what to do about it."""
+    """Description of what went wrong, where, and what to do about it."""
 
     what: str
     where: str

@@ -73,7 +73,7 @@ def has_ended(client: Client, key: LogKey) -> bool:
 
 
 class LogFeed:
-    """One log that somebody follows."""
+    """Reader of one log, for all who follow it."""
 
     def __init__(self, key: LogKey, thread: LogThreads) -> None:
         self.key = key

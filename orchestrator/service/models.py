@@ -214,7 +214,7 @@ class NewToken(TokenModel):
 
 
 class Me(_Answer):
-    """Who asks."""
+    """Holder of the token of a request."""
 
     user: str
     role: str

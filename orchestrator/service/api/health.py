@@ -1,4 +1,4 @@
-"""What probes ask for: whether the process lives, whether it can work, and its metrics."""
+"""Routes for probes: whether the process lives, whether it can work, and its metrics."""
 
 from __future__ import annotations
 
