@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[1]
 RUNTIME_NEEDS = {"orc", "torch", "numpy", "safetensors"}
 # Optional packages: imported where they are used, never with the module.
 RUNTIME_CAN_USE = {"aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboardX", "trackio", "wandb"}
-RUNTIME_CAN_USE |= {"boto3", "botocore", "deepspeed", "fsspec", "peft", "torchdata", "transformers"}
+RUNTIME_CAN_USE |= {
+    "boto3",
+    "botocore",
+    "deepspeed",
+    "fsspec",
+    "peft",
+    "torchdata",
+    "transformers",
+    "timm",
+    "huggingface_hub",
+}
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "whoami": "Where commands go, and as whom.",
         "init": "Copy a starter job.",
         "config": "Ask how to train here, or convert a file of Accelerate.",
+        "estimate-memory": "Say what a model takes, without loading it.",
         "merge-weights": "Merge the shards of a model into one file.",
         "to-fsdp2": "Convert FSDP settings of a file to version 2.",
         "serve": "Serve the ledger to a team: REST API, web page, passes.",
