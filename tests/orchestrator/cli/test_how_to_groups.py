@@ -1,0 +1,73 @@
+"""The examples of the pages about several jobs do what the pages say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orc.launchers.spec.groups import LoadedGroup, load_jobs
+
+PAGES = Path(__file__).parents[3] / "docs" / "how-to"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def write(name: str, text: str) -> None:
+    Path(name).write_text(text)
+    Path("train.py").touch()
+
+
+@pytest.mark.parametrize(("page", "sizes"), [("sweeps", [4, 2, 20]), ("pipelines", [4])])
+def test_each_example_is_a_group(place: Path, page: str, sizes: list[int]) -> None:
+    found = []
+    for text in blocks(page, "yaml"):
+        write("job.yaml", text)
+        loaded = load_jobs("job.yaml")
+        assert isinstance(loaded, LoadedGroup)
+        found.append(len(loaded.members))
+    assert found == sizes
+
+
+@pytest.mark.parametrize(("page", "file"), [("sweeps", "job.yaml"), ("pipelines", "pipeline.yaml")])
+def test_the_preview_is_the_one_that_is_shown(orc, place: Path, page: str, file: str) -> None:
+    write(file, blocks(page, "yaml")[0])
+    (shown,) = blocks(page, "console")
+    command, _, expected = shown.partition("\n")
+    assert command == f"$ orc render {file}"
+    assert orc("render", file).out == expected
+
+
+def test_the_sweep_runs_and_is_looked_at(orc, place: Path) -> None:
+    write("job.yaml", blocks("sweeps", "yaml")[0])
+    group = orc("submit", "job.yaml", "--no-reconciler").out.strip()
+    assert orc("wait", group, "--timeout", "240").code == 0
+    shown = orc("sweep", "status").out.splitlines()
+    assert shown[0] == f"sweep {group}: 4 jobs, 2 at a time; 4 SUCCEEDED"
+    assert [line.split()[:4] for line in shown[2:]] == [
+        [str(number), lr, seed, "SUCCEEDED"]
+        for number, (lr, seed) in enumerate([("1e-4", "1"), ("1e-4", "2"), ("1e-3", "1"), ("1e-3", "2")])
+    ]
+    assert len(orc("list", "--group", group, "-o", "name").out.split()) == 4
+    assert len(orc("list", "--tag", "args.lr=1e-4", "-o", "name").out.split()) == 2
+    refused = orc("sweep", "retry")
+    assert refused.code != 0
+    assert f"no member of {group} has failed" in refused.err
+
+
+def test_the_commands_of_the_schedule_work(orc, place: Path) -> None:
+    import shlex
+
+    write("job.yaml", "name: digits\nscript: train.py\n")
+    (text,) = blocks("schedules", "sh")
+    for line in text.splitlines():
+        done = orc(*shlex.split(line)[1:])
+        assert done.code == 0, done.err
+        if "list" in line:
+            assert "Europe/Berlin" in done.out
+            assert "nightly" in done.out
+    assert "nightly" not in orc("schedule", "list").out
