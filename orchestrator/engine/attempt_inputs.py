@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.orchestrator.engine import artefacts, job_secrets
-from orc.orchestrator.engine.sealing import CannotUnseal
+from orc.orchestrator.engine.sealing import UnsealError
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
@@ -39,7 +39,7 @@ def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Ma
     try:
         secrets = job_secrets.load_for(ws, job.id, spec.secrets)
         snapshot = _snapshot(ws, job)
-    except CannotUnseal as error:
+    except UnsealError as error:
         raise InputsUnavailable(f"waiting for the key of its secrets: {error.what}", where=job.id) from error
     except (BundleError, SpecError) as error:
         origin = ws.ledger.origin(job.id)

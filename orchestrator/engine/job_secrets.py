@@ -76,7 +76,7 @@ def remove_for(ws: Workspace, job_id: str) -> None:
 def load_for(ws: Workspace, job_id: str, names: Sequence[str]) -> dict[str, str]:
     """Return the values that `keep_for` stored; those of a job with a file, or none, as `load` does.
 
-    Raises `SpecError` for a value that is nowhere, `CannotUnseal`.
+    Raises `SpecError` for a value that is nowhere, `UnsealError`.
     """
     if names and (sealed := _unsealed(ws, job_id)):
         return {name: sealed[name] for name in names if name in sealed}
@@ -100,7 +100,7 @@ def without_values(ws: Workspace, job_id: str, value: Any) -> Any:
     """*value* (JSON-able) with every occurrence of the job's secrets replaced: what a rank prints may hold one."""
     try:
         stored = _stored(ws.state_dir, job_id) or _unsealed(ws, job_id)
-    except sealing.CannotUnseal:
+    except sealing.UnsealError:
         return _without_output(value)
     return _redacted(value, list(stored.values())) if stored else value
 

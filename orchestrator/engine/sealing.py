@@ -24,7 +24,7 @@ VARIABLE = "ORC_SECRETS_KEY"
 FILE = "secrets.key"
 
 
-class CannotUnseal(LaunchError):
+class UnsealError(LaunchError):
     """The key that secrets were sealed with is not here."""
 
 
@@ -35,7 +35,7 @@ def seal(state_dir: Path, job_id: str, values: Mapping[str, str]) -> str:
 
 
 def unseal(state_dir: Path, job_id: str, sealed: str) -> dict[str, str]:
-    """Return what `seal` was given. Raises `CannotUnseal`, which repeats nothing of it."""
+    """Return what `seal` was given. Raises `UnsealError`, which repeats nothing of it."""
     from cryptography.fernet import InvalidToken
 
     try:
@@ -43,7 +43,7 @@ def unseal(state_dir: Path, job_id: str, sealed: str) -> dict[str, str]:
     except InvalidToken:
         opened = None
     if not isinstance(opened, dict) or opened.get("job") != job_id:
-        raise CannotUnseal(
+        raise UnsealError(
             "the job's secrets were sealed with another key",
             where=job_id,
             hint=f"${VARIABLE} or {state_dir / FILE} has to hold the key of the service, old ones after new ones",
@@ -69,7 +69,7 @@ def _cipher(state_dir: Path, *, create: bool) -> MultiFernet:
     except ValueError:
         keys = []
     if not keys:
-        raise CannotUnseal(
+        raise UnsealError(
             "there is no usable key for secrets",
             where=VARIABLE if given else str(path),
             hint="a key is 32 bytes as URL-safe base64; the service makes one in its state directory",

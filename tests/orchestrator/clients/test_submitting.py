@@ -56,7 +56,7 @@ def test_a_secret_reaches_its_job_and_nothing_else(
         with served.ledger() as ledger, ledger.workspace.ledger.database.read() as connection:
             ((sealed,),) = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :id", {"id": made.id})
         assert sealing.unseal(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
-        with pytest.raises(sealing.CannotUnseal):
+        with pytest.raises(sealing.UnsealError):
             sealing.unseal(served.state_dir, "another-aaaaaa", sealed)
         assert (served.state_dir / sealing.FILE).stat().st_mode & 0o777 == 0o600
         shown = str(client.job(made.id)) + str(client.events(made.id))
@@ -96,10 +96,10 @@ def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(sealing.VARIABLE, f"{new},{old}")
     assert sealing.unseal(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
     monkeypatch.setenv(sealing.VARIABLE, new)
-    with pytest.raises(sealing.CannotUnseal, match="sealed with another key"):
+    with pytest.raises(sealing.UnsealError, match="sealed with another key"):
         sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
     monkeypatch.delenv(sealing.VARIABLE)
-    with pytest.raises(sealing.CannotUnseal, match="no usable key"):
+    with pytest.raises(sealing.UnsealError, match="no usable key"):
         sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
 
 
