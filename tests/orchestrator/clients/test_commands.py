@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from served_ledger import Served
 
 from orc.launchers.spec import LoadedJob
-from orc.orchestrator.cli.main import COMMANDS, HIDDEN, main
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, load, main
 from orc.orchestrator.clients import logins
 
 Project = Callable[..., LoadedJob]
@@ -41,6 +43,7 @@ LEDGER: dict[str, tuple[str, ...]] = {
     "sweep": ("list",),
     "array": ("list",),
     "pipeline": ("list",),
+    "schedule": ("list",),
     "sync": ("--cluster", "local"),
     "gc": (),
     "adopt": (),
@@ -51,7 +54,19 @@ LEDGER: dict[str, tuple[str, ...]] = {
 }
 MACHINE = {
     *("render", "launch", "init", "config", "merge-weights", "to-fsdp2", "login", "logout", "serve", "token", "quota"),
-    *("clusters", "hosts", "tpu-config", "test", "env", "doctor", "completion", "schema", "version", "reconcile"),
+    *(
+        "estimate-memory",
+        "clusters",
+        "hosts",
+        "tpu-config",
+        "test",
+        "env",
+        "doctor",
+        "completion",
+        "schema",
+        "version",
+        "reconcile",
+    ),
 }
 
 
@@ -91,9 +106,15 @@ def ended(served: Served, tmp_path_factory: pytest.TempPathFactory) -> str:
     return made.id
 
 
-def test_it_is_known_of_every_command_where_it_works() -> None:
-    assert sorted([*THROUGH, "queue", *LEDGER, *MACHINE]) == sorted(COMMANDS)
+def test_no_command_takes_the_ledger_of_this_machine_where_a_service_is_meant() -> None:
+    known = {*THROUGH, "queue", *LEDGER, *MACHINE}
+    assert known <= set(COMMANDS)
     assert set(HIDDEN) <= {*LEDGER, *MACHINE}
+    # A command that is not tried below opens its client with `open_client` or `open_ledger`, which know of services.
+    for name in COMMANDS.keys() - known:
+        source = inspect.getsource(sys.modules[load(name).callback.__module__])
+        assert " import Client" not in source, name
+        assert "open_client" in source or "open_ledger" in source, f"name {name} in this file"
 
 
 @pytest.mark.parametrize("name", THROUGH)
