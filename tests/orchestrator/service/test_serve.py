@@ -6,9 +6,11 @@ import datetime
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,7 +146,8 @@ def test_tls_by_itself_and_a_quiet_end(tmp_path: Path, capsys: pytest.CaptureFix
         with httpx.Client(verify=trusting, headers=bearer(token), timeout=60) as http:
             old = ssl.create_default_context(cafile=str(cert))
             old.set_ciphers("DEFAULT:@SECLEVEL=0")  # as far as the library itself still knows TLS 1.1
-            old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+            with pytest.warns(DeprecationWarning, match="TLSv1"):
+                old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/healthz", verify=old)
             answer = http.get(f"{url}/api/v1/me")
@@ -161,6 +164,33 @@ def test_tls_by_itself_and_a_quiet_end(tmp_path: Path, capsys: pytest.CaptureFix
         assert process.returncode == 0, log
         assert token not in log
         assert "GET /api/v1/me 200" in log
+
+
+def test_a_request_that_is_under_way_is_finished_before_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    token = make_token(capsys)
+    with serving() as (url, process):
+        where = (httpx.URL(url).host, httpx.URL(url).port)
+        body = json.dumps({"user": "linus", "role": "viewer"}).encode()
+        with socket.create_connection(where, timeout=60) as connection:
+            connection.sendall(
+                f"POST /api/v1/tokens HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                "Expect: 100-continue\r\n\r\n".encode()
+            )
+            assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # the route waits for the body
+            process.send_signal(signal.SIGTERM)
+            until = time.monotonic() + 60
+            while True:  # until it takes no new connections
+                assert time.monotonic() < until
+                try:
+                    socket.create_connection(where, timeout=60).close()
+                except ConnectionRefusedError:
+                    break
+            connection.sendall(body)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 201")
+        assert process.wait(60) == 0
+    assert main(["token", "list"]) == 0
+    assert "linus" in capsys.readouterr().out
 
 
 def test_a_certificate_that_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def test_a_large_log_is_followed_and_searched_with_flat_memory(running: Any) -> 
     with running.open_client() as client:
         matches, offset = [], 0
         while offset is not None:
-            found = search_log(client, key, "needle", offset=offset, limit=10, ignore_case=True)
+            found = search_log(client, key, "eedle", offset=offset, limit=10)
             matches += found["matches"]
             offset = found["next"]
     texts = [match["text"] for match in matches]
@@ -208,6 +208,8 @@ def test_a_search_gives_every_line_once_however_it_is_cut(running: Any, limit: i
             offset = answer["next"]
         starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
         assert found == [start for number, start in enumerate(starts) if number % 7 == 0 or number == len(lines)]
+        assert http.get(url, params={"q": "LOSS N", "limit": 1}).json() == {"matches": [], "next": None}
+        assert http.get(url, params={"q": "LOSS N", "ignore_case": True}).json()["matches"][0]["text"] == "loss nan"
         literal = http.get(url, params={"q": "(a+)+$", "limit": 1}).json()
         assert literal["matches"][0]["text"] == "all is well (a+)+$"
 
