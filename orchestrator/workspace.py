@@ -49,6 +49,7 @@ class Workspace:
     gpus: dict[str, int] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+    candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on
     spent: tuple[float, Mapping[tuple[str, str], float]] | None = None  # by users and projects, with its age
     _backends: dict[str, Backend] = field(default_factory=dict)
 

@@ -6,7 +6,8 @@ the transaction, where it must come out the same. So the ledger tells two proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -198,11 +199,10 @@ class PlacementPlanner:
         avoid = {*_to_avoid(self.spec, tx.failed_hosts(job_id), self.attempt.number), *self.unusable, *self._excluded}
         return placement_in_turn(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
-    def _ahead(self, tx: Transaction) -> list[WaitingJob]:
-        """Return the jobs whose turn is before this one's and that have no hosts yet."""
+    def _ahead(self, tx: Transaction) -> Iterator[WaitingJob]:
+        """Yield the jobs whose turn is before this one's and that have no hosts yet, in turn."""
         from orc.launchers.spec import JobSpec
 
-        found = []
         starts = read_head_starts(self.ws, tx, self.spec.cluster)
 
         def turn_of(created_at: float, priority: int, owner: str, job: str) -> tuple[float, float, str]:
@@ -225,12 +225,11 @@ class PlacementPlanner:
                 other.claim_owner, other.claim_expires_at, tx.now, claims.owner_is_gone
             )
             try:
-                spec = JobSpec.model_validate(text)
+                spec = JobSpec.model_validate(json.loads(text))
             except ValueError:
                 continue  # of a version of orc that this one cannot read: its own turn says so
             avoid = {*_to_avoid(spec, tx.failed_hosts(other.id), _coming(other)), *self._excluded}
-            found.append(WaitingJob(other.id, spec, avoid, in_hand))
-        return found
+            yield WaitingJob(other.id, spec, avoid, in_hand)
 
     def _avoiding(self) -> Placement | None:
         """For a cluster that chooses the hosts itself: those that it should not choose."""

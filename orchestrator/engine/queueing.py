@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def placement_in_turn(
     spec: JobSpec,
     taken: Mapping[str, int],
     *,
-    ahead: Sequence[WaitingJob] = (),
+    ahead: Iterable[WaitingJob] = (),
     avoid: Collection[str] = (),
 ) -> Placement:
     """Hosts for a job of *spec*, while the jobs *ahead* (oldest first) wait too.
@@ -56,7 +56,10 @@ def placement_in_turn(
     """
     left: Counter[str] = Counter(taken)
     closed: dict[str, str] = {}
+    mine = set(backend.candidates(spec))
     for older in ahead:
+        if closed and mine <= closed.keys():
+            break  # nothing is left for it, whoever else waits
         try:
             placement = backend.place(older.spec, _with(left, closed), older.avoid)
         except NoRoom:

@@ -6,7 +6,7 @@ was decided on. No transaction holds I/O. A backend that cannot be asked never m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
@@ -20,7 +20,7 @@ from orc.orchestrator.engine import (
     schedules,
     submission,
 )
-from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.observing import Urgency, poll_all, reap
@@ -151,17 +151,24 @@ def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport)
     """
     tried: set[str] = set()
     held: list[tuple[JobRecord, str]] = []
+    behind: list[tuple[JobRecord, str]] = []
+    closed: dict[str, dict[str, str]] = {}  # by cluster, hosts for which a job waits, and which
     left = list(jobs)
     while left:
         admitted, held = _admit(ws, left, tried)
         for job in admitted:
-            _drive(ws, job, report)
+            older = _in_the_way(ws, job, closed)
+            if older:
+                if not job.reason.startswith("waiting for"):
+                    behind.append((job, f"waiting for room: {older} is older and waits for the same hosts"))
+            elif _drive(ws, job, report):
+                closed.setdefault(job.cluster, {}).update(dict.fromkeys(_candidates(ws, job), job.id))
         if not admitted or not held:
             break
         tried.update(job.id for job in admitted)
         left = [job for job, _ in held]
     changes = []
-    for job, reason in held:
+    for job, reason in (*held, *behind):
         if job.reason != reason:
             # Who is before it changes often; that it waits is told once.
             again = all(text.startswith("waiting for its turn: ") for text in (job.reason, reason))
@@ -169,6 +176,29 @@ def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport)
             changes.append((job, JobUpdate(told, {"reason": reason})))
     write_all(ws, changes)
     return {job.id for job, _ in held}
+
+
+def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a job that waits for all hosts that the queued *job* could run on, and whose turn is before it."""
+    waited_for = closed.get(job.cluster)
+    if not waited_for or not _asks_to_be_sent(job):
+        return ""
+    hosts = _candidates(ws, job)
+    return waited_for[next(iter(hosts))] if hosts and hosts <= waited_for.keys() else ""
+
+
+def _candidates(ws: Workspace, job: JobRecord) -> frozenset[str]:
+    """Return the hosts that *job* could run on, were it alone; empty where that cannot be told."""
+    from orc.launchers.backends.base import SupportsPlacement
+
+    if job.id not in ws.candidates:
+        try:
+            backend = ws.backend(job.cluster)
+            hosts = backend.candidates(stored_spec(ws, job.id)) if isinstance(backend, SupportsPlacement) else ()
+            ws.candidates[job.id] = frozenset(hosts)
+        except LaunchError:
+            return frozenset()  # its own turn says so
+    return ws.candidates[job.id]
 
 
 def _admit(
@@ -199,21 +229,21 @@ def _asks_to_be_sent(job: JobRecord) -> bool:
     return job.state is JobState.QUEUED and job.cancel_requested_at is None
 
 
-def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
-    """Finish an interrupted submission, or make the next attempt."""
+def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> bool:
+    """Finish an interrupted submission, or make the next attempt. True where the job waits for hosts."""
     if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
-        return
+        return False
     if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
-        return
+        return False
     try:
         # What was read before the claim may be old; what is read now stays, but for a request to cancel.
         current = ws.ledger.job(job.id)
         if current is not None and current.revision == job.revision:
-            _drive_claimed(ws, current)
+            return _drive_claimed(ws, current)
     except LedgerError:
         raise
     except Conflict:
-        return  # somebody asked to cancel it just now; the next pass sees that
+        pass  # somebody asked to cancel it just now; the next pass sees that
     except InputsUnavailable as error:
         submission.wait_for_room(ws, job, error.what)
     except LaunchError as error:
@@ -222,9 +252,10 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> None:
         note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
     finally:
         ws.ledger.release(job.id, ws.owner)
+    return False
 
 
-def _drive_claimed(ws: Workspace, job: JobRecord) -> None:
+def _drive_claimed(ws: Workspace, job: JobRecord) -> bool:
     attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
@@ -233,15 +264,18 @@ def _drive_claimed(ws: Workspace, job: JobRecord) -> None:
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
     if job.state not in (JobState.QUEUED, JobState.PREPARED):
-        return
+        return False
     if job.cancel_requested_at is not None:
         _cancel_unsent(ws, job)
-        return
-    _send(ws, job)
+        return False
+    return _send(ws, job)
 
 
-def _send(ws: Workspace, job: JobRecord) -> None:
-    """Make the next attempt of a QUEUED job, or take up the one of a PREPARED job, and send it."""
+def _send(ws: Workspace, job: JobRecord) -> bool:
+    """Make the next attempt of a QUEUED job, or take up the one of a PREPARED job, and send it.
+
+    True where it waits for hosts that others have, and not for those that cannot be used.
+    """
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
         if job.state is JobState.QUEUED:
@@ -251,10 +285,10 @@ def _send(ws: Workspace, job: JobRecord) -> None:
         prepared = planner.prepare(job)
     except NoRoom as error:
         submission.wait_for_room(ws, job, planner.waiting_reason(error))
-        return
+        return not planner.unusable
     except admission.Held as held:  # somebody else has just taken the last place
         submission.wait_for_room(ws, job, held.what)
-        return
+        return False
     except BackendUnreachable as error:
         if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest
             submission.wait_for_room(ws, job, submission.waiting_for_host(error, job.cluster))
@@ -264,9 +298,10 @@ def _send(ws: Workspace, job: JobRecord) -> None:
     except LaunchError as error:
         where = f"{error.where}: " if error.where else ""
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
-        return
+        return False
     fault_point("prepared")
     submission.send(ws, planner, prepared, secrets, progress=submission.silent, patient=True)
+    return False
 
 
 def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:

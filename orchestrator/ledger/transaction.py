@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -154,19 +153,20 @@ class Transaction:
         """Hosts that were to blame for node failures of the job, by attempt."""
         return read_failed_hosts(self.connection, job_id)
 
-    def unplaced(self, cluster: str) -> list[tuple[JobRecord, dict[str, Any]]]:
-        """Return the jobs of *cluster* that have no hosts and want some, oldest first, with their specifications."""
+    def unplaced(self, cluster: str) -> list[tuple[JobRecord, str]]:
+        """Return the jobs of *cluster* that have no hosts and want some, oldest first, with their specifications.
+
+        These are the JSON text: most callers look at the first few only.
+        """
         jobs = read_jobs(
             self.connection,
             "j.cluster = :cluster AND j.cancel_requested_at IS NULL AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
             "AND NOT EXISTS (SELECT 1 FROM reservations r WHERE r.job_id = j.id AND r.attempt = j.attempt)))",
             {"cluster": cluster},
         )
-        found = []
-        for job in sorted(jobs, key=lambda job: (job.created_at, job.id)):
-            ((text,),) = self.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job.id})
-            found.append((job, json.loads(text)))
-        return found
+        query = "SELECT id, spec FROM jobs WHERE cluster = :cluster AND state IN ('QUEUED', 'PREPARED')"
+        specs = dict(self.connection.tuples(query, {"cluster": cluster})) if jobs else {}
+        return [(job, specs[job.id]) for job in sorted(jobs, key=lambda job: (job.created_at, job.id))]
 
     def _reserve(self, job: JobRecord, number: int, placement: Placement) -> None:
         self.connection.executemany(

@@ -26,6 +26,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
+from orc.orchestrator.engine import snapshots, submission
 from orc.orchestrator.ledger import quotas
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.listing import JobFilter
@@ -216,6 +217,28 @@ def test_pass_over_a_thousand_jobs_that_wait(
     with capsys.disabled():
         print(f"\npass over 500 pending and 500 held jobs: {first * 1e3:.0f} ms, then {again * 1e3:.0f} ms each")
         report([Row("reconcile pass with 500 of 1,000 jobs held", "none", again, None, "s", None, 2.0, "ours")])
+
+
+def test_pass_over_a_thousand_jobs_that_wait_for_hosts(
+    orc_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "project").mkdir()
+    path = tmp_path / "project" / "job.yaml"
+    path.write_text("name: bench\ncommand: 'true'\nlauncher: python\n")
+    loaded = load_job(path)
+    backend = FakeBackend(tmp_path / "hosts", hosts={f"n{i}": 1 for i in range(8)})
+    with Client(backend_of=lambda _: backend) as client:
+        ws = client.workspace
+        snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+        began = time.perf_counter()
+        for _ in range(1_000):
+            submission.start(ws, loaded.spec, snapshot, source="")
+        each = (time.perf_counter() - began) / 1_000
+        again = median_of(5, client.refresh)
+        assert len(client.jobs(states=["QUEUED"], limit=None)) == 992
+    with capsys.disabled():
+        print(f"\n8 hosts, 992 jobs that wait for them: {each * 1e3:.0f} ms for each submission")
+        report([Row("reconcile pass, 992 jobs wait for hosts", "none", again, None, "s", None, 2.0, "ours")])
 
 
 def test_submission(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 
 import pytest
@@ -388,7 +389,7 @@ def test_jobs_that_want_hosts_come_oldest_first_then_by_name(ledger, clock):
     with ledger.transaction() as tx:
         found = tx.unplaced("lab")
     names = ["bare", "retried", "z-old", "b-1", "c-1"]
-    assert [(job.id, spec) for job, spec in found] == [(name, {"name": name}) for name in names]
+    assert [(job.id, json.loads(spec)) for job, spec in found] == [(name, {"name": name}) for name in names]
     assert found[2][0] == ledger.job("z-old")
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from orc.launchers.backends.base import Placement
@@ -80,7 +82,7 @@ def test_the_jobs_without_hosts_are_those_that_want_some(ledger, create):
         tx.record(cancelled, Event(Kind.CANCEL_REQUESTED), job_set={"cancel_requested_at": tx.now})
     with ledger.transaction() as tx:
         found = tx.unplaced("lab")
-    assert [(job.id, spec) for job, spec in found] == [
+    assert [(job.id, json.loads(spec)) for job, spec in found] == [
         (waiting.id, {"name": waiting.id}),
         (vacated.id, {"name": vacated.id}),
     ]
