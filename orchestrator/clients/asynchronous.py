@@ -63,6 +63,7 @@ class AsyncServiceClient:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
         import httpx
 
+        transport.refuse_clear_secrets(self._login, request)
         attempt = 0
         while True:
             attempt += 1

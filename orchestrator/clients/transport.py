@@ -55,6 +55,20 @@ def _trust(login: Login) -> ssl.SSLContext | bool:
         ) from None
 
 
+def refuse_clear_secrets(login: Login, request: Request[Any]) -> None:
+    """Raise `LaunchError` for values of secrets that would travel over a network in the clear, whoever agreed to that
+    for the token.
+    """
+    if login.url.startswith("https://") or logins.is_loopback(login.url):
+        return
+    if isinstance(request.body, dict) and request.body.get("secrets"):
+        raise LaunchError(
+            "the values of the job's secrets would travel unencrypted",
+            where=login.url,
+            hint="use https://, or a tunnel to the loopback address (ssh -L)",
+        )
+
+
 def arguments(request: Request[Any]) -> dict[str, Any]:
     """Return the arguments of httpx for *request*, but its content."""
     import httpx
