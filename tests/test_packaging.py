@@ -186,9 +186,9 @@ import importlib, pkgutil
 import orc.launchers, orc.orchestrator
 for room in (orc.launchers, orc.orchestrator):
     for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
-        if ".migrations." not in module.name and module.name not in NEED_AN_EXTRA:
+        if ".migrations." not in module.name and not module.name.startswith(NEED_AN_EXTRA):
             importlib.import_module(module.name)
 """
-    # Subclasses of a library's classes, imported where they are used.
-    code = "NEED_AN_EXTRA = ['orc.orchestrator.submitit_executor']\n" + code
+    # Subclasses of a library's classes, imported where they are used; the service, which is an extra.
+    code = "NEED_AN_EXTRA = ('orc.orchestrator.submitit_executor', 'orc.orchestrator.service')\n" + code
     run(installed, "python", "-c", code, cwd=tmp_path)
