@@ -1,4 +1,4 @@
-"""What a job has to do with other jobs: those it waits for, and the artefacts that it takes and leaves."""
+"""Relations of a job to others: those it waits for, and the artefacts that it takes and leaves."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class GroupView:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many members are in each state, in the order of the members."""
+        """Number of members in each state, in the order of the members."""
         found: dict[str, int] = {}
         for member in self.members:
             found[member.job.state] = found.get(member.job.state, 0) + 1

@@ -66,7 +66,7 @@ class Admission:
 
     @cached_property
     def dependencies(self) -> dict[str, list[tuple[dependencies.Dependency, JobState]]]:
-        """What the jobs wait for that have not begun yet."""
+        """Dependencies of the jobs that have not begun yet, by job."""
         found: dict[str, list[tuple[dependencies.Dependency, JobState]]] = defaultdict(list)
         if ids := [job.id for job in self.jobs if not job.number]:
             for one, state in dependencies.of_jobs(self.tx.connection, ids):
@@ -75,7 +75,7 @@ class Admission:
 
     @cached_property
     def free_places(self) -> dict[str, int]:
-        """How many more jobs each group may have under way, where it has a limit."""
+        """Number of jobs that each group may have under way besides, where it has a limit."""
         found = {}
         for group_id in {job.group_id for job in self.jobs if job.group_id}:
             group = groups.find(self.tx.connection, group_id)

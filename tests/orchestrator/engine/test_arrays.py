@@ -12,7 +12,9 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Handle
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.plan import Plan
+from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
+from orc.orchestrator.clients import groups
 from orc.orchestrator.engine import snapshots, submission
 
 
@@ -89,3 +91,22 @@ def test_an_element_that_is_cancelled_before_the_submission_is_not_part_of_it(cl
     start(client, backend, job_file())
     assert sorted(row.state for row in client.jobs()) == ["CANCELLED", "PENDING", "PENDING"]
     assert len(backend.calls("run")) == 2
+
+
+def test_a_sweep_becomes_one_array_whose_members_are_jobs_of_a_group(client, backend, job_file):
+    path = job_file(sweep={"grid": {"args.lr": [1, 2, 3]}}, max_parallel=2).source_path
+    view = groups.submit(client, load_jobs(path))
+    assert backend.limit == 2
+    assert [member.job.state for member in view.members] == ["PENDING"] * 3
+    jobs = [client.job(member.job.id) for member in view.members]
+    assert [(job.group_id, job.group_index, job.spec["args"][-1]) for job in jobs] == [
+        (view.id, number, str(number + 1)) for number in range(3)
+    ]
+    assert len(backend.calls("stage")) == 1
+
+
+def test_members_that_ask_for_different_things_are_sent_one_by_one(client, backend, job_file):
+    path = job_file(sweep={"grid": {"resources.cpus_per_proc": [1, 2]}}).source_path
+    view = groups.submit(client, load_jobs(path))
+    assert [member.job.state for member in view.members] == ["PENDING"] * 2
+    assert len(backend.calls("stage")) == 2
