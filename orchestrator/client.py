@@ -77,6 +77,7 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         # Another process could not use backends that exist in this one only.
         self._detaches = reconciler and backend_of is None
         self.workspace.on_live_job = self._start_reconciler
+        self.workspace.subscribed = self._subscribed
 
     def __enter__(self) -> Client:
         return self

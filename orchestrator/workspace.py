@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
     from orc.launchers.errors import LaunchError
     from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Limits
 
 
@@ -43,6 +44,7 @@ class Workspace:
     user: str = field(default_factory=login_name)  # whose the new jobs are
     seals: bool = False  # secrets of new jobs are kept as ciphertext in the ledger, not in a file
     new_job_id: Callable[[str], str] = new_job_id  # from the job's name
+    subscribed: Callable[[JobSpec], JobSpec] = lambda spec: spec  # with whom the settings tell of every job
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     # What is read from specifications, which never change, by job; and head starts by cluster, with their age.

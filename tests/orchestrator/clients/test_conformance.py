@@ -107,3 +107,28 @@ def test_what_cannot_run_is_refused_with_the_same_words(client: JobsClient, proj
         client.queue("local")
     with pytest.raises(SpecError, match="the secret MISSING_SECRET has no value"):
         client.submit(project(secrets=["MISSING_SECRET"]))
+
+
+def test_reports_over_jobs_are_made_alike(client: JobsClient, project: Project) -> None:
+    hook = "https://hooks.example.invalid/token"
+    one, two = (client.submit(project(env={"LR": lr}, notify=[hook])) for lr in ("1", "2"))
+    client.wait([one.id, two.id], timeout_s=120)
+    (told,) = client.notifications(job_id=one.id, states=("due", "dead"))
+    assert (told.job, told.event) == (one.id, "success")
+    assert "token" not in told.target
+    assert client.retry_notifications(one.id) == 0
+    found = client.diff(one.id, two.id)
+    assert found["environment"] == [{"key": "env.LR", "a": "1", "b": "2"}]
+    assert [side["state"] for side in found["outcome"]] == ["SUCCEEDED", "SUCCEEDED"]
+    costs = client.costs(by="job", job_ids=[one.id, two.id])
+    assert {group["key"] for group in costs["groups"]} == {one.id, two.id}
+    assert costs["total"]["cost"] is None
+    with pytest.raises(LaunchError, match="month"):
+        client.costs(by="month")
+
+
+def test_a_service_takes_no_job_that_would_send_a_secret_of_its_own_somewhere(served: Served, project: Project) -> None:
+    with served.client() as client:
+        for to in ("slack:${secret:HOME}", "http://example.org/"):
+            with pytest.raises(LaunchError, match=r"secrets|https"):
+                client.submit(project(notify=[to]))
