@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import json_option, newest_job_argument
+from orc.orchestrator.cli.options import json_option, optional_jobs_argument
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -30,22 +30,28 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 @click.command("metrics")
-@newest_job_argument
+@optional_jobs_argument
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
 @click.option("--name", "wanted", multiple=True, help="Draw this measurement instead of the loss. May be repeated.")
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option
-def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
+def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
     """Show what the training of JOB (the newest unless given) measures: a table of its values, its loss as a curve.
 
-    With --json every line of the job's metrics.jsonl is printed, over all attempts and hosts.
+    Of several JOBs the last values are a table, and their curves are drawn over one another. With --json every line of
+    the job's metrics.jsonl is printed, over all attempts and hosts; of several jobs with a key "job".
     """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import reporting
     from orc.orchestrator.insight.metrics import course
 
     client = open_client()
-    job_id = client.resolve(job)
+    if len(jobs) > 1:
+        if following:
+            raise click.UsageError("--follow takes one job", click.get_current_context())
+        _compare(client, list(dict.fromkeys(client.resolve(job) for job in jobs)), wanted or ("loss",), as_json)
+        return
+    job_id = client.resolve(jobs[0] if jobs else "@last")
     reader = client.metrics(job_id)
     lines = reader.read()
     reporting.warn_unreachable({host: e.what for host, e in reader.unreachable.items()}, "its part is missing below")
@@ -71,6 +77,49 @@ def command(job: str, following: bool, wanted: tuple[str, ...], tail: int, as_js
     counted = course(lines)
     for text in _curves(counted, wanted or ("loss",)):
         echo(text)
+
+
+def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], as_json: bool) -> None:
+    """Print the last values of several jobs, and their curves over one another."""
+    import shutil
+
+    from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui import output, reporting
+    from orc.orchestrator.cli.ui.overlay import MARKS, overlay
+    from orc.orchestrator.insight.metrics import course, series
+
+    if len(job_ids) > len(MARKS):
+        raise LaunchError(f"{len(job_ids)} curves cannot be told apart", hint=f"give {len(MARKS)} jobs at most")
+    measured: dict[str, Sequence[Line]] = {}
+    for job_id in job_ids:
+        reader = client.metrics(job_id)
+        measured[job_id] = reader.read()
+        missing = {host: error.what for host, error in reader.unreachable.items()}
+        reporting.warn_unreachable(missing, f"its part of {job_id} is missing below")
+    if as_json:
+        for job_id, lines in measured.items():
+            _print_json([{"job": job_id, **line} for line in lines])
+        return
+    counted = {job_id: course(lines) for job_id, lines in measured.items()}
+    _refuse_unknown(wanted, [line for lines in counted.values() for line in lines], ", ".join(job_ids))
+    marks = dict(zip(job_ids, MARKS, strict=False))
+    rows = []
+    for job_id, lines in counted.items():
+        last = lines[-1] if lines else {}
+        values = [_last(lines, name) for name in wanted]
+        rows.append([marks[job_id], job_id, _plain(last, "step"), *values])
+    echo(output.table(["", "JOB", "STEP", *(name.upper() for name in wanted)], rows))
+    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
+    for name in wanted:
+        if drawn := overlay([series(lines, name) for lines in counted.values()], width=width, height=HEIGHT):
+            echo("\n".join(["", output.style(name, bold=True), *drawn]))
+
+
+def _last(lines: Sequence[Line], name: str) -> str:
+    from orc.orchestrator.insight.metrics import series
+
+    points = series(lines, name)
+    return f"{points[-1][1]:.4g}" if points else "-"
 
 
 def _nothing(client: JobsClient, job_id: str) -> Exception:

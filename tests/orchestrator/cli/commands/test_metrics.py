@@ -7,6 +7,7 @@ import pytest
 
 from orc.orchestrator.cli.ui import jobtext
 from orc.orchestrator.cli.ui.chart import chart
+from orc.orchestrator.cli.ui.overlay import overlay
 
 JOB = """\
 name: curve
@@ -112,3 +113,26 @@ def test_a_curve_of_one_value_is_flat_and_of_none_is_nothing():
 def test_progress_begins_with_epoch_step_and_loss():
     told = {"at": 1.7e9, "rate": 2.0, "loss": 0.123456, "samples": 32, "step": 12000, "epoch": 3}
     assert jobtext.progress(told) == "epoch 3  step 12000  loss 0.1235  rate 2"
+
+
+def test_curves_of_several_jobs_are_drawn_over_one_another(orc, measured):
+    short, long = measured(5), measured(30)
+    shown = orc("metrics", short, long, "--name", "loss", "--name", "samples_per_s")
+    assert shown.code == 0, shown.err
+    rows = [line.split() for line in shown.out.splitlines()]
+    assert rows[:3] == [
+        ["JOB", "STEP", "LOSS", "SAMPLES_PER_S"],
+        ["a", short, "50", "0.2", "50"],
+        ["b", long, "300", "0.03333", "50"],
+    ]
+    assert ["loss"] in rows
+    assert max(map(len, shown.out.splitlines())) <= 80
+    found = [json.loads(line) for line in orc("metrics", short, long, "--json").out.splitlines()]
+    assert [line["job"] for line in found] == [short] * 5 + [long] * 30
+    assert orc("metrics", short, long, "-f").code == 2
+
+
+def test_an_overlay_has_one_scale_for_all_its_curves():
+    drawn = overlay([[(0, 0.0), (10, 10.0)], [(0, 10.0), (5, 10.0), (10, 10.0)]], width=15, height=3)
+    assert drawn == ["10  b    b    *", "", " 0  a", "    0        10"]
+    assert overlay([[], []], width=20, height=3) == []
