@@ -163,7 +163,8 @@ class Ledger:
         """Ids that start with *prefix*, newest first, *limit* at most."""
         with self.database.read() as connection:
             rows = connection.tuples(
-                "SELECT id FROM jobs WHERE substr(id, 1, :length) = :prefix ORDER BY created_at DESC, id LIMIT :limit",
+                "SELECT id FROM jobs WHERE substr(id, 1, :length) = :prefix "
+                "ORDER BY created_at DESC, id DESC LIMIT :limit",
                 {"length": len(prefix), "prefix": prefix, "limit": limit},
             )
         return [row[0] for row in rows]

@@ -197,8 +197,8 @@ def test_ids_that_start_alike_come_newest_first_then_by_id_up_to_a_limit(ledger,
     put("digits-a", 1)
     put("digits-c", 2)
     put("other-digits", 3)
-    assert ledger.matching_ids("digits", 5) == ["digits-c", "digits-a", "digits-b"]
-    assert ledger.matching_ids("digits-", 2) == ["digits-c", "digits-a"]
+    assert ledger.matching_ids("digits", 5) == ["digits-c", "digits-b", "digits-a"]
+    assert ledger.matching_ids("digits-", 2) == ["digits-c", "digits-b"]
     assert ledger.matching_ids("digits-a", 5) == ["digits-a"]
     assert ledger.matching_ids("DIGITS", 5) == ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
     assert ledger.matching_ids("", 1) == ["other-digits"]
