@@ -44,9 +44,9 @@ function facts() {
   const links = [];
   if (job.group_id) links.push(h("dt", {}, "Group"), h("dd", {}, h("a", { href: `/groups/${encodeURIComponent(job.group_id)}` }, job.group_id)));
   if (job.source.startsWith("job:")) links.push(h("dt", {}, "Again"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(job.source.slice(4))}` }, job.source.slice(4))));
-  for (const needed of job.depends_on ?? []) {
-    const other = needed.job ?? needed.on_job ?? needed;
-    links.push(h("dt", {}, "After"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(other)}` }, other), needed.condition ? ` (${needed.condition})` : ""));
+  for (const needed of job.spec.depends_on ?? []) {
+    const [other, condition] = needed.split(":"); // JOB[:CONDITION]
+    links.push(h("dt", {}, "After"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(other)}` }, other), condition ? ` (${condition})` : ""));
   }
   $("links-card").hidden = !links.length;
   fill($("links"), links);

@@ -92,15 +92,19 @@ class RunningService:
         argv = [*_ORC, "token", "create", "--user", user, "--role", role, "--json"]
         return str(json.loads(subprocess.run(argv, env=self.env, check=True, capture_output=True).stdout)["token"])
 
-    def submit(self, script: str, **keys: Any) -> JobView:
-        """Submit a job of *script* to this machine, as another shell would."""
+    def job_file(self, script: str, **keys: Any) -> Path:
+        """A new folder with *script* and a job file for it."""
         folder = self.home / f"project-{time.monotonic_ns()}"
         folder.mkdir()
         (folder / "train.py").write_text(script)
         job = {"name": "digits", "script": "train.py", "launcher": "python", "grace": 2, **keys}
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        return folder / "job.yaml"
+
+    def submit(self, script: str, **keys: Any) -> JobView:
+        """Submit a job of *script* to this machine, as another shell would."""
         with self.client() as client:
-            return client.submit(load_job(folder / "job.yaml"))
+            return client.submit(load_job(self.job_file(script, **keys)))
 
     def client(self) -> Client:
         """A client of its ledger."""

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is in the extra dev")
 from playwright.sync_api import Browser, Page, expect
 
+from orc.launchers.spec.groups import load_jobs
+from orc.orchestrator.clients import groups
 from orc.orchestrator.views import JobView
 
 TALKS = """
@@ -247,6 +249,33 @@ def test_a_running_job_is_cancelled_from_its_page(service, visit, release):
     page.get_by_role("button", name="Cancel the job").click()
     expect(page.locator("#state")).to_have_text("cancelled", timeout=30_000)
     expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_hidden()
+
+
+def test_a_job_says_what_it_waits_for(service, visit, talking):
+    job = service.submit("print('at last')", depends_on=[f"{talking.id}:any"])
+    page = visit(f"/jobs/{job.id}")
+    expect(page.locator("#diagnosis").get_by_role("heading")).to_have_text("Why it does not run yet")
+    expect(page.locator("#diagnosis")).to_contain_text(talking.id)
+    expect(page.locator("#links")).to_contain_text(f"{talking.id} (any)")
+
+
+def test_the_page_of_a_sweep_has_parameters_states_and_the_lowest_loss(service, visit):
+    file = service.job_file("print('lr')", sweep={"grid": {"env.LR": ["0.1", "0.2"]}})
+    with service.client() as client:
+        sweep = groups.submit(client, load_jobs(file))
+    first, second = (member.job.id for member in sweep.members)
+    for job, loss in ((first, 0.5), (second, 0.25)):
+        folder = service.home / "state" / "jobs" / job
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"at": 1e9, "step": 1, "loss": loss}) + "\n")
+    page = visit(f"/groups/{sweep.id}")
+    rows = page.locator("#members tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(1)).to_contain_text(second)
+    expect(rows.nth(1)).to_contain_text("0.2")
+    expect(page.locator("#members strong")).to_have_text("0.25")
+    page.get_by_role("link", name=first).click()
+    expect(page.get_by_role("link", name=sweep.id)).to_be_visible()
 
 
 def test_curves_of_a_training_go_on_while_it_runs(service, visit, talking):
