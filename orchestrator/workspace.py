@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.ids import new_job_id
-from orc.orchestrator.engine.claims import Owner
+from orc.orchestrator.engine.claims import Owner, abandon
+from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.store import Ledger
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ class Workspace:
     def origin(self) -> str:
         """``host:directory`` of this orchestrator's snapshots and secrets: others that share the ledger have theirs."""
         return f"{os.uname().nodename}:{self.state_dir.absolute()}"
+
+    def give_back(self, job_id: str) -> None:
+        """Give the claim on a job back. Where the ledger cannot be told, this process goes on without waiting for it.
+
+        Raises `LedgerError`.
+        """
+        try:
+            self.ledger.release(job_id, self.owner)
+        except LedgerError:
+            abandon(self.owner)
+            self.owner = str(Owner.new())
+            raise
 
     def backend(self, cluster: str) -> Backend:
         """Return the backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured."""

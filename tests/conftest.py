@@ -45,7 +45,7 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 # How long an example takes says nothing about it where three test processes share the machine.
 hypothesis.settings.register_profile("orc", deadline=None)
 # Many more lives of jobs, other ones each time: pytest --hypothesis-profile=long tests/orchestrator/engine
-hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=int(os.environ.get("LIVES", "2000")))
 hypothesis.settings.load_profile("orc")
 
 _homes = itertools.count()

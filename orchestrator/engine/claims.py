@@ -48,8 +48,18 @@ def is_free(owner: str | None, expires_at: float | None, now: float, is_gone: Ca
     return owner is None or expires_at is None or expires_at <= now or is_gone(owner)
 
 
+_abandoned: set[str] = set()  # owners of this process whose claims the ledger did not take back
+
+
+def abandon(owner: str) -> None:
+    """Take *owner*, an identity of this process, for gone: it will do nothing more with what it has claimed."""
+    _abandoned.add(owner)
+
+
 def owner_is_gone(text: str) -> bool:
     """Return True when the owner was a process on this machine and has ended; False when it was on another one."""
+    if text in _abandoned:
+        return True
     owner = Owner.parse(text)
     if (owner.boot_id, owner.pid_namespace) != (boot_id(), _pid_namespace()):
         return False

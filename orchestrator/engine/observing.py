@@ -303,7 +303,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
         note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
     finally:
-        ws.ledger.release(job_id, ws.owner)
+        ws.give_back(job_id)
 
 
 def _end_leftovers(ws: Workspace, backend: Backend, job: JobRecord, report: PassReport) -> None:

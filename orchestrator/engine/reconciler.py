@@ -251,7 +251,7 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> bool:
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
         note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
     finally:
-        ws.ledger.release(job.id, ws.owner)
+        ws.give_back(job.id)
     return False
 
 

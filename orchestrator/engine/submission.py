@@ -77,6 +77,11 @@ def start(
     new = new_job(ws, job, snapshot, attempt, source)
     try:
         prepared = _record(ws, new, planner, secrets)
+    except LedgerError:
+        # A connection that broke may have carried the commit: then there is the job, with its secrets.
+        with suppress(LedgerError):
+            ws.give_back(new.id)
+        raise
     except BaseException:
         job_secrets.remove_for(ws, new.id)
         raise
@@ -88,8 +93,10 @@ def start(
         return prepared
     try:
         record = _examine_and_send(ws, planner, prepared, secrets, progress)
-        ws.ledger.release(new.id, ws.owner)
+        ws.give_back(new.id)
     except LedgerError as error:
+        with suppress(LedgerError):
+            ws.give_back(new.id)  # the next pass goes on with it
         # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
         raise LedgerError(
             f"{error.what}; the job {new.id} is recorded, and runs or will run",
@@ -101,7 +108,7 @@ def start(
             _abandon(ws, prepared.job)
         elif isinstance(error, LaunchError):
             reject(ws, prepared.job, redact(error.what, secrets.values()))
-        ws.ledger.release(new.id, ws.owner)
+        ws.give_back(new.id)
         raise
     fault_point("claim-released")
     return record
@@ -173,7 +180,7 @@ def start_array(
     finally:
         for job in new:
             with suppress(LedgerError):  # claims expire by themselves
-                ws.ledger.release(job.id, ws.owner)
+                ws.give_back(job.id)
 
 
 def _deliver_array(

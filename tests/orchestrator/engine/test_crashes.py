@@ -1,4 +1,4 @@
-"""``kill -9`` of a real ``orc submit`` against the local backend: never two runs, and never none once it is durable."""
+"""``kill -9`` of real submissions and passes: never two runs, and never none once a job is durable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 from hosts_testbed import eventually
 
 from orc.orchestrator.client import Client
@@ -62,10 +64,10 @@ def submit(job_yaml: Path, **env: str) -> subprocess.Popen[bytes]:
     )
 
 
-def finish_all() -> list[str]:
+def finish_all(*, hurries: bool = True) -> list[str]:
     """Passes until every job of the ledger has ended; the ids of those that succeeded."""
     hurried = Hurried()
-    with Client(clock=hurried, sleep=hurried.sleep) as client:
+    with Client(clock=hurried, sleep=hurried.sleep) if hurries else Client() as client:
         ids = [row.id for row in client.jobs(limit=None)]
         ended = client.wait(ids, timeout_s=100_000)
     assert {view.state for view in ended} <= {"SUCCEEDED"}, [(view.state, view.reason) for view in ended]
@@ -89,14 +91,49 @@ def test_a_submission_killed_at_any_point_runs_exactly_once_or_was_never_promise
         eventually(lambda: not list((orc_home / "state" / "job-secrets").iterdir()))
 
 
-def test_submissions_killed_at_random_moments_run_exactly_once_each(job_yaml, runs):
+@pytest.fixture(params=["local", "slurm"])
+def cluster(request, orc_home) -> str:
+    """The name of a cluster that is real."""
+    if request.param == "local":
+        return "local"
+    found = request.getfixturevalue("slurm_cluster").model_dump(mode="json")
+    clusters = orc_home / "config" / "clusters.yaml"
+    clusters.parent.mkdir(parents=True)
+    clusters.write_text(yaml.safe_dump({"testbed": {k: v for k, v in found.items() if k != "name" and v}}))
+    return "testbed"
+
+
+PASSES = """
+from orc.orchestrator.client import Client
+with Client() as client:
+    while True:
+        client.refresh()
+"""
+
+
+def test_what_is_killed_at_random_moments_runs_every_attempt_once(cluster, job_yaml, runs, tmp_path):
+    """A submission and two passes at once, of which all are killed; every first attempt fails."""
+    job = yaml.safe_load(job_yaml.read_text())
+    script = f"echo $ORC_JOB_ID $ORC_ATTEMPT >> {runs}; test $ORC_ATTEMPT -gt 1"
+    retry = {"max_attempts": 2, "on": ["crash"], "backoff": 0}
+    job_yaml.write_text(
+        yaml.safe_dump({**job, "cluster": cluster, "command": ["/bin/sh", "-c", script], "retry": retry})
+    )
     chance = random.Random(20)
-    killed = 0
-    for _ in range(12):
-        process = submit(job_yaml)
-        time.sleep(chance.uniform(0.05, 0.4))
-        process.kill()
-        killed += process.wait(120) == -signal.SIGKILL
-    ids = finish_all()
-    assert killed > 0
-    assert lines(runs) == sorted(f"{job_id} 1" for job_id in ids)
+    killed = Counter()
+    assert submit(job_yaml).wait(120) == 0
+    for _ in range(8 if cluster == "local" else 4):
+        passes = [
+            subprocess.Popen([sys.executable, "-c", PASSES], stderr=subprocess.DEVNULL, start_new_session=True)
+            for _ in range(2)
+        ]
+        submission = submit(job_yaml)
+        time.sleep(chance.uniform(0.2, 1.5 if cluster == "local" else 3.0))
+        for process in [submission, *passes]:
+            process.kill()
+            killed[process is submission] += process.wait(120) == -signal.SIGKILL
+    ids = finish_all(hurries=cluster == "local")  # a cut-off message to Slurm may still arrive
+    assert killed[True] > 0
+    assert killed[False] > 0
+    assert ids
+    assert lines(runs) == sorted(f"{job_id} {number}" for job_id in ids for number in (1, 2))

@@ -103,6 +103,7 @@ class Lives(RuleBasedStateMachine):
 
         def prepare(client: Client) -> None:
             client.workspace.store = store
+            vars(client.workspace)["new_job_id"] = self.new_job_id
 
         def backend_of(pause: Any) -> SimulatedCluster:
             return SimulatedCluster(self.world, pause)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from fake_backend import FakeBackend
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.server import serve
 from orc.orchestrator.service.settings import Settings
+from orc.orchestrator.service import sse
+sse.PING_S = 1.0
 state = Path(sys.argv[1])
 backend = FakeBackend(state / "fake")
 def open_client():
@@ -88,11 +91,16 @@ class Served:
             tx.enqueue(job, "there is no room")
 
 
-def make_served(state_dir: Path, **settings: Any) -> Served:
-    """Return a service that is not started yet, with tokens of ada (admin), grace and alan (users), eve (viewer)."""
+def make_served(state_dir: Path, users: Mapping[str, str] | None = None, **settings: Any) -> Served:
+    """Return a service that is not started yet, with tokens of ada (admin), grace and alan (users), eve (viewer).
+
+    *users* are names of further tokens, and the users whose they are.
+    """
     state_dir.mkdir(mode=0o700)
     made = Served(state_dir, {"port": 0, "reconciler": False, **settings})
     with made.open_client() as client:
         for user, role in (("ada", "admin"), ("grace", "user"), ("alan", "user"), ("eve", "viewer")):
             made.tokens[user] = tokens.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
+        for name, user in (users or {}).items():
+            made.tokens[name] = tokens.create(client.workspace.ledger, user, "user", client.workspace.clock())[0]
     return made
