@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
+from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom, SpecError
 from orc.launchers.ids import AttemptId
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import claims, job_files, job_secrets
@@ -67,6 +67,8 @@ def start(
     will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
     """
     ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
+    if job.sweep is not None or job.array is not None:
+        raise SpecError("describes several jobs, and one is submitted", where=job.name, hint="submit it as a group")
     if job.depends_on or set(job.inputs) - set(snapshot.inputs):
         from orc.orchestrator.engine.groups import Entry, enqueue
 

@@ -259,3 +259,13 @@ def test_an_output_that_the_other_job_does_not_have_is_refused(client, backend, 
     first = client.submit(job_file(outputs={"model": "ckpt"}))
     with pytest.raises(SpecError, match="has no output 'modle', did you mean 'model'"):
         client.submit(job_file(inputs={"m": f"{first.id}.modle"}))
+
+
+def test_a_specification_of_several_jobs_is_no_single_job_either(client, backend, job_file):
+    from orc.orchestrator.engine import snapshots, submission
+
+    loaded, ws = job_file(array=3), client.workspace
+    snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+    with pytest.raises(SpecError, match="describes several jobs"):
+        submission.start(ws, loaded.spec, snapshot, source="")
+    assert client.jobs() == []
