@@ -25,7 +25,7 @@ _STATES = {"jobs": frozenset(map(str, JobState)), "attempts": frozenset(map(str,
 Row = dict[str, Any]
 
 
-class ImportRefused(LaunchError):
+class InvalidImport(LaunchError):
     """A file that cannot be imported: nothing was changed."""
 
 
@@ -40,7 +40,7 @@ class ImportReport:
 def import_history(ledger: Ledger, lines: Iterable[str], where: str = "") -> ImportReport:
     """Write what `export` has written into *ledger*, all of it or nothing; a second time changes nothing.
 
-    A job that is there already is left as it is. Events get new ids, in their old order. Raises `ImportRefused` for a
+    A job that is there already is left as it is. Events get new ids, in their old order. Raises `InvalidImport` for a
     file that is cut, damaged or of a newer orc, for one that knows more of a job than the ledger, and for another job
     of the same id; raises `LedgerError`.
     """
@@ -55,7 +55,7 @@ def import_history(ledger: Ledger, lines: Iterable[str], where: str = "") -> Imp
 
 
 def _checked_lines(lines: Iterable[str], where: str) -> Iterator[tuple[ExportedTable, Row]]:
-    """Yield the rows of the file. Raises `ImportRefused` for what is no whole file of this format."""
+    """Yield the rows of the file. Raises `InvalidImport` for what is no whole file of this format."""
     counts = dict.fromkeys(_BY_NAME, 0)
     order = {name: number for number, name in enumerate(_BY_NAME)}
     reached, ended = 0, False
@@ -64,32 +64,32 @@ def _checked_lines(lines: Iterable[str], where: str) -> Iterator[tuple[ExportedT
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise ImportRefused("not a line of JSON", where=place, hint="the file is damaged; export again") from None
+            raise InvalidImport("not a line of JSON", where=place, hint="the file is damaged; export again") from None
         if number == 1:
             _check_header(value, place)
         elif ended:
-            raise ImportRefused("there is more after the end", where=place, hint="import one exported file at a time")
+            raise InvalidImport("there is more after the end", where=place, hint="import one exported file at a time")
         elif isinstance(value, dict) and "end" in value:
             if value["end"] != counts:
-                raise ImportRefused("rows are missing", where=place, hint="the file was changed or cut; export again")
+                raise InvalidImport("rows are missing", where=place, hint="the file was changed or cut; export again")
             ended = True
         else:
             table, row = _checked_row(value, place)
             if order[table.name] < reached:
-                raise ImportRefused(f"a row of {table.name} too late", where=place, hint="keep the order of the lines")
+                raise InvalidImport(f"a row of {table.name} too late", where=place, hint="keep the order of the lines")
             reached = order[table.name]
             counts[table.name] += 1
             yield table, row
     if not ended:
-        raise ImportRefused("the file is cut: its last line is missing", where=where, hint="export again")
+        raise InvalidImport("the file is cut: its last line is missing", where=where, hint="export again")
 
 
 def _check_header(value: Any, place: str) -> None:
     version = value.get("orc_ledger") if isinstance(value, dict) else None
     if version is None:
-        raise ImportRefused("not an exported ledger", where=place, hint="`orc export FILE` writes one")
+        raise InvalidImport("not an exported ledger", where=place, hint="`orc export FILE` writes one")
     if version != FORMAT or str(value.get("schema")) > HEAD:
-        raise ImportRefused(
+        raise InvalidImport(
             f"a ledger of schema {value.get('schema')!r} in format {version!r}; this orc knows {HEAD!r} and {FORMAT}",
             where=place,
             hint="a newer orc wrote it: upgrade orc",
@@ -97,23 +97,23 @@ def _check_header(value: Any, place: str) -> None:
 
 
 def _checked_row(value: Any, place: str) -> tuple[ExportedTable, Row]:
-    """Return the row of a line: known columns with plain values. Raises `ImportRefused`."""
+    """Return the row of a line: known columns with plain values. Raises `InvalidImport`."""
     table = _BY_NAME.get(value[0]) if isinstance(value, list) and len(value) == 2 and _is_text(value[0]) else None
     if table is None or not isinstance(value[1], dict):
-        raise ImportRefused("not a row of a table", where=place, hint="the file is damaged; export again")
+        raise InvalidImport("not a row of a table", where=place, hint="the file is damaged; export again")
     row: Row = value[1]
     if unknown := row.keys() - set(table.columns):
-        raise ImportRefused(f"{table.name} has no column {min(unknown)!r}", where=place, hint="upgrade orc")
+        raise InvalidImport(f"{table.name} has no column {min(unknown)!r}", where=place, hint="upgrade orc")
     if missing := set(table.columns) - row.keys():
-        raise ImportRefused(f"the column {min(missing)!r} is missing", where=place, hint="export again")
+        raise InvalidImport(f"the column {min(missing)!r} is missing", where=place, hint="export again")
     if any(isinstance(item, (dict, list)) for item in row.values()):
-        raise ImportRefused("a value is neither text nor number", where=place, hint="export again")
+        raise InvalidImport("a value is neither text nor number", where=place, hint="export again")
     job = row[table.job] if table.job else None
     # Ids become names of directories.
     if job is not None and not (_is_text(job) and JOB_ID.fullmatch(job)):
-        raise ImportRefused("not a job id", where=place, hint="the file is damaged; export again")
+        raise InvalidImport("not a job id", where=place, hint="the file is damaged; export again")
     if table.name in _STATES and row["state"] not in _STATES[table.name]:
-        raise ImportRefused("not a state", where=place, hint="the file is damaged; export again")
+        raise InvalidImport("not a state", where=place, hint="the file is damaged; export again")
     return table, row
 
 
@@ -226,5 +226,5 @@ class _Import:
             found += [dict(zip(columns, row, strict=True)) for row in self._connection.tuples(query, chosen)]
         return found
 
-    def _refused(self, what: str) -> ImportRefused:
-        return ImportRefused(what, where=self._where, hint="nothing was changed; import it into an empty ledger")
+    def _refused(self, what: str) -> InvalidImport:
+        return InvalidImport(what, where=self._where, hint="nothing was changed; import it into an empty ledger")

@@ -14,7 +14,7 @@ from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.history_export import export
 from orc.orchestrator.ledger.history_format import TABLES
-from orc.orchestrator.ledger.history_import import ImportRefused, import_history
+from orc.orchestrator.ledger.history_import import InvalidImport, import_history
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneRule, prune
@@ -163,7 +163,7 @@ def change(exported, table, **values):
 )
 def test_what_is_something_else_here_is_refused_and_nothing_is_changed(source, table, values, why):
     exported = text(source)
-    with pytest.raises(ImportRefused, match=why) as caught:
+    with pytest.raises(InvalidImport, match=why) as caught:
         read(source, change(exported, table, **values))
     assert "nothing was changed" in caught.value.hint
     assert content(text(source)) == content(exported)
@@ -193,7 +193,7 @@ def test_what_is_something_else_here_is_refused_and_nothing_is_changed(source, t
 )
 def test_a_file_that_is_damaged_or_hostile_is_refused_with_its_place(source, tmp_path, clock, damage, why):
     target = Ledger(open_database(tmp_path / "target"), clock)
-    with pytest.raises(ImportRefused, match=why) as caught:
+    with pytest.raises(InvalidImport, match=why) as caught:
         read(target, damage(text(source)))
     assert caught.value.where.startswith("f.jsonl")
     assert caught.value.hint
