@@ -19,6 +19,7 @@ jobs:
     command: mkdir -p "$ORC_OUTPUT_DATA" && echo 1 2 3 > "$ORC_OUTPUT_DATA/train.txt"
     outputs: {data: out/data}
   train:
+    cluster: elsewhere
     command: test -e RETRIED || exit 3; wc -w < "$ORC_INPUT_DATA/train.txt" > "$ORC_OUTPUT_MODEL/model.txt"
     setup: ['mkdir -p "$ORC_OUTPUT_MODEL"']
     inputs: {data: prepare.data}
@@ -30,8 +31,11 @@ jobs:
 
 
 @pytest.fixture
-def here(orc_home: Path) -> Iterator[Client]:
-    with Client(reconciler=False) as client:
+def here(orc_home: Path, tmp_path: Path) -> Iterator[Client]:
+    """A client of two clusters with stores of their own."""
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text(f"elsewhere: {{kind: local, root: {tmp_path / 'elsewhere'}}}\n")
+    with Client(clusters_file=clusters, reconciler=False) as client:
         yield client
 
 
@@ -40,7 +44,7 @@ def wait(client: Client, view: groups.GroupView) -> groups.GroupView:
     return groups.view(client.workspace, view.id)
 
 
-def test_files_reach_the_next_jobs_and_a_failed_pipeline_goes_on_where_it_was(here: Client, tmp_path: Path) -> None:
+def test_files_reach_jobs_on_other_clusters_and_a_failed_pipeline_goes_on(here: Client, tmp_path: Path) -> None:
     path = tmp_path / "project" / "pipeline.yaml"
     path.parent.mkdir()
     path.write_text(PIPELINE)
@@ -59,5 +63,6 @@ def test_files_reach_the_next_jobs_and_a_failed_pipeline_goes_on_where_it_was(he
     report = done.members[2].job.id
     (rank,) = [one for one in here.log_selectors(report) if one.rank == 0]
     assert b"".join(chunk.data for chunk in here.read_log(report, rank)).split() == [b"3", b"1", b"2", b"3"]
+    assert (tmp_path / "elsewhere" / "jobs" / done.members[1].job.id / "checkpoints" / "model.txt").is_file()
     digests = here.job(report).digests
     assert set(digests) >= {"input:model", "input:data"}
