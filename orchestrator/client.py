@@ -150,8 +150,9 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         Raises:
             LaunchError: The job certainly does not run.
         """
+        from orc.orchestrator.engine.groups import start_job
         from orc.orchestrator.engine.snapshots import take
-        from orc.orchestrator.engine.submission import silent, start
+        from orc.orchestrator.engine.submission import silent
 
         progress = on_progress or silent
         if loaded.spec.sweep is not None or loaded.spec.array is not None:
@@ -165,7 +166,7 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         loaded = loaded._replace(spec=self._subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
         source = str(loaded.source_path.absolute()) if loaded.source_path else ""
-        record = start(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
+        record = start_job(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
         return self._submitted(record)
 
     def _subscribed(self, spec: JobSpec) -> JobSpec:
@@ -196,12 +197,13 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
         """
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
         from orc.orchestrator.engine.changed_spec import changed
-        from orc.orchestrator.engine.submission import silent, start
+        from orc.orchestrator.engine.groups import start_job
+        from orc.orchestrator.engine.submission import silent
         from orc.orchestrator.functions.keys import key_of
 
         ws = self.workspace
         old = self.job(job_id)
-        record = start(
+        record = start_job(
             ws,
             changed(old.spec, overrides, where=old.id),
             stored_snapshot(ws, old.digests),

@@ -20,10 +20,10 @@ _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as ther
 
 def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: bool) -> int:
     """Submit a group, print its id, and return the exit status."""
-    from orc.orchestrator.cli.commands.submit import submission_progress
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.cli.ui.submitting import submission_progress
     from orc.orchestrator.clients import groups
 
     client = open_ledger(reconciler=reconciler)

@@ -149,8 +149,9 @@ def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | N
     """
     from dataclasses import replace
 
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
     from orc.orchestrator.engine.groups import Entry, enqueue
+    from orc.orchestrator.engine.stored_spec import stored_spec
 
     ws = client.workspace
     shown, record = view(ws, group_id), _record(ws, group_id)

@@ -66,7 +66,7 @@ def _collect(ws: Workspace, name: str, text: str) -> Bundle:
     from orc.launchers.backends.base import Handle
     from orc.launchers.spec.relations import artefact
     from orc.launchers.transfer.outputs import collect
-    from orc.orchestrator.engine.attempt_inputs import stored_spec
+    from orc.orchestrator.engine.stored_spec import stored_spec
 
     source = artefact(text)
     record = ws.ledger.job(source.job)

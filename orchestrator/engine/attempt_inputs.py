@@ -8,26 +8,13 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.orchestrator.engine import artefacts, job_secrets
 from orc.orchestrator.engine.sealing import UnsealError
+from orc.orchestrator.engine.stored_spec import stored_spec
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
-
-
-def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
-    """Return the job's specification from the ledger. Raises `SpecError` for one of another version of orc."""
-    from orc.launchers.spec import JobSpec
-
-    try:
-        return JobSpec.model_validate(ws.ledger.spec(job_id))
-    except ValueError as error:
-        raise SpecError(
-            f"the stored specification does not fit this version of orc: {error}",
-            where=job_id,
-            hint="submit the job file again",
-        ) from None
 
 
 def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Mapping[str, str]]:

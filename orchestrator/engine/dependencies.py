@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import SpecError
 from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger import dependencies as table
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 
@@ -170,12 +171,10 @@ def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
 
 
 def _cancel(ws: Workspace, job: JobRecord, why: str) -> None:
-    from orc.orchestrator.engine import submission
-
     def change(_: JobRecord, now: float) -> JobUpdate:
         over = Event(Kind.JOB_CANCELLED, None, {"cause": "dependency", "reason": why})
         return JobUpdate((over,), {"reason": why, "ended_at": now, "next_attempt_at": None, "poll_error_at": None})
 
-    ended = submission.apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
+    ended = apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
     if ended.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)

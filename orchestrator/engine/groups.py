@@ -13,7 +13,7 @@ from orc.orchestrator.engine import artefacts, job_files, job_secrets, submissio
 from orc.orchestrator.engine.dependencies import required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.limits import is_limited
-from orc.orchestrator.engine.placement import PlacementPlanner
+from orc.orchestrator.engine.placement import PlacementPlanner, Progress
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.records import NewJob
@@ -181,3 +181,19 @@ def _reason(ws: Workspace, wanted: Sequence[Requirement], ids: Sequence[str]) ->
         (dependencies.Dependency("", one.job, one.condition), states.get(one.job, JobState.QUEUED)) for one in wanted
     ]
     return waiting_reason(found)
+
+
+def start_job(
+    ws: Workspace,
+    job: JobSpec,
+    snapshot: Snapshot,
+    *,
+    source: str,
+    progress: Progress = submission.silent,
+    given: Mapping[str, str] | None = None,
+) -> JobRecord:
+    """Submit one new job: at once, or when what it depends on has ended. Raises what `submission.start` raises."""
+    if job.depends_on or set(job.inputs) - set(snapshot.inputs):
+        ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
+        return enqueue(ws, [Entry(job, snapshot, source=source)], given=given)[0]
+    return submission.start(ws, job, snapshot, source=source, progress=progress, given=given)

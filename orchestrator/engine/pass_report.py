@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from orc.orchestrator.engine import submission
 from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.engine.writing import write
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
@@ -32,7 +32,7 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
         with ws.ledger.transaction(durable=False) as tx:
             for job, made in wanted[start : start + _JOBS_PER_TRANSACTION]:
                 try:
-                    done[job.id] = submission.write(tx, job, made)
+                    done[job.id] = write(tx, job, made)
                 except Conflict:
                     continue
         written.update(done)

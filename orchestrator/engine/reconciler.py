@@ -28,6 +28,7 @@ from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, wr
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
+from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
@@ -259,7 +260,7 @@ def _drive_claimed(ws: Workspace, job: JobRecord) -> bool:
     attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
-        job = submission.apply(ws, job, lambda _: True, lambda j, _: submission.ambiguous_update(j, reason))
+        job = apply(ws, job, lambda _: True, lambda j, _: submission.ambiguous_update(j, reason))
         attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
@@ -330,13 +331,11 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     def is_doubtful(current: JobRecord) -> bool:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS
 
-    return submission.apply(ws, job, is_doubtful, change)
+    return apply(ws, job, is_doubtful, change)
 
 
 def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
-    ended = submission.apply(
-        ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), update_for_early_cancel
-    )
+    ended = apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), update_for_early_cancel)
     if ended.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
 
@@ -351,5 +350,5 @@ def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
         failed = Event(Kind.JOB_FAILED, None, {"cause": "launch", "reason": reason})
         return JobUpdate((failed,), {"reason": reason, "ended_at": now, "next_attempt_at": None})
 
-    if submission.apply(ws, job, lambda j: j.state is JobState.QUEUED, change).state.terminal:
+    if apply(ws, job, lambda j: j.state is JobState.QUEUED, change).state.terminal:
         job_secrets.remove(ws.state_dir, job.id)

@@ -30,6 +30,7 @@ from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, Progress
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
+from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
@@ -69,10 +70,6 @@ def start(
     ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
     if job.sweep is not None or job.array is not None:
         raise SpecError("describes several jobs, and one is submitted", where=job.name, hint="submit it as a group")
-    if job.depends_on or set(job.inputs) - set(snapshot.inputs):
-        from orc.orchestrator.engine.groups import Entry, enqueue
-
-        return enqueue(ws, [Entry(job, snapshot, source=source)], given=given)[0]
     secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
     attempt = AttemptId(ws.new_job_id(job.name), 1)
     planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
@@ -460,39 +457,6 @@ def reject(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     if refused.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)
     return refused
-
-
-def write(tx: Transaction, job: JobRecord, made: JobUpdate) -> JobRecord:
-    """Write *made* about *job*. Raises what `Transaction.record` raises."""
-    return tx.record(
-        job,
-        *made.events,
-        job_set=made.job_set,
-        attempt_set=made.attempt_set,
-        failed_hosts=made.failed_hosts,
-        vacate=made.vacate,
-    )
-
-
-def apply(
-    ws: Workspace,
-    job: JobRecord,
-    allowed: Callable[[JobRecord], bool],
-    change: Callable[[JobRecord, float], JobUpdate],
-) -> JobRecord:
-    """Write *change* about the attempt that *job* shows, as long as *allowed* holds for the job as it is now."""
-    while True:
-        try:
-            with ws.ledger.transaction() as tx:
-                current = tx.reload(job)
-                if current.number != job.number or not allowed(current):
-                    return current
-                made = change(current, tx.now)
-                if not made:
-                    return current
-                return write(tx, current, made)
-        except Conflict:
-            continue  # somebody wrote between our look and our write: look again
 
 
 def _attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:

@@ -72,7 +72,7 @@ class Submitter:
     def _start(
         self, job: JobSpec, snapshot: Callable[[], Snapshot], source: str, secrets: Mapping[str, str]
     ) -> JobView:
-        from orc.orchestrator.engine import submission
+        from orc.orchestrator.engine.groups import start_job
         from orc.orchestrator.service.accounts import refuse_without_account
 
         earlier, new_id = self._look(job.name) if self._request else (None, "")
@@ -85,7 +85,7 @@ class Submitter:
         _check_environment(job, trees, ws.backend(job.cluster).cluster)
         with self._acting(new_id):
             try:
-                return self._client.job(submission.start(ws, job, trees, source=source, given=secrets).id)
+                return self._client.job(start_job(ws, job, trees, source=source, given=secrets).id)
             except LedgerError:
                 earlier, _ = self._look(job.name) if self._request else (None, "")
                 if earlier is None:

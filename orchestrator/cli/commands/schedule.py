@@ -56,8 +56,8 @@ def create(
     import sys
 
     from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.commands.submit import submission_progress
     from orc.orchestrator.cli.session import check_job, open_ledger
+    from orc.orchestrator.cli.ui.submitting import submission_progress
     from orc.orchestrator.engine import cron as times
     from orc.orchestrator.engine import schedules, snapshots
 

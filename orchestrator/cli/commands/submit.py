@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -170,6 +169,7 @@ def run(
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.ui.output import echo_json
+    from orc.orchestrator.cli.ui.submitting import submission_progress
 
     if (ranks or all_ranks) and not following:
         raise click.UsageError("--rank and --all-ranks need --follow", click.get_current_context())
@@ -191,48 +191,6 @@ def run(
         echo(f"{view.state} on {view.cluster}{waits}", err=True)
         echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
     return int(of_states([view.state]))
-
-
-@contextmanager
-def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
-    """Show a submission on stderr; yields its `on_progress`. *yes* agrees to a large snapshot."""
-    from orc.launchers.findings import Finding
-    from orc.orchestrator.cli.ui.display import describe, display
-    from orc.orchestrator.cli.ui.reporting import warn
-
-    with display(silent=silent) as shown:
-
-        def on_progress(event: str, values: Mapping[str, Any]) -> None:
-            if event == "finding":
-                if values["level"] == "info":
-                    return
-                with shown.aside():
-                    warn(Finding(values["level"], values["what"], values["where"], values["hint"]))
-            elif event == "size" and values["bytes"] > values["limit"] and not yes:
-                with shown.aside():
-                    _agree_to_size(values)
-            else:
-                shown.show(*describe(event, values))
-
-        yield on_progress
-
-
-def _agree_to_size(values: Mapping[str, Any]) -> None:
-    """Ask whether a large snapshot is meant. Raises `SpecError` where nobody can be asked, and as `ask`."""
-    from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.ui import asking
-    from orc.orchestrator.cli.ui.output import size
-    from orc.orchestrator.cli.ui.reporting import block
-
-    folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
-    what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"
-    what += f", more than {size(values['limit'])}"
-    where = folders and f"largest folders: {folders}"
-    hint = "name in .orcignore what the job does not need, or raise workdir.limit in the job file"
-    if not asking.can_ask():
-        raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
-    echo(block({"what": what, "where": where, "do": hint}, "warning"), err=True)
-    asking.ask("take a snapshot of that size")
 
 
 def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bool) -> JobView:

@@ -76,8 +76,9 @@ def read_plan(service: ServiceDep, job_id: JobId) -> Any:
     """Return the plan of the newest attempt as `orc render` shows one: files, commands, names of secrets."""
     from orc.launchers.backends.base import Placement
     from orc.launchers.ids import AttemptId
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
     from orc.orchestrator.engine.placement import PlacementPlanner
+    from orc.orchestrator.engine.stored_spec import stored_spec
 
     with service.clients.client() as client:
         _checked(client, job_id)
