@@ -20,12 +20,13 @@ from orc.orchestrator.engine import (
     schedules,
     submission,
 )
-from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.observing import Urgency, poll_all, reap
 from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
+from orc.orchestrator.engine.stored_spec import stored_spec
 from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
 from orc.orchestrator.engine.writing import apply
