@@ -19,8 +19,13 @@ export function answered(ok) {
   connection.dispatchEvent(new Event(ok ? "restored" : "lost"));
 }
 
+let leaving = false;
+
+/** Go to the login, once: several requests may be refused at the same time. */
 export function toLogin() {
-  if (location.pathname !== "/login") location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
+  if (leaving || location.pathname === "/login") return;
+  leaving = true;
+  location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
 /** Return the response of a request below /api/v1; what is no success is thrown as an `ApiError`. */
