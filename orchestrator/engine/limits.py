@@ -154,10 +154,9 @@ def read_book(admission: Admission) -> Book | None:
     """Return the book of everything that is in flight or waits; `None` where nothing is limited."""
     connection = admission.tx.connection
     quotas = all_quotas(connection)
-    active = connection.tuples(
-        "SELECT DISTINCT cluster FROM jobs WHERE state IN ('QUEUED', 'PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
-    )
-    limits = {name: found for (name,) in active if (found := admission.ws.limits(name)) is not None}
+    # Of other clusters' jobs only the quotas matter here, and opening their backends takes time.
+    clusters = {job.cluster for job in admission.jobs}
+    limits = {name: found for name in clusters if (found := admission.ws.limits(name)) is not None}
     if not quotas and not limits:
         return None
     columns = "id, cluster, owner, project, created_at, priority"
