@@ -128,12 +128,11 @@ def test_what_is_killed_at_random_moments_runs_every_attempt_once(cluster, job_y
             for _ in range(2)
         ]
         submission = submit(job_yaml)
-        time.sleep(chance.uniform(0.2, 1.5 if cluster == "local" else 3.0))
+        time.sleep(chance.uniform(0.2, 1.5))
         for process in [submission, *passes]:
             process.kill()
             killed[process is submission] += process.wait(120) == -signal.SIGKILL
     ids = finish_all(hurries=cluster == "local")  # a cut-off message to Slurm may still arrive
-    assert killed[True] > 0
-    assert killed[False] > 0
+    assert killed[False] > 0  # passes never end by themselves; a submission may have been faster
     assert ids
     assert lines(runs) == sorted(f"{job_id} {number}" for job_id in ids for number in (1, 2))
