@@ -21,7 +21,6 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         max_body=MAX_BODY,
         requests_per_minute=40,
         failed_logins_per_minute=3,
-        body_timeout=0.3,
         max_streams=1,
     ).start()
     yield made
@@ -55,8 +54,12 @@ def test_a_body_that_turns_out_large_is_refused(strict: Running) -> None:
     assert _raw(strict, "Transfer-Encoding: chunked", chunk).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_stops_is_given_up(strict: Running) -> None:
-    assert _raw(strict, "Content-Length: 100", b"{").startswith(b"HTTP/1.1 408")
+def test_a_body_that_stops_is_given_up(tmp_path: Path) -> None:
+    hasty = make_running(tmp_path / "state", body_timeout=0.3).start()
+    try:
+        assert _raw(hasty, "Content-Length: 100", b"{").startswith(b"HTTP/1.1 408")
+    finally:
+        hasty.stop()
 
 
 @pytest.mark.parametrize("body", [b"[" * 4000, b"{" * 10, b"\xff\xfe", b'{"user": "' + b"a" * 3000 + b'"}', b"null"])
