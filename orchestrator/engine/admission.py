@@ -38,7 +38,7 @@ class Held(LaunchError):
 
 @dataclass
 class Admission:
-    """One look at the ledger, within one transaction: what the checks share is read once.
+    """Admission of jobs within one transaction on the ledger: what the checks share is read once.
 
     To be asked about jobs in the order of their turns.
     """

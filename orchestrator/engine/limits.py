@@ -27,7 +27,7 @@ _IN_FLIGHT = "('PREPARED', 'SUBMITTING', 'PENDING', 'RUNNING')"
 
 
 class Demand(NamedTuple):
-    """What one job takes of limits and quotas."""
+    """Demand of one job: its share of limits and quotas."""
 
     job: str
     cluster: str
@@ -90,7 +90,7 @@ def shares(demand: Demand) -> dict[Key, int]:
 
 @dataclass
 class Book:
-    """What is in flight, and the jobs that wait, by turn."""
+    """Book of what is in flight, and of the jobs that wait, by turn."""
 
     limits: Mapping[str, Limits]  # by cluster
     quotas: Sequence[Quota]

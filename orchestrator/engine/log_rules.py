@@ -50,7 +50,7 @@ class LogMatch:
 
     @property
     def reason(self) -> str:
-        """What is added to the reason of the job."""
+        """Text that is added to the reason of the job."""
         return f"log: {self.line.strip()[:200]}" if self.action else self.line
 
 

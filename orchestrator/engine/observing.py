@@ -41,7 +41,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Urgency:
-    """How much a pass wants to know: *max_age_s* of an answer that is good enough, `None` for "when it is time"."""
+    """Urgency of a pass: *max_age_s* of an answer that is good enough, `None` for "when it is time"."""
 
     max_age_s: float | None = 0.0
     some_jobs: bool = False  # it is about some jobs, not about everything

@@ -1,4 +1,4 @@
-"""What one pass of the reconciler reports, and how it writes many changes at once."""
+"""Report of one pass of the reconciler, which writes many changes at once."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from orc.orchestrator.notifications import message
 from orc.orchestrator.notifications.mailing import send_mail
 from orc.orchestrator.notifications.posting import TOTAL_S, Undelivered, post
 from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Refused, Secrets, Target, shown, target_of
+from orc.orchestrator.notifications.targets import Policy, Secrets, Target, Undeliverable, shown, target_of
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
@@ -105,7 +105,7 @@ def _deliver(
 
 
 def send(target: Target, payload: dict[str, object], message_id: str, now: float) -> None:
-    """Tell *target*. Raises `Undelivered`, or `Refused` where it makes no sense to try again."""
+    """Tell *target*. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
     payload = {**payload, "id": message_id}
     if target.kind == "email" and target.mail:
         send_mail(target, message.mail(payload, message_id, target.mail.sender, target.to, now))
@@ -125,7 +125,7 @@ def _mark(ledger: Ledger, one: Notification, error: Exception | None, now: float
         with ledger.database.write() as connection:
             outbox.sent(connection, one.id)
         return
-    known = isinstance(error, (Undelivered, Refused))
+    known = isinstance(error, (Undelivered, Undeliverable))
     why = str(error) if known else f"{type(error).__name__} while it was sent"
     again_at = None
     if isinstance(error, Undelivered) and tries < MAX_TRIES:

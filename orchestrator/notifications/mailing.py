@@ -8,11 +8,11 @@ from email.message import EmailMessage
 from email.policy import SMTP
 
 from orc.orchestrator.notifications.posting import STEP_S, Undelivered
-from orc.orchestrator.notifications.targets import Refused, Target
+from orc.orchestrator.notifications.targets import Target, Undeliverable
 
 
 def send_mail(target: Target, message: EmailMessage) -> None:
-    """Send *message*. Raises `Undelivered`, or `Refused` where it makes no sense to try again."""
+    """Send *message*. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
     mail = target.mail
     if mail is None:
         raise ValueError("a target of e-mail has a server")
@@ -33,7 +33,7 @@ def send_mail(target: Target, message: EmailMessage) -> None:
         text = error.smtp_error.decode("utf-8", "replace") if isinstance(error.smtp_error, bytes) else error.smtp_error
         why = target.masked(f"{mail.host} answered {error.smtp_code} {text}")
         if 500 <= error.smtp_code < 600:
-            raise Refused(why) from None
+            raise Undeliverable(why) from None
         raise Undelivered(why) from None
     except (smtplib.SMTPException, OSError) as error:
         raise Undelivered(target.masked(f"{mail.host}: {type(error).__name__}: {error}")) from None

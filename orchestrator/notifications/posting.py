@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from orc.orchestrator.notifications.targets import Refused, Target
+from orc.orchestrator.notifications.targets import Target, Undeliverable
 
 STEP_S = 10.0  # for each of: connect, write, the next bytes of the answer
 TOTAL_S = 30.0  # for all of it: an answer may come byte by byte
@@ -26,7 +26,7 @@ class Undelivered(Exception):
 
 
 def post(target: Target, body: bytes, headers: Mapping[str, str]) -> None:
-    """Post *body* to the target. Raises `Undelivered`, or `Refused` where it makes no sense to try again."""
+    """Post *body* to the target. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
     import httpx
 
     url, pinned, host = target.url, dict[str, str](), ""
@@ -61,11 +61,13 @@ def _judge(status: int, retry_after: str) -> None:
     if 200 <= status < 300:
         return
     if 300 <= status < 400:
-        raise Refused(f"the answer was {status}; redirects are not followed", hint="give the address that it leads to")
+        raise Undeliverable(
+            f"the answer was {status}; redirects are not followed", hint="give the address that it leads to"
+        )
     if status >= 500 or status in _AGAIN:
         after = float(retry_after) if retry_after.isdigit() else 0.0
         raise Undelivered(f"the answer was {status}", min(after, 3600.0))
-    raise Refused(f"the answer was {status}")
+    raise Undeliverable(f"the answer was {status}")
 
 
 def _pinned(target: Target) -> tuple[str, dict[str, str], str]:
@@ -83,7 +85,7 @@ def _pinned(target: Target) -> tuple[str, dict[str, str], str]:
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not is_public(address):
-            raise Refused(
+            raise Undeliverable(
                 f"{host} is at {address}, which is no public address",
                 where=target.shown,
                 hint="`allow.hosts` in the service's notifications.yaml lists hosts that may be private",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Secrets = Callable[[Iterable[str]], Mapping[str, str]]
 
 
-class Refused(LaunchError):
+class Undeliverable(LaunchError):
     """A target that is not told now, nor later unless somebody changes something."""
 
 
@@ -62,7 +62,7 @@ def shown(to: str) -> str:
 
 
 def target_of(to: str, settings: Settings, policy: Policy, secrets: Secrets) -> Target:
-    """Return the target that *to* means; *secrets* looks values up. Raises `Refused`."""
+    """Return the target that *to* means; *secrets* looks values up. Raises `Undeliverable`."""
     try:
         address = parse_address(to)
         if address.kind == "target":
@@ -70,7 +70,7 @@ def target_of(to: str, settings: Settings, policy: Policy, secrets: Secrets) -> 
         if address.kind == "email":
             return _mail(to, (address.value,), settings, policy, secrets)
         if address.secret and policy.service:
-            raise Refused(
+            raise Undeliverable(
                 "a service looks up no secrets for the addresses of jobs",
                 where=to,
                 hint="name a target of the service's notifications.yaml",
@@ -78,10 +78,10 @@ def target_of(to: str, settings: Settings, policy: Policy, secrets: Secrets) -> 
         url = checked_url(_value(f"${{secret:{address.value}}}", secrets), public=False) if address.secret else ""
         url = url or address.value
     except ValueError as error:
-        raise Refused(str(error), where="notify") from None
+        raise Undeliverable(str(error), where="notify") from None
     plain = not policy.service or listed(urlsplit(url).hostname or "", settings.allow.hosts)
     if policy.service and not plain and urlsplit(url).scheme != "https":
-        raise Refused("a job's webhook is reached by https", where=shown(to), hint="`allow.hosts` of the service")
+        raise Undeliverable("a job's webhook is reached by https", where=shown(to), hint="`allow.hosts` of the service")
     return Target(address.kind, shown(to), url, limited=policy.service, plain=plain)
 
 
@@ -90,7 +90,7 @@ def _named(name: str, settings: Settings, secrets: Secrets) -> Target:
 
     found = settings.targets.get(name)
     if found is None:
-        raise Refused(
+        raise Undeliverable(
             f"there is no target {name!r}{nearest(name, settings.targets)}",
             hint=f"targets of notifications.yaml: {', '.join(settings.targets) or 'none'}",
         )
@@ -102,11 +102,11 @@ def _named(name: str, settings: Settings, secrets: Secrets) -> Target:
 
 def _mail(to: str, addresses: tuple[str, ...], settings: Settings, policy: Policy, secrets: Secrets) -> Target:
     if settings.mail is None:
-        raise Refused("no server takes e-mail", where=to, hint="give `mail:` in notifications.yaml")
+        raise Undeliverable("no server takes e-mail", where=to, hint="give `mail:` in notifications.yaml")
     if policy.service:
         for address in addresses:
             if not listed(address.rpartition("@")[2].lower(), settings.allow.mail):
-                raise Refused(
+                raise Undeliverable(
                     "a job may not name this address of e-mail",
                     where=to,
                     hint="`allow.mail` of the service lists domains",
@@ -122,11 +122,15 @@ def _value(text: str, secrets: Secrets) -> str:
     try:
         return secrets([name])[name]
     except SpecError as error:
-        raise Refused(error.what, where=error.where, hint=error.hint) from None
+        raise Undeliverable(error.what, where=error.where, hint=error.hint) from None
 
 
 def subscribed(spec: JobSpec, settings: Settings, policy: Policy) -> JobSpec:
-    """Return *spec* with what the settings subscribe every job to. Raises `Refused` for an address that cannot be."""
+    """Return *spec* with what the settings subscribe every job to.
+
+    Raises:
+        Undeliverable: An address of the settings or of the job that cannot be.
+    """
     for entry in spec.notify:
         target_of(entry.to, settings, policy, _assumed)
     if not settings.always:

@@ -20,7 +20,7 @@ from orc.orchestrator.notifications import message
 from orc.orchestrator.notifications.delivery import send
 from orc.orchestrator.notifications.posting import Undelivered, is_public
 from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Refused, shown, target_of
+from orc.orchestrator.notifications.targets import Policy, Undeliverable, shown, target_of
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/notifications.md").read_text()
 PAYLOAD = {
@@ -171,14 +171,14 @@ def test_a_name_adds_no_header_to_an_e_mail(mailbox, post_office):
 
 def test_an_e_mail_that_one_of_its_readers_cannot_get_goes_to_nobody(mailbox, post_office):
     mailbox.refuses = {"b@example.org"}
-    with pytest.raises(Refused, match="550"):
+    with pytest.raises(Undeliverable, match="550"):
         send(target_of("us", post_office(), Policy(), known), dict(PAYLOAD), "digits-1-abc", 1.0)
     assert mailbox.messages == []
 
 
 def test_a_wrong_password_is_refused_and_not_shown(mailbox, post_office):
     wrong = target_of("us", post_office(), Policy(), lambda names: dict.fromkeys(names, "hunter22"))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Undeliverable) as refused:
         send(wrong, dict(PAYLOAD), "digits-1-abc", 1.0)
     assert "535" in str(refused.value)
     assert "hunter22" not in str(refused.value)
