@@ -128,6 +128,7 @@ class Machine:
         self.state_dir.mkdir(mode=0o700)
         self.nowhere = root / "nowhere"  # where a process writes that is dead
         self.skew = 0.0
+        self.pass_time: Callable[[float], None] = lambda _: None  # while a process sleeps
         self.numbers = iter(range(1_000_000))
         self.dead_owners: set[str] = set()
         self._clock, self._backend_of, self._prepare, self._written = clock, backend_of, prepare, written
@@ -139,6 +140,7 @@ class Machine:
 
     def _sleep(self, seconds: float) -> None:
         pause("sleep")
+        self.pass_time(seconds)
 
     def new_client(self) -> Client:
         client = Client(

@@ -119,6 +119,7 @@ class Lives(RuleBasedStateMachine):
             simulated(self.machines, f"sqlite:///{root / 'state' / 'ledger.db'}", self.new_job_id)
         )
         for machine in self.machines.values():
+            machine.pass_time = self.world.pass_time
             self.context.callback(machine.close)
         self.observer = self.machines["here"].new_client()
         self.observer.workspace.ledger.database = self.observer.workspace.ledger.database._database
@@ -408,7 +409,7 @@ def test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue(habits: Habits, ca
     run_state_machine_as_test(
         lives,
         settings=settings(
-            max_examples=settings.default.max_examples if LONG else 15,
+            max_examples=settings.default.max_examples if LONG else 5,
             stateful_step_count=60,
             deadline=None,
             derandomize=not LONG,
