@@ -196,17 +196,18 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
             LaunchError: The job certainly does not run.
         """
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-        from orc.orchestrator.engine.changed_spec import changed
+        from orc.orchestrator.engine.changed_spec import changed, digests_left
         from orc.orchestrator.engine.groups import start_job
         from orc.orchestrator.engine.submission import silent
         from orc.orchestrator.functions.keys import key_of
 
         ws = self.workspace
         old = self.job(job_id)
+        spec = changed(old.spec, overrides, where=old.id)
         record = start_job(
             ws,
-            changed(old.spec, overrides, where=old.id),
-            stored_snapshot(ws, old.digests),
+            spec,
+            stored_snapshot(ws, digests_left(old.digests, old.spec, spec)),
             source=f"job:{old.id}",
             progress=on_progress or silent,
             given=key_of(ws.state_dir, old.digests["code"]),

@@ -39,6 +39,15 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
     return load.validate(document)
 
 
+def digests_left(digests: Mapping[str, str], stored: Mapping[str, Any], new: JobSpec) -> dict[str, str]:
+    """Return those of *digests* that a changed job still has: inputs that now name something else are left out."""
+    from orc.launchers.snapshot.trees import INPUT
+
+    old = stored.get("inputs") or {}
+    same = {INPUT + name for name, text in new.inputs.items() if old.get(name) == text}
+    return {key: digest for key, digest in digests.items() if not key.startswith(INPUT) or key in same}
+
+
 def _refuse_another_snapshot(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:
     """Raise `SpecError` for changes that need other files than those the job was submitted with."""
     for key in ("workdir", "environment"):

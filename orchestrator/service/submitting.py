@@ -6,13 +6,16 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.ids import derived_job_id
+from orc.orchestrator.clients.errors import NotAllowed
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.ledger.transaction import Addition
+from orc.orchestrator.workspace import login_name
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -30,10 +33,13 @@ def missing_trees(client: Client, digests: Mapping[str, str]) -> list[str]:
 
 
 class Submitter:
-    """Submitter of jobs of one *user*. With a *key*, the same one is the same job, for as long as the ledger has it."""
+    """Submitter of jobs of one *user*. With a *key*, the same one is the same job, for as long as the ledger has it.
 
-    def __init__(self, client: Client, user: str, key: str | None) -> None:
-        self._client, self._user = client, user
+    *may_take* says whether the user may have what jobs of an owner have left.
+    """
+
+    def __init__(self, client: Client, user: str, key: str | None, may_take: Callable[[str], bool]) -> None:
+        self._client, self._user, self._may_take = client, user, may_take
         self._request = hashlib.sha256(f"{user}\0{key}".encode()).hexdigest() if key else ""
 
     def submit(
@@ -48,14 +54,45 @@ class Submitter:
     def resubmit(self, job_id: str, overrides: Sequence[str], secrets: Mapping[str, str]) -> JobView:
         """Submit a job like another one. Raises `LaunchError`."""
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-        from orc.orchestrator.engine.changed_spec import changed
+        from orc.orchestrator.engine.changed_spec import changed, digests_left
         from orc.orchestrator.functions.keys import key_of
 
         ws = self._client.workspace
         old = self._client.job(job_id)
         spec = changed(old.spec, overrides, where=old.id)
-        given = {**key_of(ws.state_dir, old.digests["code"]), **secrets}
-        return self._start(spec, lambda: stored_snapshot(ws, old.digests), f"job:{old.id}", given)
+        digests = digests_left(old.digests, old.spec, spec)
+        # Calls of functions are submitted by the service's own account alone. Whoever else runs such code (it goes by
+        # digest) must not get the key that signs what that account unpickles.
+        key = key_of(ws.state_dir, old.digests["code"]) if old.owner == login_name() else {}
+        return self._start(spec, lambda: stored_snapshot(ws, digests), f"job:{old.id}", {**key, **secrets}, digests)
+
+    def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str]) -> JobSpec:
+        """Return *job* with the full ids of the jobs whose artefacts it takes; those in *has* were checked before.
+
+        Raises `NotAllowed` for artefacts of another user's job, `SpecError` for jobs that are not there.
+        """
+        from orc.launchers.snapshot.trees import INPUT
+        from orc.launchers.spec.relations import artefact
+        from orc.orchestrator.engine.dependencies import job_named
+
+        ws = self._client.workspace
+        inputs = dict(job.inputs)
+        for name, text in job.inputs.items():
+            if INPUT + name in has:
+                continue
+            wanted = artefact(text)
+            source = job_named(ws, wanted.job)
+            record = ws.ledger.job(source)
+            owner = record.owner if record is not None else ""
+            if not self._may_take(owner):
+                raise NotAllowed(
+                    f"inputs.{name}: {source} belongs to {owner or 'nobody'}: only its owner or an admin may take what "
+                    "it has left",
+                    where=job.name,
+                    hint="`depends_on` may name it; ask its owner to put the files where both may read them",
+                )
+            inputs[name] = f"{source}.{wanted.output}"
+        return job.model_copy(update={"inputs": inputs})
 
     def _snapshot(self, job: JobSpec, digests: Mapping[str, str]) -> Snapshot:
         """Return the trees of a new job: the client's code, and the runtime of the service's own version."""
@@ -70,7 +107,12 @@ class Submitter:
         return Snapshot(code, runtime, store.load(digests["environment"]) if "environment" in digests else None)
 
     def _start(
-        self, job: JobSpec, snapshot: Callable[[], Snapshot], source: str, secrets: Mapping[str, str]
+        self,
+        job: JobSpec,
+        snapshot: Callable[[], Snapshot],
+        source: str,
+        secrets: Mapping[str, str],
+        has: Mapping[str, str] = MappingProxyType({}),
     ) -> JobView:
         from orc.orchestrator.engine.groups import start_job
         from orc.orchestrator.service.accounts import refuse_without_account
@@ -78,6 +120,7 @@ class Submitter:
         earlier, new_id = self._look(job.name) if self._request else (None, "")
         if earlier is not None:
             return self._client.job(earlier.id)
+        job = self._with_allowed_inputs(job, has)
         _check_secrets(job, secrets)
         ws = self._client.workspace
         refuse_without_account(ws.backend(job.cluster).cluster, self._user)

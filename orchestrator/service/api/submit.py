@@ -83,7 +83,7 @@ def submit_job(
         if missing := missing_trees(client, digests):
             error = {"what": "the service lacks the code of the job", "where": "digests", "hint": "upload it first"}
             return JSONResponse({"error": {**error, "kind": "SnapshotMissing"}, "missing": missing}, 409)
-        submitter = Submitter(client, principal.user, idempotency_key)
+        submitter = Submitter(client, principal.user, idempotency_key, principal.may_change)
         view = submitter.submit(new.spec, digests, new.source, _values(new.secrets))
     note_subject(request, view.id)
     return JSONResponse(view.to_dict())
@@ -103,7 +103,7 @@ def resubmit_job(
 
     overrides = again.set if isinstance(again.set, list) else as_overrides(again.set)
     with service.clients.client(writes=True) as client:
-        submitter = Submitter(client, principal.user, idempotency_key)
+        submitter = Submitter(client, principal.user, idempotency_key, principal.may_change)
         view = submitter.resubmit(job_id, overrides, _values(again.secrets))
     note_subject(request, view.id, like=job_id)
     return JSONResponse(view.to_dict())

@@ -14,9 +14,11 @@ from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.clients import requests
-from orc.orchestrator.clients.errors import NotAllowed, NotLoggedIn
+from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.engine import sealing
+from orc.orchestrator.ledger import groups
+from orc.orchestrator.ledger.groups import GroupRecord
 
 Project = Callable[..., LoadedJob]
 SECRET = "hunter2-in-the-clear"
@@ -63,6 +65,9 @@ def test_a_secret_reaches_its_job_and_nothing_else(
         client.cancel([made.id], grace_s=0)
         (done,) = client.wait([made.id], timeout_s=120)
         shown += str(done) + str(client.events(made.id))
+        for again in (client, served.client("ada")):  # no copy of the job has what was sent for the first
+            with pytest.raises(SpecError, match="no value was sent for the secret API_KEY"):
+                again.ask(requests.resubmit(made.id, [], {}, requests.new_key()))
     assert SECRET not in shown + caplog.text
     database = next(served.state_dir.glob("*.db"), served.state_dir / "ledger.sqlite")
     dump = "\n".join(sqlite3.connect(f"file:{database}?mode=ro", uri=True).iterdump())
@@ -106,6 +111,9 @@ def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.
 def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: Project) -> None:
     with served.client() as grace, served.client("alan") as alan, served.client("eve") as eve:
         made = grace.submit(project("import time\ntime.sleep(600)\n"))
+        with served.ledger() as ledger, ledger.workspace.ledger.transaction() as tx:
+            groups.create(tx.connection, GroupRecord("of-alan", "pipeline", "of-alan", "alan", tx.now, None, {}))
+            tx.connection.execute("UPDATE jobs SET group_id = 'of-alan' WHERE id = :id", {"id": made.id})  # not his
         for change in (
             lambda client: client.cancel([made.id]),
             lambda client: client.resubmit(made.id),
@@ -115,6 +123,9 @@ def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: 
                 change(alan)
             with pytest.raises(NotAllowed):
                 change(eve)
+        for other in (made.id[:-1], "@last", "of-alan"):  # nothing but the id of a job names one to change
+            with pytest.raises(JobNotFound):
+                alan.ask(requests.cancel(other, None))
         assert eve.job(made.id).owner == "grace"
         with pytest.raises(NotAllowed, match="role user"):
             eve.submit(project())
@@ -122,6 +133,50 @@ def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: 
             ServiceClient(served.url, "orc_stolen").jobs()
         with served.client("ada") as ada:
             ada.cancel([made.id], grace_s=0)
+
+
+def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, project: Project) -> None:
+    leave = "import os, pathlib\npathlib.Path(os.environ['ORC_OUTPUT_MODEL']).write_text(os.environ['TEXT'])\n"
+    show = "import os, pathlib\nprint(pathlib.Path(os.environ['ORC_INPUT_DATA']).read_text(), flush=True)\n"
+
+    def shown(client: ServiceClient, job_id: str) -> bytes:
+        (done,) = client.wait([job_id], timeout_s=120)
+        assert done.state == "SUCCEEDED", done.reason
+        return b"".join(chunk.data for chunk in client.read_log(job_id, LogSelector(rank=0)))
+
+    with served.client() as grace, served.client("alan") as alan, served.client("ada") as ada:
+        hers, his = (
+            one.submit(project(leave, env={"TEXT": text}, outputs={"model": "model.txt"}))
+            for one, text in ((grace, "of grace"), (alan, "of alan"))
+        )
+        refused = f"inputs.data: {hers.id} belongs to grace"
+        for named in (hers.id, hers.id[:-1]):
+            with pytest.raises(NotAllowed, match=refused):
+                alan.submit(project(show, inputs={"data": f"{named}.model"}))
+        own = alan.submit(project(show, inputs={"data": f"{his.id[:-1]}.model"}))  # the start of an id is enough
+        assert own.spec["inputs"] == {"data": f"{his.id}.model"}
+        assert shown(alan, own.id) == b"of alan\n"
+        with pytest.raises(NotAllowed, match=refused):
+            alan.resubmit(own.id, overrides=[f"inputs.data={hers.id}.model"])
+        with pytest.raises(NotAllowed):
+            grace.resubmit(own.id)  # takes what it has taken, too
+        assert shown(alan, alan.resubmit(own.id).id) == b"of alan\n"
+        admins = ada.resubmit(own.id, overrides=[f"inputs.data={hers.id}.model"])
+        assert shown(ada, admins.id) == b"of grace\n"  # not what the first job had collected
+        after = alan.submit(project(depends_on=[hers.id]))
+        assert shown(alan, after.id) == b"hello\n"
+
+
+def test_what_signs_the_functions_of_the_services_account_goes_to_nobody_else(served: Served, project: Project) -> None:
+    from orc.orchestrator.functions.keys import new_key
+    from orc.orchestrator.functions.node import KEY_VARIABLE
+
+    with served.client() as client:
+        view = client.submit(project("print('code that is known by its digest')\n"))
+        (key,) = new_key(served.state_dir, view.digests["code"]).values()
+        with pytest.raises(SpecError, match=f"no value was sent for the secret {KEY_VARIABLE}"):
+            client.ask(requests.resubmit(view.id, [f"secrets=[{KEY_VARIABLE}]"], {}, requests.new_key()))
+    assert len(key) == 64
 
 
 def test_a_cluster_that_lends_no_account_refuses_others_jobs(served: Served, project: Project) -> None:
