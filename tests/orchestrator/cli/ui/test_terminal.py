@@ -149,12 +149,14 @@ _ASKING = {"sys.stdout.isatty", "sys.stderr.isatty", "sys.stdout.encoding", "sys
 _WRITERS = {
     "cli/ui/display.py": {"Console("},  # is given what `output.rendered` has made
     "cli/ui/output.py": {".echo("},
+    "cli/ui/bell.py": {".echo("},  # the bell alone
     "cli/commands/submit.py": {"sys.stdout.buffer", "sys.stderr.buffer"},  # for the sinks of `tail`
     "cli/ui/tail.py": {"sys.stdout.buffer"},
     "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
     "cli/commands/env.py": {"print("},  # in a process of its own, read as JSON
     "cli/commands/list.py": {"Live("},  # is given what `output.rendered` has made
     "cli/commands/top.py": {"Live("},  # is given cells that are escaped
+    "engine/log_rules.py": {"print("},  # in a process of its own, read as JSON
     "functions/node.py": {".print_exc("},  # into the log of the rank
     "ledger/schema.py": {"sys.stdout.write"},  # the schema
 }
