@@ -409,7 +409,7 @@ def test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue(habits: Habits, ca
     run_state_machine_as_test(
         lives,
         settings=settings(
-            max_examples=settings.default.max_examples if LONG else 5,
+            max_examples=settings.default.max_examples if LONG else 20,
             stateful_step_count=60,
             deadline=None,
             derandomize=not LONG,
