@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -136,12 +137,15 @@ class FakeBackend(Backend):
 
     def _start(self, marker: str, secrets: Mapping[str, str], on: Sequence[str] = ()) -> None:
         """Like an agent's lease: a second copy of the same attempt does not run."""
+        # Whole or not at all: the process that submits may be killed at any moment.
+        complete = self.root / f"{marker}.{os.getpid()}.{threading.get_ident()}.new"
+        complete.write_text(json.dumps({"phase": Phase.PENDING, "secrets": dict(secrets), "on": list(on)}))
         try:
-            descriptor = os.open(self.root / "jobs" / f"{marker}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            os.link(complete, self.root / "jobs" / f"{marker}.json")
         except FileExistsError:
             return
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"phase": Phase.PENDING, "secrets": dict(secrets), "on": list(on)}, file)
+        finally:
+            complete.unlink()
         self._called("run", marker)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
