@@ -160,19 +160,28 @@ def file_entry(path: Path, name: str, dtype: torch.dtype) -> dict[str, str]:
 
 
 @cache
-def _madvise() -> Any:
+def _memory_calls() -> tuple[Any, Any] | None:
     try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):  # no such call on this system: nothing is read ahead
+        library = ctypes.CDLL(None)
+        advise, resident = library.madvise, library.mincore
+    except (OSError, AttributeError):  # no such calls on this system: nothing is read ahead
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    resident.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    return advise, resident
 
 
 def _will_need(weight: Tensor) -> None:
     """Have the kernel read the pages of a mapped *weight* while something else computes."""
-    advise = _madvise()
-    if advise is None or not weight.is_contiguous() or weight.device.type != "cpu":
+    calls = _memory_calls()
+    if calls is None or not weight.is_contiguous() or weight.device.type != "cpu" or not weight.nbytes:
+        return
+    advise, resident = calls
+    end = weight.data_ptr() + weight.nbytes
+    last = (end - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    found = ctypes.create_string_buffer(1)
+    # Advice about pages that are in memory costs a look at each of them: the last one stands for all.
+    if resident(last, mmap.PAGESIZE, found) == 0 and found.raw[0] & 1:
         return
     begin = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    advise(begin, weight.data_ptr() + weight.nbytes - begin, mmap.MADV_WILLNEED)  # advice: a failure means nothing
+    advise(begin, end - begin, mmap.MADV_WILLNEED)  # advice: a failure means nothing

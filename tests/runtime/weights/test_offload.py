@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from orc.runtime import (
+    OffloadedWeightsLoader,
     init_empty_weights,
     load_offloaded_weight,
     load_offloaded_weights,
@@ -15,6 +16,7 @@ from orc.runtime import (
     offload_weight,
     save_offload_index,
 )
+from orc.runtime.weights import weights_map
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -79,3 +81,18 @@ def test_state_dicts_of_both_kinds(tmp_path):
             loaded = load_state_dict(str(tmp_path / name), **options)
             assert set(loaded) == set(state)
             assert torch.equal(loaded["b.weight"], state["b.weight"])
+
+
+def test_weights_on_the_disk_are_read_ahead_in_the_order_of_the_pass_before(tmp_path, monkeypatch):
+    state = {f"layer{number}": torch.full((4,), float(number)) for number in range(8)}
+    offload_state_dict(tmp_path, state)
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    ahead = []
+    monkeypatch.setattr(weights_map, "_will_need", lambda weight: ahead.append(int(weight[0])))
+    for _ in range(2):
+        for name in state:
+            assert torch.equal(loader[name], state[name])
+    assert ahead == [4, 5, 6, 7, 0, 1, 2, 3]  # each once in the second pass, half a round before it is used
+    monkeypatch.undo()
+    for _ in range(2):  # and the system takes the advice
+        assert [int(loader[name][0]) for name in state] == list(range(8))
