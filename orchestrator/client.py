@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
+from orc.orchestrator.clients.group_calls import GroupCalls
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.insight.calls import InsightCalls
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
@@ -35,7 +36,7 @@ _INTERVAL_AWAY = (1.0, 10.0)
 _SETTLE_S = 5.0
 
 
-class Client(FunctionCalls, InsightCalls, NotificationCalls):
+class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
     """Submit jobs, follow them, end them.
 
     Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
@@ -159,7 +160,7 @@ class Client(FunctionCalls, InsightCalls, NotificationCalls):
             raise SpecError(
                 "describes several jobs",
                 where=str(loaded.source_path),
-                hint="orc.launchers.spec.groups.load_jobs reads it, orc.orchestrator.clients.groups.submit sends it",
+                hint="orc.launchers.spec.groups.load_jobs reads it, submit_group sends it",
             )
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)

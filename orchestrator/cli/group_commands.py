@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member
-    from orc.orchestrator.clients.groups import GroupView, MemberView
+    from orc.orchestrator.clients.group_views import GroupView, MemberView
 
 _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as there are any
 
@@ -21,14 +21,13 @@ _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as ther
 def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: bool) -> int:
     """Submit a group, print its id, and return the exit status."""
     from orc.orchestrator.cli.exit_codes import of_states
-    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.cli.ui.submitting import submission_progress
-    from orc.orchestrator.clients import groups
 
-    client = open_ledger(reconciler=reconciler)
+    client = open_client(reconciler=reconciler)
     with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
-        view = groups.submit(client, loaded, on_progress=on_progress)
+        view = client.submit_group(loaded, on_progress=on_progress)
     if as_json:
         echo_json(view.to_dict())
     else:
@@ -120,11 +119,10 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="How many at most.")
     @json_option
     def list_(limit: int, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.session import open_client
         from orc.orchestrator.cli.ui.output import clock, echo_json, table
-        from orc.orchestrator.clients import groups
 
-        found = groups.newest(open_ledger().workspace, (kind,), limit)
+        found = open_client().groups(kinds=(kind,), limit=limit)
         if as_json:
             echo_json({"groups": [view.to_dict() for view in found]})
             return
@@ -140,25 +138,20 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
     @json_option
     def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.session import open_client
         from orc.orchestrator.cli.ui import reporting
         from orc.orchestrator.cli.ui.output import echo_json
-        from orc.orchestrator.clients import groups
 
-        client = open_ledger()
-        group_id = groups.resolve(client.workspace, group, (kind,))
-        view = groups.view(client.workspace, group_id)
+        client = open_client()
+        view = client.group(group, kinds=(kind,))
         if refresh and (ids := [member.job.id for member in view.members]):
             report = client.refresh(ids)
             reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
-            view = groups.view(client.workspace, group_id)
-        measured = {member.job.id: groups.last_metrics(client, member.job.id) for member in view.members}
+        view = client.group(view.id, metrics=True)
         if as_json:
-            document = view.to_dict()
-            for entry in document["members"]:
-                entry["metrics"] = measured[entry["job"]["id"]]
-            echo_json(document)
+            echo_json(view.to_dict())
             return
+        measured = {member.job.id: member.metrics for member in view.members}
         echo(_summary(view))
         names = wanted or [name for name in _METRICS if any(name in values for values in measured.values())]
         echo(_members(view, view.members, [(name, {j: v.get(name) for j, v in measured.items()}) for name in names]))
@@ -172,13 +165,11 @@ def group_command(kind: str, what: str) -> click.Group:
     def best(group: str, metric: str, largest: bool, limit: int, as_json: bool) -> None:
         from orc.launchers.errors import LaunchError
         from orc.launchers.spec.problems import choose
-        from orc.orchestrator.cli.session import open_ledger
+        from orc.orchestrator.cli.session import open_client
         from orc.orchestrator.cli.ui.output import echo_json
-        from orc.orchestrator.clients import groups
 
-        client = open_ledger()
-        view = groups.view(client.workspace, groups.resolve(client.workspace, group, (kind,)))
-        measured = {member.job.id: groups.last_metrics(client, member.job.id) for member in view.members}
+        view = open_client().group(group, kinds=(kind,), metrics=True)
+        measured = {member.job.id: member.metrics for member in view.members}
         found = [member for member in view.members if metric in measured[member.job.id]]
         if not found:
             names = list(dict.fromkeys(name for values in measured.values() for name in values))
@@ -187,8 +178,7 @@ def group_command(kind: str, what: str) -> click.Group:
         found.sort(key=lambda member: measured[member.job.id][metric], reverse=largest)
         found = found[:limit]
         if as_json:
-            members = [{**m.to_dict(), "metrics": measured[m.job.id]} for m in found]
-            echo_json({"id": view.id, "metric": metric, "members": members})
+            echo_json({"id": view.id, "metric": metric, "members": [member.to_dict() for member in found]})
             return
         echo(_members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]))
 
@@ -196,33 +186,28 @@ def group_command(kind: str, what: str) -> click.Group:
     @argument
     @json_option
     def cancel(group: str, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_ledger
-        from orc.orchestrator.clients import groups
+        from orc.orchestrator.cli.session import open_client
 
-        client = open_ledger()
-        view = groups.cancel(client, groups.resolve(client.workspace, group, (kind,)))
-        _report(view, as_json=as_json)
+        client = open_client()
+        _report(client.cancel_group(client.group(group, kinds=(kind,)).id), as_json=as_json)
 
     @command.command("retry", help="Submit the members that ended without success once more; what has succeeded stays.")
     @argument
     @json_option
     def retry(group: str, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_ledger
-        from orc.orchestrator.clients import groups
+        from orc.orchestrator.cli.session import open_client
 
-        client = open_ledger()
-        view = groups.resubmit(client, groups.resolve(client.workspace, group, (kind,)))
-        _report(view, as_json=as_json)
+        client = open_client()
+        _report(client.retry_group(client.group(group, kinds=(kind,)).id), as_json=as_json)
 
     return command
 
 
 def retry_group(group_id: str, *, as_json: bool) -> int:
     """Submit the members that ended without success once more, and return the exit status."""
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.clients import groups
+    from orc.orchestrator.cli.session import open_client
 
-    _report(groups.resubmit(open_ledger(), group_id), as_json=as_json)
+    _report(open_client().retry_group(group_id), as_json=as_json)
     return 0
 
 

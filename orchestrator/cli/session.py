@@ -43,17 +43,14 @@ def open_ledger(*, reconciler: bool = True) -> Client:
     return _of_ledger(reconciler)
 
 
-def check_job(path: str, overrides: Sequence[str], cluster: str | None, *, needs_clusters: bool = False) -> LoadedJob:
+def check_job(path: str, overrides: Sequence[str], cluster: str | None) -> LoadedJob:
     """Return the job in the file *path*, checked by all that can be asked here.
 
-    The clusters are the service's where one is configured, and it checks the rest; a command that *needs_clusters*
-    cannot do without. Raises `LaunchError`.
+    The clusters are the service's where one is configured, and it checks the rest. Raises `LaunchError`.
     """
     from orc.orchestrator.clients import logins
 
-    if login := logins.configured():
-        if needs_clusters:
-            raise _needs_ledger(login.url)
+    if logins.configured():
         from orc.launchers.spec import load_job
 
         return load_job(path, overrides, cluster=cluster)
@@ -65,7 +62,10 @@ def check_job(path: str, overrides: Sequence[str], cluster: str | None, *, needs
 def check_jobs(
     path: str, overrides: Sequence[str], cluster: str | None, *, needs_clusters: bool = False
 ) -> LoadedJob | LoadedGroup:
-    """Return the job or the group of jobs in the file *path*; as `check_job`. Raises `LaunchError`."""
+    """Return the job or the group of jobs in the file *path*; as `check_job`.
+
+    A command that *needs_clusters* cannot do without those of this machine. Raises `LaunchError`.
+    """
     from orc.orchestrator.clients import logins
 
     if login := logins.configured():

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.clients import flows, reports, requests, transport
+from orc.orchestrator.clients import flows, group_requests, reports, requests, transport
 from orc.orchestrator.clients.logins import Login, checked_url
 from orc.orchestrator.clients.uploads import silent
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.base import LogChunk, LogSelector, QueueReport
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.flows import Flow
+    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.protocol import ProgressCallback
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.insight.metrics import Line
@@ -84,7 +86,7 @@ class AsyncServiceClient:
             else:
                 return transport.answer(response, request, self.address)
 
-    async def _lead(self, flow: Flow[Answer]) -> Answer:
+    async def lead(self, flow: Flow[Answer]) -> Answer:
         """Return what *flow* returns, after doing what it asks for."""
         step = next(flow)
         try:
@@ -112,11 +114,11 @@ class AsyncServiceClient:
 
     async def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
         """Submit a job, exactly once whatever is lost on the way; *on_progress* is called in a thread."""
-        return await self._lead(flows.submit(loaded, on_progress or silent))
+        return await self.lead(flows.submit(loaded, on_progress or silent))
 
     async def resubmit(self, job_id: str, *, overrides: Sequence[str] = ()) -> JobView:
         """Submit a new job like *job_id*, with *overrides* of its specification."""
-        return await self._lead(flows.resubmit(job_id, overrides))
+        return await self.lead(flows.resubmit(job_id, overrides))
 
     async def cancel(
         self,
@@ -126,7 +128,56 @@ class AsyncServiceClient:
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
         """Cancel jobs; those that have ended stay as they are."""
-        return await self._lead(flows.cancel(job_ids, grace_s, on_unreachable))
+        return await self.lead(flows.cancel(job_ids, grace_s, on_unreachable))
+
+    async def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+        """Submit all members of a group, or none."""
+        return await self.lead(group_requests.submit_group(loaded, on_progress or silent))
+
+    async def groups(
+        self, *, kinds: Sequence[str] = ("sweep", "array", "pipeline"), limit: int = 20
+    ) -> list[GroupView]:
+        """Return the newest groups of these kinds."""
+        return await self.ask(group_requests.groups(kinds, limit))
+
+    async def group(self, ref: str, *, kinds: Sequence[str] = (), metrics: bool = False) -> GroupView:
+        """Return a group and the newest job of each member."""
+        return await self.ask(group_requests.group(ref, kinds, metrics=metrics))
+
+    async def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
+        """Cancel the members that have not ended."""
+        return await self.ask(group_requests.cancel_group(group_id, grace_s))
+
+    async def retry_group(self, group_id: str) -> GroupView:
+        """Submit the members that have ended without success once more."""
+        return await self.lead(group_requests.retry_group(group_id))
+
+    async def create_schedule(
+        self,
+        loaded: LoadedJob,
+        cron: str,
+        *,
+        name: str = "",
+        timezone: str = "UTC",
+        missed: str = "skip",
+        overlap: str = "skip",
+        on_progress: ProgressCallback | None = None,
+    ) -> ScheduleView:
+        """Submit a job again and again, from the snapshot that is taken now."""
+        progress = on_progress or silent
+        return await self.lead(group_requests.create_schedule(loaded, cron, name, timezone, missed, overlap, progress))
+
+    async def schedules(self) -> list[ScheduleView]:
+        """Return all schedules, by name."""
+        return await self.ask(group_requests.schedules())
+
+    async def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
+        """Resume a schedule, or pause it."""
+        return await self.ask(group_requests.enable_schedule(schedule_id, enabled=enabled))
+
+    async def delete_schedule(self, schedule_id: str) -> None:
+        """Forget a schedule; its jobs stay, and those that run go on."""
+        await self.ask(group_requests.delete_schedule(schedule_id))
 
     async def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
         """Set tags of a job; `None` removes one."""
@@ -146,15 +197,15 @@ class AsyncServiceClient:
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first."""
-        return await self._lead(flows.jobs(states, name, tags, limit, group))
+        return await self.lead(flows.jobs(states, name, tags, limit, group))
 
     async def events(self, job_id: str) -> list[EventView]:
         """Return the history of a job, oldest first."""
-        return await self._lead(flows.events(job_id))
+        return await self.lead(flows.events(job_id))
 
     async def resolve(self, ref: str) -> str:
         """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        return await self._lead(flows.resolve(ref))
+        return await self.lead(flows.resolve(ref))
 
     async def wait(
         self,
@@ -164,7 +215,7 @@ class AsyncServiceClient:
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
         """Wait until all jobs have ended, *timeout_s* seconds at most."""
-        return await self._lead(flows.wait(job_ids, timeout_s, on_change))
+        return await self.lead(flows.wait(job_ids, timeout_s, on_change))
 
     async def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
         """Return the logs of an attempt (the newest by default) that exist so far."""
@@ -228,7 +279,7 @@ class AsyncServiceClient:
 
     async def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        return await self._lead(flows.queueing_clusters())
+        return await self.lead(flows.queueing_clusters())
 
     async def queue(self, cluster: str) -> QueueReport:
         """Return a cluster's own queue, and the jobs of the service in it."""

@@ -21,6 +21,10 @@ class JobNotFound(LaunchError):
     """No job, or more than one, answers to that name."""
 
 
+class GroupNotFound(LaunchError):
+    """No group, or more than one, answers to that name."""
+
+
 class ServiceUnreachable(BackendUnreachable):
     """The service did not answer, or not as a service of orc does. Says nothing about jobs."""
 
@@ -54,6 +58,7 @@ _KINDS: Mapping[str, type[LaunchError]] = {
         BackendUnreachable,
         NoRoom,
         JobNotFound,
+        GroupNotFound,
         ServiceUnreachable,
         NotLoggedIn,
         NotAllowed,

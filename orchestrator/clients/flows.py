@@ -58,14 +58,22 @@ def submit(loaded: LoadedJob, progress: ProgressCallback) -> Flow[JobView]:
     progress("submit", {})
     spec = loaded.spec.model_dump(mode="json")
     request = requests.submit(spec, snapshot.digests, source, secrets, requests.new_key())
+    return (yield from with_trees(request, [snapshot]))
+
+
+def with_trees(request: Request[Answer], snapshots: Sequence[LocalSnapshot]) -> Flow[Answer]:
+    """Send *request*, after an upload of the trees of *snapshots* that the service turns out to lack, each once."""
     for _ in range(_UPLOADS):
         try:
-            view: JobView = yield request
-            return view
+            answer: Answer = yield request
+            return answer
         except SnapshotMissing as missing:
-            yield from _upload(snapshot, missing.digests)
-    view = yield request
-    return view
+            left = set(missing.digests)
+            for snapshot in snapshots:
+                yield from _upload(snapshot, sorted(left))
+                left -= set(snapshot.digests.values())
+    answer = yield request
+    return answer
 
 
 def _upload(snapshot: LocalSnapshot, digests: Sequence[str]) -> Flow[None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.clients.errors import GroupNotFound
+from orc.orchestrator.clients.group_views import GroupView, MemberView
 from orc.orchestrator.ledger import groups as table
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.listing import JobFilter
@@ -14,78 +17,15 @@ from orc.orchestrator.views import JobRow
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
-    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.groups import Entry
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.workspace import Workspace
 
 _MOST = 1_000_000  # jobs of one group
 ProgressCallback = Callable[[str, Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class MemberView:
-    """Member of a group: its newest job, and what tells it from the others."""
-
-    number: int
-    stage: str
-    parameters: Mapping[str, str]
-    job: JobRow
-    jobs: int = 1  # how often it was submitted
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
-        return {
-            "index": self.number,
-            "stage": self.stage or None,
-            "parameters": dict(self.parameters),
-            "submissions": self.jobs,
-            "job": self.job.to_dict(),
-        }
-
-
-@dataclass(frozen=True)
-class GroupView:
-    """Group of jobs as the ledger has it."""
-
-    id: str
-    kind: str
-    name: str
-    owner: str
-    created_at: float
-    max_parallel: int | None
-    members: tuple[MemberView, ...] = field(default=())
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys that its members differ in."""
-        return list(dict.fromkeys(key for member in self.members for key in member.parameters))
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of members in each state, in the order of the members."""
-        found: dict[str, int] = {}
-        for member in self.members:
-            found[member.job.state] = found.get(member.job.state, 0) + 1
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "name": self.name,
-            "owner": self.owner,
-            "created_at": self.created_at,
-            "max_parallel": self.max_parallel,
-            "counts": self.counts,
-            "members": [member.to_dict() for member in self.members],
-        }
-
-
-class GroupNotFound(LaunchError):
-    """No group, or more than one, answers to that name."""
 
 
 def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
@@ -113,10 +53,7 @@ def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback
               member.stage, source)
         for member in loaded.members
     ]  # fmt: skip
-    described = {
-        "members": {str(m.number): dict(m.parameters) for m in loaded.members if m.parameters},
-        "stages": {str(m.number): m.stage for m in loaded.members if m.stage},
-    }
+    described = description({m.number: (m.parameters, m.stage) for m in loaded.members})
     group = new_group(ws, loaded.kind, loaded.name, loaded.max_parallel, described)
     send = enqueue_stages if loaded.kind == "pipeline" else submit_members
     records = send(ws, entries, group)
@@ -124,12 +61,25 @@ def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback
     return view(ws, group.id)
 
 
+def description(members: Mapping[int, tuple[Mapping[str, str], str]]) -> dict[str, Any]:
+    """Return what the row of a group says of its *members*: by their numbers, their parameters and stages."""
+    return {
+        "members": {str(number): dict(parameters) for number, (parameters, _) in members.items() if parameters},
+        "stages": {str(number): stage for number, (_, stage) in members.items() if stage},
+    }
+
+
+def snapshot_key(spec: JobSpec) -> str:
+    """Return a text that is the same for jobs with one snapshot: of a directory and environment, on a cluster."""
+    return f"{spec.cluster} {spec.workdir!r} {spec.environment!r}"
+
+
 def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], progress: ProgressCallback) -> Snapshot:
     """Return the snapshot of a member; those with the same directory and environment on a cluster share one."""
     from orc.orchestrator.engine.snapshots import check_script, take
 
     spec = loaded.spec
-    key = f"{spec.cluster} {spec.workdir!r} {spec.environment!r}"
+    key = snapshot_key(spec)
     if key in known:
         check_script(spec, known[key].code)
     else:
@@ -147,14 +97,21 @@ def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | N
         GroupNotFound: There is no such group.
         LaunchError: None of them could be submitted, or there are none.
     """
-    from dataclasses import replace
-
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-    from orc.orchestrator.engine.groups import Entry, enqueue
-    from orc.orchestrator.engine.stored_spec import stored_spec
+    from orc.orchestrator.engine.groups import enqueue
 
     ws = client.workspace
-    shown, record = view(ws, group_id), _record(ws, group_id)
+    records = enqueue(ws, entries_again(ws, group_id), group=record_of(ws, group_id), known=True)
+    client.refresh([new.id for new in records])
+    return view(ws, group_id)
+
+
+def entries_again(ws: Workspace, group_id: str) -> list[Entry]:
+    """Return the jobs that `resubmit` submits; each has its old id as its stage. Raises what that raises."""
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
+    from orc.orchestrator.engine.groups import Entry
+    from orc.orchestrator.engine.stored_spec import stored_spec
+
+    shown = view(ws, group_id)
     over = {JobState.FAILED, JobState.CANCELLED}
     again = {member.job.id: member for member in shown.members if member.job.state in over}
     specs = {job_id: stored_spec(ws, job_id) for job_id in again}
@@ -174,9 +131,7 @@ def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | N
         if taken & specs.keys():  # what another one has left is left anew
             snapshot = replace(snapshot, inputs={})
         entries.append(Entry(spec, snapshot, again[job_id].number, job_id, f"job:{job_id}"))
-    records = enqueue(ws, entries, group=record, known=True)
-    client.refresh([new.id for new in records])
-    return view(ws, group_id)
+    return entries
 
 
 def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:
@@ -203,11 +158,11 @@ def cancel(client: Client, group_id: str, *, grace_s: float | None = None) -> Gr
 
 def view(ws: Workspace, group_id: str) -> GroupView:
     """Return a group and the newest job of each member. Raises `GroupNotFound`."""
-    group = _record(ws, group_id)
+    group = record_of(ws, group_id)
     rows = [JobRow(*row) for row in ws.ledger.page(JobFilter(group=group.id), limit=_MOST).rows]
     members: dict[int, MemberView] = {}
     for row in sorted(rows, key=lambda row: row.created_at):
-        number = row.group_index or 0
+        number = len(members) if row.group_index is None else row.group_index  # runs of a schedule have none
         before = members[number].jobs if number in members else 0
         members[number] = MemberView(
             number,
@@ -260,18 +215,26 @@ def members_of(ws: Workspace, ref: str) -> list[str]:
     return [member.job.id for member in view(ws, ref).members]
 
 
-def last_metrics(client: Client, job_id: str) -> dict[str, float]:
+def with_metrics(ws: Workspace, group: GroupView) -> GroupView:
+    """Return *group* with the newest value of each measurement of its members."""
+    members = tuple(replace(member, metrics=_last_metrics(ws, member.job.id)) for member in group.members)
+    return replace(group, members=members)
+
+
+def _last_metrics(ws: Workspace, job_id: str) -> dict[str, float]:
     """Return the newest value of each measurement of a job; nothing where its cluster does not answer."""
     from orc.orchestrator.insight.metrics import Reader, course, names, series
 
     try:
-        lines = course(Reader(client.workspace, job_id).read())
+        lines = course(Reader(ws, job_id).read())
     except LaunchError:
         return {}
-    return {name: values[-1][1] for name in names(lines) if (values := series(lines, name))}
+    found = {name: [value for _, value in series(lines, name) if math.isfinite(value)] for name in names(lines)}
+    return {name: values[-1] for name, values in found.items() if values}
 
 
-def _record(ws: Workspace, group_id: str) -> GroupRecord:
+def record_of(ws: Workspace, group_id: str) -> GroupRecord:
+    """Return the row of a group. Raises `GroupNotFound`."""
     with ws.ledger.database.read() as connection:
         group = table.find(connection, group_id)
     if group is None:

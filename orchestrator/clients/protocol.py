@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import LogChunk, LogSelector, NodeEntry, QueueReport
     from orc.launchers.errors import LaunchError
     from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.notifications.calls import NotificationView
     from orc.orchestrator.views import EventView, JobRow, JobView
@@ -85,6 +87,52 @@ class JobsClient(Protocol):
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
         """Cancel jobs; those that have ended stay as they are."""
+        ...
+
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+        """Submit all members of a group, or none."""
+        ...
+
+    def groups(self, *, kinds: Sequence[str] = ("sweep", "array", "pipeline"), limit: int = 20) -> list[GroupView]:
+        """Return the newest groups of these kinds."""
+        ...
+
+    def group(self, ref: str, *, kinds: Sequence[str] = (), metrics: bool = False) -> GroupView:
+        """Return a group and the newest job of each member."""
+        ...
+
+    def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
+        """Cancel the members that have not ended."""
+        ...
+
+    def retry_group(self, group_id: str) -> GroupView:
+        """Submit the members that have ended without success once more."""
+        ...
+
+    def create_schedule(
+        self,
+        loaded: LoadedJob,
+        cron: str,
+        *,
+        name: str = "",
+        timezone: str = "UTC",
+        missed: str = "skip",
+        overlap: str = "skip",
+        on_progress: ProgressCallback | None = None,
+    ) -> ScheduleView:
+        """Submit a job again and again, from the snapshot that is taken now."""
+        ...
+
+    def schedules(self) -> list[ScheduleView]:
+        """Return all schedules, by name."""
+        ...
+
+    def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
+        """Resume a schedule, or pause it."""
+        ...
+
+    def delete_schedule(self, schedule_id: str) -> None:
+        """Forget a schedule; its jobs stay, and those that run go on."""
         ...
 
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:

@@ -25,7 +25,7 @@ LOG_BYTES = 1 << 20  # of one answer
 NEXT_OFFSET = "X-Orc-Next-Offset"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 # Of a request that does something at a cluster, which may have to be reached first.
-_SLOW_S = 300.0
+SLOW_S = 300.0
 
 Answer = TypeVar("Answer")
 
@@ -113,7 +113,7 @@ def submit(
         lambda reply: wire.job_view(reply.json),
         body=body,
         headers={IDEMPOTENCY_KEY: key},
-        timeout_s=_SLOW_S,
+        timeout_s=SLOW_S,
     )
 
 
@@ -125,7 +125,7 @@ def resubmit(job_id: str, overrides: Sequence[str], secrets: Mapping[str, str], 
         lambda reply: wire.job_view(reply.json),
         body={"set": list(overrides), "secrets": dict(secrets)},
         headers={IDEMPOTENCY_KEY: key},
-        timeout_s=_SLOW_S,
+        timeout_s=SLOW_S,
     )
 
 
@@ -141,7 +141,7 @@ def cancel(job_id: str, grace_s: float | None) -> Request[tuple[JobView, dict[st
         job_path(job_id, "/cancel"),
         lambda reply: (wire.job_view(reply.json), dict(reply.json.get("unreachable") or {})),
         body={} if grace_s is None else {"grace_s": grace_s},
-        timeout_s=_SLOW_S,
+        timeout_s=SLOW_S,
     )
 
 
@@ -214,7 +214,7 @@ def put_contents(content: Callable[[], Iterator[bytes]], size: int) -> Request[N
         lambda _: None,
         content=content,
         headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)},
-        timeout_s=_SLOW_S,
+        timeout_s=SLOW_S,
     )
 
 
@@ -225,5 +225,5 @@ def put_tree(digest: str, manifest: Mapping[str, Any]) -> Request[list[str]]:
         f"{API}/bundles/trees/{quote(digest, safe='')}",
         lambda reply: [str(one) for one in reply.json["missing"]],
         body=dict(manifest),
-        timeout_s=_SLOW_S,
+        timeout_s=SLOW_S,
     )

@@ -12,6 +12,7 @@ from orc.orchestrator.clients import flows, reports, requests, transport
 from orc.orchestrator.clients.errors import NeedsLedger
 from orc.orchestrator.clients.following import follow_log
 from orc.orchestrator.clients.logins import Login, checked_url
+from orc.orchestrator.clients.service_groups import ServiceGroupCalls
 from orc.orchestrator.clients.uploads import silent
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Refreshed:
     unreachable: dict[str, str] = field(default_factory=dict)
 
 
-class ServiceClient:
+class ServiceClient(ServiceGroupCalls):
     """Submit jobs to a service, follow them, end them.
 
     Use it as a context manager or `close` it. The methods are those of `Client`, with the same arguments, values and
@@ -112,7 +113,7 @@ class ServiceClient:
             else:
                 return transport.answer(response, request, self.address)
 
-    def _lead(self, flow: Flow[Answer]) -> Answer:
+    def lead(self, flow: Flow[Answer]) -> Answer:
         """Return what *flow* returns, after doing what it asks for."""
         step = next(flow)
         try:
@@ -152,7 +153,7 @@ class ServiceClient:
             LaunchError: The job certainly does not run.
             ServiceUnreachable: No answer came: the job may run; `jobs` will show it.
         """
-        return self._lead(flows.submit(loaded, on_progress or silent))
+        return self.lead(flows.submit(loaded, on_progress or silent))
 
     def resubmit(
         self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
@@ -161,7 +162,7 @@ class ServiceClient:
 
         The values of its secrets are looked up here, as at any submission.
         """
-        return self._lead(flows.resubmit(job_id, overrides))
+        return self.lead(flows.resubmit(job_id, overrides))
 
     def cancel(
         self,
@@ -171,7 +172,7 @@ class ServiceClient:
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
         """Cancel jobs; those that have ended stay as they are. Arguments as of `Client.cancel`."""
-        return self._lead(flows.cancel(job_ids, grace_s, on_unreachable))
+        return self.lead(flows.cancel(job_ids, grace_s, on_unreachable))
 
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
         """Set tags of a job; `None` removes one."""
@@ -200,15 +201,15 @@ class ServiceClient:
         limit: int | None = 50,
     ) -> list[JobRow]:
         """Return jobs, newest first. Arguments as of `Client.jobs`."""
-        return self._lead(flows.jobs(states, name, tags, limit, group))
+        return self.lead(flows.jobs(states, name, tags, limit, group))
 
     def events(self, job_id: str) -> list[EventView]:
         """Return the history of a job, oldest first."""
-        return self._lead(flows.events(job_id))
+        return self.lead(flows.events(job_id))
 
     def resolve(self, ref: str) -> str:
         """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        return self._lead(flows.resolve(ref))
+        return self.lead(flows.resolve(ref))
 
     def wait(
         self,
@@ -218,7 +219,7 @@ class ServiceClient:
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
         """Wait until all jobs have ended, *timeout_s* seconds at most. Arguments as of `Client.wait`."""
-        return self._lead(flows.wait(job_ids, timeout_s, on_change))
+        return self.lead(flows.wait(job_ids, timeout_s, on_change))
 
     # -- logs and metrics
 
@@ -280,7 +281,7 @@ class ServiceClient:
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        return self._lead(flows.queueing_clusters())
+        return self.lead(flows.queueing_clusters())
 
     def queue(self, cluster: str) -> QueueReport:
         """Return a cluster's own queue, and the jobs of the service in it."""

@@ -13,7 +13,7 @@ from orc.orchestrator.clients import content_stream
 if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.manifest import Bundle, Entry
-    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.clients.protocol import ProgressCallback
 
@@ -63,6 +63,12 @@ class LocalSnapshot:
     def digests(self) -> dict[str, str]:
         """Digests of the trees by what they are."""
         return {name: bundle.digest for name, bundle in self._trees.items()}
+
+    def check(self, job: JobSpec) -> None:
+        """Raise `SpecError` where the code has not what *job* runs."""
+        from orc.orchestrator.engine.snapshots import check_script
+
+        check_script(job, self._trees["code"])
 
     def bundles(self, digests: Sequence[str]) -> list[Bundle]:
         """Return the manifests of those trees."""

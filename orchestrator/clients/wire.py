@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.launchers.attempts.logs import LogSelector
+from orc.orchestrator.clients.group_views import GroupView, MemberView, ScheduleView
 from orc.orchestrator.views import AttemptView, EventView, JobRow, JobView
 
 if TYPE_CHECKING:
@@ -45,6 +46,23 @@ def job_row(data: Mapping[str, Any]) -> JobRow:
 def event_view(data: Mapping[str, Any]) -> EventView:
     """Return the event of which `EventView.to_dict` gave *data*."""
     return _view(EventView, data)
+
+
+def group_view(data: Mapping[str, Any]) -> GroupView:
+    """Return the group of which `GroupView.to_dict` gave *data*."""
+    members = tuple(
+        MemberView(
+            one["index"], one.get("stage") or "", one.get("parameters") or {}, job_row(one["job"]),
+            one.get("submissions", 1), one.get("metrics") or {},
+        )
+        for one in data["members"]
+    )  # fmt: skip
+    return _view(GroupView, {**data, "members": members})
+
+
+def schedule_view(data: Mapping[str, Any]) -> ScheduleView:
+    """Return the schedule of which `ScheduleView.to_dict` gave *data*."""
+    return _view(ScheduleView, data)
 
 
 def queue_report(data: Mapping[str, Any]) -> QueueReport:

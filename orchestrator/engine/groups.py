@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import artefacts, job_files, job_secrets, submission
-from orc.orchestrator.engine.dependencies import required, waiting_reason
+from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, Progress
@@ -80,7 +80,7 @@ def enqueue(
     secrets: list[Mapping[str, str]] = []
     for entry, job_id in zip(entries, ids, strict=True):
         ws.backend(entry.spec.cluster)
-        spec = as_member(_with_ids(entry.spec, stages), array)
+        spec = as_member(_with_ids(ws, entry.spec, stages), array)
         artefacts.check(ws, spec, {key: one.spec for key, one in zip(ids, entries, strict=True)})
         needs.append(required(ws, spec, ids))
         secrets.append(resolve_secrets(spec.secrets, {**os.environ, **(given or {})}))
@@ -115,9 +115,11 @@ def enqueue(
     return records
 
 
-def enqueue_stages(ws: Workspace, entries: Sequence[Entry], group: GroupRecord) -> list[JobRecord]:
+def enqueue_stages(
+    ws: Workspace, entries: Sequence[Entry], group: GroupRecord, given: Mapping[str, str] | None = None
+) -> list[JobRecord]:
     """Submit the jobs of a pipeline. Raises `LaunchError` when certainly none of them runs."""
-    return enqueue(ws, entries, group=group)
+    return enqueue(ws, entries, group=group, given=given)
 
 
 def submit_members(
@@ -132,7 +134,8 @@ def submit_members(
     specs = [entry.spec for entry in entries]
     backend = ws.backend(specs[0].cluster)
     waits = bool(specs[0].depends_on or specs[0].inputs) or is_limited(ws, specs[0].cluster)
-    if not isinstance(backend, SupportsArrays) or len(specs) == 1 or waits or not _alike(specs):
+    apart = any(entry.snapshot.digests != entries[0].snapshot.digests for entry in entries)
+    if not isinstance(backend, SupportsArrays) or len(specs) == 1 or waits or apart or not _alike(specs):
         return enqueue(ws, entries, group=group, given=given)
     return submission.start_array(
         ws,
@@ -159,18 +162,20 @@ def as_member(spec: JobSpec, array: str) -> JobSpec:
     return spec.model_copy(update=changes)
 
 
-def _with_ids(spec: JobSpec, stages: Mapping[str, str]) -> JobSpec:
-    """Return *spec* with the ids of the jobs that it names as stages."""
+def _with_ids(ws: Workspace, spec: JobSpec, stages: Mapping[str, str]) -> JobSpec:
+    """Return *spec* with the ids of the jobs that it names as stages, and of all whose artefacts it takes."""
     from orc.launchers.spec.relations import artefact, requirement
 
-    if not stages or not (spec.depends_on or spec.inputs):
+    if not (spec.depends_on or spec.inputs):
         return spec
-    waits = [requirement(text) for text in spec.depends_on]
+    waits = [(text, requirement(text)) for text in spec.depends_on]
     taken = {name: artefact(text) for name, text in spec.inputs.items()}
     return spec.model_copy(
         update={
-            "depends_on": [f"{stages.get(one.job, one.job)}:{one.condition}" for one in waits],
-            "inputs": {name: f"{stages.get(one.job, one.job)}.{one.output}" for name, one in taken.items()},
+            "depends_on": [f"{stages[one.job]}:{one.condition}" if one.job in stages else text for text, one in waits],
+            "inputs": {
+                name: f"{stages.get(one.job) or job_named(ws, one.job)}.{one.output}" for name, one in taken.items()
+            },
         }
     )
 

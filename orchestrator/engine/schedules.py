@@ -7,24 +7,36 @@ reconcilers that see the same due schedule, one writes both, and the other neith
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import cron, deadlines, job_files, job_secrets
+from orc.orchestrator.engine import cron, deadlines, job_files, job_secrets, sealing
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.transaction import Addition
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.schedules import ScheduleRecord
     from orc.orchestrator.workspace import Workspace
+
+
+class _HasNames(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasNames)
 
 MISSED = ("skip", "run_once")  # what becomes of times at which no reconciler ran: nothing, or one job for all of them
 OVERLAP = ("allow", "skip")  # what becomes of a time at which the job of the last one has not ended
@@ -42,31 +54,37 @@ def create(
     missed: str = "skip",
     overlap: str = "skip",
     source: str = "",
+    given: Mapping[str, str] | None = None,
+    request: str = "",
 ) -> ScheduleRecord:
     """Store a schedule of *spec*, which runs from *snapshot* each time; the values of its secrets are kept for it.
 
+    *given* are values of its secrets, beside those of the environment; *request* names the request that makes it.
     Raises `SpecError` for what is no schedule, and what rendering the job raises.
     """
     from orc.orchestrator.engine.placement import PlacementPlanner
 
-    cron.check(expression, zone)
-    if spec.depends_on or spec.inputs:
-        raise SpecError("a scheduled job waits for the clock, not for other jobs", where=spec.name)
+    check(spec, expression, zone)
     backend = ws.backend(spec.cluster)
-    secrets = resolve_secrets(spec.secrets, os.environ)
-    schedule_id = new_job_id(name)
+    secrets = resolve_secrets(spec.secrets, {**os.environ, **(given or {})})
+    schedule_id = ws.new_job_id(name)
     PlacementPlanner(ws, spec, snapshot, AttemptId(new_job_id(spec.name), 1)).render(None)
     described = {
-        "job": spec.model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin, "missed": missed,
-        "overlap": overlap,
+        "job": ws.subscribed(spec).model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin,
+        "missed": missed, "overlap": overlap,
     }  # fmt: skip
+    if request:
+        described["request"] = request
+    if ws.seals and secrets:
+        described["sealed"] = sealing.seal(ws.state_dir, schedule_id, secrets)
     now = ws.clock()
     record = schedules.ScheduleRecord(
         schedule_id, name, ws.user, expression, zone, True, cron.due_after(expression, zone, now), None, None,
         described, snapshot.digests, source,
     )  # fmt: skip
     try:
-        job_secrets.keep(ws.state_dir, schedule_id, secrets)
+        if not ws.seals:
+            job_secrets.keep(ws.state_dir, schedule_id, secrets)
         with ws.ledger.transaction() as tx:
             if schedules.named(tx.connection, ws.user, name) is not None:
                 raise SpecError(f"there is a schedule {name!r} already", hint="delete it first, or give another --name")
@@ -77,6 +95,15 @@ def create(
         raise
     ws.on_live_job()
     return record
+
+
+def check(spec: JobSpec, expression: str, zone: str) -> None:
+    """Raise `SpecError` for a time that never comes, and for a job that cannot be scheduled."""
+    cron.check(expression, zone)
+    if spec.sweep is not None or spec.array is not None:
+        raise SpecError("a schedule submits one job at a time, no sweep or array", where=spec.name)
+    if spec.depends_on or spec.inputs:
+        raise SpecError("a scheduled job waits for the clock, not for other jobs", where=spec.name)
 
 
 def next_due(ws: Workspace) -> float | None:
@@ -114,8 +141,11 @@ def _fire(ws: Workspace, schedule: ScheduleRecord) -> str | None:
             record = tx.enqueue(new) if new is not None else None
     except Conflict:  # another reconciler has done it
         if new is not None:
-            job_secrets.remove(ws.state_dir, new.id)
+            job_secrets.remove_for(ws, new.id)
         return None
+    finally:
+        if new is not None:
+            ws.ledger.additions.pop(new.id, None)
     if new is None or record is None:
         return None
     job_files.keep(ws.state_dir, new, record.created_at)
@@ -145,8 +175,14 @@ def _job(ws: Workspace, schedule: ScheduleRecord, now: float) -> NewJob:
 
 def _copy_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> None:
     """Keep the secrets of the schedule for its job, where this machine has them; elsewhere the job says what it waits
-    for.
+    for. Those of a service's schedule stay sealed.
     """
+    if sealed := schedule.spec.get("sealed"):
+        # A text that does not open here is no reason to look elsewhere: the job says that it does not.
+        with suppress(sealing.UnsealError):
+            sealed = sealing.seal(ws.state_dir, new.id, sealing.unseal(ws.state_dir, schedule.id, sealed))
+        ws.ledger.additions[new.id] = Addition(sealed=sealed)
+        return
     with suppress(SpecError):
         job_secrets.keep(
             ws.state_dir, new.id, job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])
@@ -177,12 +213,21 @@ def remove(ws: Workspace, schedule_id: str) -> None:
     job_secrets.remove(ws.state_dir, schedule_id)
 
 
+def all_schedules(ws: Workspace) -> list[ScheduleRecord]:
+    """Return all schedules, by name."""
+    with ws.ledger.database.read() as connection:
+        return schedules.all_schedules(connection)
+
+
 def resolve(ws: Workspace, ref: str) -> ScheduleRecord:
     """Return the schedule of this id or name, or the start of its id. Raises `LaunchError`."""
+    return chosen(all_schedules(ws), ref)
+
+
+def chosen(every: Sequence[Named], ref: str) -> Named:
+    """Return the one among *every* schedule that has this id or name, or the start of its id. Raises `LaunchError`."""
     from orc.launchers.spec.problems import nearest
 
-    with ws.ledger.database.read() as connection:
-        every = schedules.all_schedules(connection)
     found = [one for one in every if ref in (one.id, one.name)] or [one for one in every if one.id.startswith(ref)]
     if len(found) == 1:
         return found[0]

@@ -72,6 +72,22 @@ def members(connection: Connection, group_id: str) -> list[Member]:
     return [Member(job_id, index, JobState(state)) for job_id, index, state in rows]
 
 
+def owners(connection: Connection, group_id: str) -> set[str]:
+    """Return the owners of the jobs of a group."""
+    rows = connection.tuples("SELECT DISTINCT owner FROM jobs WHERE group_id = :id", {"id": group_id})
+    return {owner for (owner,) in rows}
+
+
+def has_job_of(connection: Connection, group_id: str, request: str) -> bool:
+    """Return True where the request with this digest has made a job of the group."""
+    rows = connection.tuples(
+        "SELECT 1 FROM events WHERE kind = 'queued' AND data LIKE :request "
+        "AND job_id IN (SELECT id FROM jobs WHERE group_id = :id) LIMIT 1",
+        {"id": group_id, "request": f"%{request}%"},
+    )
+    return bool(rows)
+
+
 def set_max_parallel(connection: Connection, group_id: str, number: int | None) -> bool:
     """Change how many jobs of the group may be live at a time; False where there is no such group."""
     changed = "UPDATE groups SET max_parallel = :number WHERE id = :id"

@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
+from orc.orchestrator.ledger.records import dump
 from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def export(ledger: Ledger, file: IO[str]) -> dict[str, int]:
     with ledger.database.read() as connection:
         for table in TABLES:
             for row in _rows(connection, table):
-                _write(file, [table.name, dict(zip(table.columns, row, strict=True))])
+                _write(file, [table.name, _without_secrets(dict(zip(table.columns, row, strict=True)))])
                 counts[table.name] += 1
     _write(file, {"end": counts})
     return counts
@@ -33,6 +34,14 @@ def export(ledger: Ledger, file: IO[str]) -> dict[str, int]:
 def _write(file: IO[str], value: Any) -> None:
     file.write(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
     file.write("\n")
+
+
+def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a schedule with what no key opens in place of its sealed secrets; others as they are."""
+    if "cron" not in row or '"sealed"' not in row["spec"]:
+        return row
+    spec = json.loads(row["spec"])
+    return {**row, "spec": dump({**spec, "sealed": "-"} if "sealed" in spec else spec)}
 
 
 def _rows(connection: Connection, table: ExportedTable) -> Iterator[tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Security
@@ -10,6 +10,8 @@ from fastapi.security import APIKeyCookie, HTTPBearer
 from pydantic import BaseModel
 
 from orc.orchestrator.client import Client, JobNotFound
+from orc.orchestrator.clients.errors import GroupNotFound
+from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.service import tokens
 from orc.orchestrator.service.context import Service, service_of
 from orc.orchestrator.service.errors import ApiError
@@ -115,8 +117,8 @@ def guard(
 ) -> None:
     """Let a request pass that its route allows; the `Principal` is ``request.state.principal`` from then on.
 
-    Here alone it is decided who may do what: a route needs a role, and what changes a job (``{job_id}`` in its path)
-    needs its owner. Raises `ApiError`.
+    Here alone it is decided who may do what: a route needs a role, and what changes a job, a group or a schedule
+    (``{job_id}``, ``{group_id}``, ``{schedule_id}`` in its path) needs its owner. Raises `ApiError`.
     """
     role = role_of_route(request.scope.get("endpoint"), request.method)
     if role is None:
@@ -124,18 +126,50 @@ def guard(
     principal = admit(service, request, role)
     if wait := service.rates.retry_after("token", principal.token_id):
         raise too_many(wait)
-    job_id = request.path_params.get("job_id")
-    if job_id is not None and request.method not in SAFE_METHODS:
-        with service.clients.client() as client:
-            _check_owner(client, principal, str(job_id))
+    if request.method in SAFE_METHODS:
+        return
+    for parameter, owners_of in _OWNERS.items():
+        if (name := request.path_params.get(parameter)) is not None:
+            with service.clients.client() as client:
+                _check_owners(principal, str(name), owners_of(client, str(name)))
 
 
-def _check_owner(client: Client, principal: Principal, job_id: str) -> None:
+def _check_owners(principal: Principal, name: str, owners: set[str]) -> None:
+    for owner in sorted(owners):
+        if not principal.may_change(owner):
+            what = f"{name} belongs to {owner or 'nobody'}" if len(owners) == 1 else f"{owner} has a job in {name}"
+            raise ApiError(403, f"{what}: only its owner or an admin may change it")
+
+
+def _owners_of_job(client: Client, job_id: str) -> set[str]:
     job = client.workspace.ledger.job(job_id)
     if job is None:
         raise JobNotFound(f"no such job: {job_id}", hint="GET /api/v1/jobs lists the jobs")
-    if not principal.may_change(job.owner):
-        raise ApiError(403, f"{job_id} belongs to {job.owner or 'nobody'}: only its owner or an admin may change it")
+    return {job.owner}
+
+
+def _owners_of_group(client: Client, group_id: str) -> set[str]:
+    """Return who has the group, and who has jobs in it: an admin may have submitted some once more."""
+    with client.workspace.ledger.database.read() as connection:
+        group = groups.find(connection, group_id)
+        if group is None:
+            raise GroupNotFound(f"no such group: {group_id}", hint="GET /api/v1/groups lists the groups")
+        return {group.owner, *groups.owners(connection, group_id)}
+
+
+def _owners_of_schedule(client: Client, schedule_id: str) -> set[str]:
+    with client.workspace.ledger.database.read() as connection:
+        schedule = schedules.find(connection, schedule_id)
+    if schedule is None:
+        raise ApiError(404, f"no such schedule: {schedule_id}", hint="GET /api/v1/schedules lists the schedules")
+    return {schedule.owner}
+
+
+_OWNERS: Mapping[str, Callable[[Client, str], set[str]]] = {
+    "job_id": _owners_of_job,
+    "group_id": _owners_of_group,
+    "schedule_id": _owners_of_schedule,
+}
 
 
 def principal_of(request: Request) -> Principal:

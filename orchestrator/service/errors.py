@@ -43,6 +43,7 @@ class ApiError(Exception):
 # Names of exception classes; the first match in the class's MRO counts.
 _STATUS = {
     "JobNotFound": 404,
+    "GroupNotFound": 404,
     "NotAllowed": 403,
     "LedgerError": 503,
     "BackendUnreachable": 503,

@@ -153,11 +153,14 @@ class QueueModel(_Answer):
 
 
 class GroupMember(_Answer):
-    """Job of a group."""
+    """Member of a group: what tells it from the others, and the newest of its *submissions* jobs."""
 
-    id: str
-    index: int | None
-    state: str
+    index: int
+    stage: str | None
+    parameters: dict[str, str]
+    submissions: int
+    metrics: dict[str, float]
+    job: JobRowModel
 
 
 class GroupModel(_Answer):
@@ -169,8 +172,37 @@ class GroupModel(_Answer):
     owner: str
     created_at: float
     max_parallel: int | None
-    spec: dict[str, Any]
-    jobs: list[GroupMember]
+    counts: dict[str, int]
+    members: list[GroupMember]
+
+
+class GroupList(_Answer):
+    """Groups, newest first."""
+
+    groups: list[GroupModel]
+
+
+class ScheduleModel(_Answer):
+    """Schedule of a job. Times are seconds since the epoch; `next_at` is `None` while it is paused."""
+
+    id: str
+    name: str
+    owner: str
+    cron: str
+    timezone: str
+    enabled: bool
+    next_at: float | None
+    last_at: float | None
+    last_job: str | None
+    missed: str
+    overlap: str
+    source: str
+
+
+class ScheduleList(_Answer):
+    """All schedules, by name."""
+
+    schedules: list[ScheduleModel]
 
 
 class QuotaModel(_Answer):

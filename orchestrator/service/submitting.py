@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _LONGEST_SECRET = 64 << 10
 
 
-def missing_trees(client: Client, digests: Mapping[str, str]) -> list[str]:
-    """Return the trees that are not in the store; those that are stay there for a while."""
+def missing_trees(client: Client, digests: Iterable[str]) -> list[str]:
+    """Return those of the trees *digests* that are not in the store; those that are stay there for a while."""
     store = client.workspace.store
-    return [digest for digest in digests.values() if not store.use(digest)]
+    return [digest for digest in digests if not store.use(digest)]
 
 
 class Submitter:
@@ -48,7 +48,7 @@ class Submitter:
         """Submit a job. Raises `LaunchError`."""
         if not source.isprintable():
             raise SpecError("the source is no path of printable characters", where="source")
-        job = _checked_spec(spec)
+        job = checked_spec(spec)
         return self._start(job, lambda: self._snapshot(job, digests), source, secrets)
 
     def resubmit(self, job_id: str, overrides: Sequence[str], secrets: Mapping[str, str]) -> JobView:
@@ -66,8 +66,9 @@ class Submitter:
         key = key_of(ws.state_dir, old.digests["code"]) if old.owner == login_name() else {}
         return self._start(spec, lambda: stored_snapshot(ws, digests), f"job:{old.id}", {**key, **secrets}, digests)
 
-    def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str]) -> JobSpec:
-        """Return *job* with the full ids of the jobs whose artefacts it takes; those in *has* were checked before.
+    def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str], stages: Collection[str] = ()) -> JobSpec:
+        """Return *job* with the full ids of the jobs whose artefacts it takes; those in *has* were checked before, and
+        *stages* are submitted with it.
 
         Raises `NotAllowed` for artefacts of another user's job, `SpecError` for jobs that are not there.
         """
@@ -81,6 +82,8 @@ class Submitter:
             if INPUT + name in has:
                 continue
             wanted = artefact(text)
+            if wanted.job in stages:
+                continue
             source = job_named(ws, wanted.job)
             record = ws.ledger.job(source)
             owner = record.owner if record is not None else ""
@@ -115,18 +118,15 @@ class Submitter:
         has: Mapping[str, str] = MappingProxyType({}),
     ) -> JobView:
         from orc.orchestrator.engine.groups import start_job
-        from orc.orchestrator.service.accounts import refuse_without_account
 
         earlier, new_id = self._look(job.name) if self._request else (None, "")
         if earlier is not None:
             return self._client.job(earlier.id)
-        job = self._with_allowed_inputs(job, has)
-        _check_secrets(job, secrets)
+        if unknown := sorted(secrets.keys() - set(job.secrets)):
+            raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
+        job, trees = self._checked(job, snapshot, secrets, has)
         ws = self._client.workspace
-        refuse_without_account(ws.backend(job.cluster).cluster, self._user)
-        trees = snapshot()
-        _check_environment(job, trees, ws.backend(job.cluster).cluster)
-        with self._acting(new_id):
+        with self._acting(lambda _: new_id):
             try:
                 return self._client.job(start_job(ws, job, trees, source=source, given=secrets).id)
             except LedgerError:
@@ -135,20 +135,50 @@ class Submitter:
                     raise
                 return self._client.job(earlier.id)  # the same request came twice at once
 
+    def _checked(
+        self,
+        job: JobSpec,
+        snapshot: Callable[[], Snapshot],
+        secrets: Mapping[str, str],
+        has: Mapping[str, str] = MappingProxyType({}),
+        stages: Collection[str] = (),
+    ) -> tuple[JobSpec, Snapshot]:
+        """Return what is submitted of *job*, after all checks that every job of a user has to pass. Raises
+        `LaunchError`.
+        """
+        from orc.orchestrator.service.accounts import refuse_without_account
+
+        job = self._with_allowed_inputs(job, has, stages)
+        _check_secrets(job, secrets)
+        cluster = self._client.workspace.backend(job.cluster).cluster
+        refuse_without_account(cluster, self._user)
+        trees = snapshot()
+        _check_environment(job, trees, cluster)
+        return job, trees
+
     @contextmanager
-    def _acting(self, new_id: str) -> Iterator[None]:
-        """Make what is submitted meanwhile the user's, with sealed secrets and that id, if one is given."""
+    def _acting(self, new_id: Callable[[str], str]) -> Iterator[None]:
+        """Make what is submitted meanwhile the user's, with sealed secrets; with a key, its ids are those of *new_id*,
+        and its first events name the request.
+        """
         ws = self._client.workspace
         before = ws.user, ws.seals, ws.new_job_id
         ws.user, ws.seals = self._user, True
         if self._request:
-            ws.new_job_id = lambda _: new_id
-            ws.ledger.additions[new_id] = Addition(request=self._request)
+            ws.new_job_id = self._noted(new_id)
         try:
             yield
         finally:
             ws.user, ws.seals, ws.new_job_id = before
             ws.ledger.additions.clear()
+
+    def _noted(self, new_id: Callable[[str], str]) -> Callable[[str], str]:
+        def made(name: str) -> str:
+            job_id = new_id(name)
+            self._client.workspace.ledger.additions[job_id] = Addition(request=self._request)
+            return job_id
+
+        return made
 
     def _look(self, name: str) -> tuple[JobRecord | None, str]:
         """Return the job that a request with this key has made; without one, the id that it is to have."""
@@ -165,7 +195,7 @@ class Submitter:
         return bool(events) and events[0].data.get("request") == self._request
 
 
-def _checked_spec(spec: Mapping[str, Any]) -> JobSpec:
+def checked_spec(spec: Mapping[str, Any]) -> JobSpec:
     """Return the specification, validated as any job file. Raises `SpecError`."""
     from pydantic import ValidationError
 
@@ -189,8 +219,6 @@ def _check_secrets(job: JobSpec, secrets: Mapping[str, str]) -> None:
         raise SpecError(
             f"no value was sent for the secret{'s' if len(missing) > 1 else ''} {', '.join(missing)}", where="secrets"
         )
-    if unknown := sorted(secrets.keys() - set(job.secrets)):
-        raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
     for name, value in secrets.items():
         if "\0" in value or len(value) > _LONGEST_SECRET:
             raise SpecError(f"the secret {name} is longer than 64 KiB, or no text", where="secrets")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +10,7 @@ from orc.orchestrator.cli.options import cluster_option, job_file_argument, json
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.ledger.schedules import ScheduleRecord
+    from orc.orchestrator.clients.group_views import ScheduleView
 
 schedule_argument = click.argument("schedule", metavar="SCHEDULE")
 
@@ -55,51 +55,31 @@ def create(
     """
     import sys
 
-    from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.session import check_job, open_ledger
+    from orc.orchestrator.cli.session import check_job, open_client
     from orc.orchestrator.cli.ui.submitting import submission_progress
-    from orc.orchestrator.engine import cron as times
-    from orc.orchestrator.engine import schedules, snapshots
+    from orc.orchestrator.engine.cron import check
 
-    times.check(cron, zone)
-    loaded = check_job(job_file, overrides, cluster, needs_clusters=True)
-    if loaded.spec.sweep is not None or loaded.spec.array is not None:
-        raise SpecError("a schedule submits one job at a time, no sweep or array", where=job_file)
-    client = open_ledger()
-    ws = client.workspace
+    check(cron, zone)
+    loaded = check_job(job_file, overrides, cluster)
     with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
-        snapshot = snapshots.take(ws.store, loaded, on_progress, ws.backend(loaded.spec.cluster))
-        record = schedules.create(
-            ws,
-            loaded.spec,
-            snapshot,
-            name=name or loaded.spec.name,
-            expression=cron,
-            zone=zone,
-            missed=missed,
-            overlap=overlap,
-            source=str(loaded.source_path.absolute()),
+        view = open_client().create_schedule(
+            loaded, cron, name=name or "", timezone=zone, missed=missed, overlap=overlap, on_progress=on_progress
         )
-    _report(record, as_json=as_json)
+    _report(view, as_json=as_json)
 
 
 @command.command("list")
 @json_option
 def list_(as_json: bool) -> None:
     """List the schedules: when each is due next, and its last job."""
-    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui.output import echo_json, table
-    from orc.orchestrator.ledger import schedules
 
-    with open_ledger().workspace.ledger.database.read() as connection:
-        found = schedules.all_schedules(connection)
+    found = open_client().schedules()
     if as_json:
-        echo_json({"schedules": [_document(record) for record in found]})
+        echo_json({"schedules": [view.to_dict() for view in found]})
         return
-    rows = [
-        (r.id, r.name, r.cron, r.timezone, _next(r), r.spec["missed"], r.spec["overlap"], r.last_job or "-")
-        for r in found
-    ]
+    rows = [(v.id, v.name, v.cron, v.timezone, _next(v), v.missed, v.overlap, v.last_job or "-") for v in found]
     echo(table(("ID", "NAME", "CRON", "TIME ZONE", "NEXT", "MISSED", "OVERLAP", "LAST JOB"), rows))
 
 
@@ -124,57 +104,40 @@ def resume(schedule: str, as_json: bool) -> None:
 @json_option
 def delete(schedule: str, as_json: bool) -> None:
     """Forget a schedule; its jobs stay, and those that run go on."""
-    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui.output import echo_json
-    from orc.orchestrator.engine import schedules
+    from orc.orchestrator.engine.schedules import chosen
 
-    ws = open_ledger().workspace
-    record = schedules.resolve(ws, schedule)
-    schedules.remove(ws, record.id)
+    client = open_client()
+    found = chosen(client.schedules(), schedule).id
+    client.delete_schedule(found)
     if as_json:
-        echo_json({"deleted": record.id})
+        echo_json({"deleted": found})
     else:
-        echo(f"deleted {record.id}")
+        echo(f"deleted {found}")
 
 
 def _change(schedule: str, *, enabled: bool, as_json: bool) -> None:
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.engine import schedules
+    from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.engine.schedules import chosen
 
-    ws = open_ledger().workspace
-    _report(schedules.change(ws, schedules.resolve(ws, schedule).id, enabled=enabled), as_json=as_json)
+    client = open_client()
+    _report(client.enable_schedule(chosen(client.schedules(), schedule).id, enabled=enabled), as_json=as_json)
 
 
-def _report(record: ScheduleRecord, *, as_json: bool) -> None:
+def _report(view: ScheduleView, *, as_json: bool) -> None:
     from orc.orchestrator.cli.ui.output import echo_json
 
     if as_json:
-        echo_json(_document(record))
+        echo_json(view.to_dict())
     else:
-        echo(record.id)
-        echo(f"next: {_next(record)}", err=True)
+        echo(view.id)
+        echo(f"next: {_next(view)}", err=True)
 
 
-def _next(record: ScheduleRecord) -> str:
+def _next(view: ScheduleView) -> str:
     from orc.orchestrator.engine.cron import shown
 
-    if not record.enabled:
+    if not view.enabled:
         return "paused"
-    return shown(record.next_at, record.timezone) if record.next_at is not None else "-"
-
-
-def _document(record: ScheduleRecord) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "name": record.name,
-        "owner": record.owner,
-        "cron": record.cron,
-        "timezone": record.timezone,
-        "enabled": record.enabled,
-        "next_at": record.next_at if record.enabled else None,
-        "last_at": record.last_at,
-        "last_job": record.last_job,
-        "missed": record.spec["missed"],
-        "overlap": record.spec["overlap"],
-        "source": record.source,
-    }
+    return shown(view.next_at, view.timezone) if view.next_at is not None else "-"

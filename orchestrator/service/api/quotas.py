@@ -1,21 +1,20 @@
-"""Routes for groups of jobs and for quotas."""
+"""Routes for quotas."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from orc.orchestrator.ledger import groups, quotas
+from orc.orchestrator.ledger import quotas
 from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import needs_role
 from orc.orchestrator.service.context import ServiceDep
-from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.models import GroupModel, QuotaList
+from orc.orchestrator.service.models import QuotaList
 
-router = APIRouter(tags=["groups and quotas"])
+router = APIRouter(tags=["quotas"])
 
 
 class QuotaWanted(BaseModel):
@@ -27,18 +26,6 @@ class QuotaWanted(BaseModel):
     name: str = Field(min_length=1, max_length=255, pattern=r"^[\w.@+-]+$")
     resource: Literal["gpus", "jobs", "cost"]
     amount: float | None = Field(None, ge=0, le=1e12)
-
-
-@router.get("/groups/{group_id}", response_model=GroupModel)
-def get_group(service: ServiceDep, group_id: Annotated[str, Path(max_length=64)]) -> Any:
-    """Return a sweep, an array, a pipeline or the runs of a schedule, and the states of its jobs."""
-    with service.clients.client() as client, client.workspace.ledger.database.read() as connection:
-        group = groups.find(connection, group_id)
-        members = groups.members(connection, group_id)
-    if group is None:
-        raise ApiError(404, f"no such group: {group_id}")
-    jobs = [{"id": one.job_id, "index": one.place, "state": str(one.state)} for one in members]
-    return JSONResponse({**vars(group), "spec": dict(group.spec), "jobs": jobs})
 
 
 @router.get("/quotas", response_model=QuotaList)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from orc.launchers.errors import SpecError
+from orc.orchestrator.client import Client
 from orc.orchestrator.service.api.jobs import JobId
 from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep
@@ -27,18 +28,24 @@ Key = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Body of a request; it has no other keys."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class Digests(_Body):
+class Digests(Body):
     """Trees that a job is made of."""
 
     code: Digest
     environment: Digest | None = None
 
+    def given(self) -> dict[str, str]:
+        """Return those that there are."""
+        return {name: digest for name, digest in self.model_dump().items() if digest is not None}
 
-class NewJob(_Body):
+
+class NewJob(Body):
     """Job to submit: its specification, as `orc render --json` shows it, and what was uploaded for it."""
 
     spec: dict[str, Any]
@@ -47,14 +54,14 @@ class NewJob(_Body):
     secrets: Secrets = {}
 
 
-class Again(_Body):
+class Again(Body):
     """Changes of a job that is submitted again, ``key.path=VALUE`` each, and values of its secrets."""
 
     set: list[Text] | dict[str, Any] = Field(default=[], max_length=100)
     secrets: Secrets = {}
 
 
-class Grace(_Body):
+class Grace(Body):
     """Seconds between SIGTERM and SIGKILL; the job's own by default."""
 
     grace_s: float | None = Field(None, ge=0, le=30 * 86400)
@@ -66,8 +73,19 @@ class CancelledJob(JobModel):
     unreachable: dict[str, str]
 
 
-def _values(secrets: Mapping[str, SecretStr]) -> dict[str, str]:
+def values_of(secrets: Mapping[str, SecretStr]) -> dict[str, str]:
+    """Return the values of secrets that came with a request."""
     return {name: value.get_secret_value() for name, value in secrets.items()}
+
+
+def refusal_of_missing(client: Client, digests: Sequence[Mapping[str, str]]) -> JSONResponse | None:
+    """Return the answer that names the trees which have not been uploaded; `None` where all are here."""
+    trees = list(dict.fromkeys(digest for of_one in digests for digest in of_one.values()))
+    missing = missing_trees(client, trees)
+    if not missing:
+        return None
+    error = {"what": "the service lacks the code of the job", "where": "digests", "hint": "upload it first"}
+    return JSONResponse({"error": {**error, "kind": "SnapshotMissing"}, "missing": missing}, 409)
 
 
 @router.post("/jobs", response_model=JobModel)
@@ -78,13 +96,12 @@ def submit_job(
 
     Where a tree has not been uploaded it is 409, and ``missing`` names it.
     """
-    digests = {name: digest for name, digest in new.digests.model_dump().items() if digest is not None}
+    digests = new.digests.given()
     with service.clients.client(writes=True) as client:
-        if missing := missing_trees(client, digests):
-            error = {"what": "the service lacks the code of the job", "where": "digests", "hint": "upload it first"}
-            return JSONResponse({"error": {**error, "kind": "SnapshotMissing"}, "missing": missing}, 409)
+        if (missing := refusal_of_missing(client, [digests])) is not None:
+            return missing
         submitter = Submitter(client, principal.user, idempotency_key, principal.may_change)
-        view = submitter.submit(new.spec, digests, new.source, _values(new.secrets))
+        view = submitter.submit(new.spec, digests, new.source, values_of(new.secrets))
     note_subject(request, view.id)
     return JSONResponse(view.to_dict())
 
@@ -104,7 +121,7 @@ def resubmit_job(
     overrides = again.set if isinstance(again.set, list) else as_overrides(again.set)
     with service.clients.client(writes=True) as client:
         submitter = Submitter(client, principal.user, idempotency_key, principal.may_change)
-        view = submitter.resubmit(job_id, overrides, _values(again.secrets))
+        view = submitter.resubmit(job_id, overrides, values_of(again.secrets))
     note_subject(request, view.id, like=job_id)
     return JSONResponse(view.to_dict())
 

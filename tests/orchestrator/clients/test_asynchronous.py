@@ -11,6 +11,7 @@ from served_ledger import Served
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.spec import LoadedJob
+from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator import AsyncServiceClient, JobNotFound, ServiceClient
 
 # Of the ledger's client for commands; a service needs none of them.
@@ -18,6 +19,13 @@ _NOT_NEEDED = {"refresh", "refresh_within", "log_file", "entries", "workspace"}
 
 
 def test_a_job_lives_alike(served: Served, project: Callable[..., LoadedJob]) -> None:
+    def several(name: str) -> LoadedGroup:
+        file = project("import time\ntime.sleep(600)\n").base_dir / "sweep.yaml"
+        file.write_text(f"{{name: {name}, script: train.py, launcher: python, sweep: {{grid: {{env.LR: [1, 2]}}}}}}")
+        loaded = load_jobs(file)
+        assert isinstance(loaded, LoadedGroup)
+        return loaded
+
     async def live() -> None:
         async with AsyncServiceClient(served.url, served.tokens["grace"]) as client:
             client.log_interval_s = 0.05
@@ -38,6 +46,16 @@ def test_a_job_lives_alike(served: Served, project: Callable[..., LoadedJob]) ->
                 await client.job("nobody-aaaaaa")
             assert (await client.me())["user"] == "grace"
             assert await client.metrics(made.id) == []
+            group = await client.submit_group(several(made.name))
+            assert (await client.group(group.id)).keys == ["env.LR"]
+            assert group.id in [one.id for one in await client.groups(kinds=("sweep",))]
+            assert (await client.cancel_group(group.id, grace_s=0)).id == group.id
+            await client.wait([member.job.id for member in group.members], timeout_s=120)
+            assert [member.jobs for member in (await client.retry_group(group.id)).members] == [2, 2]
+            schedule = await client.create_schedule(project(), "0 3 * * *", name="async")
+            assert not (await client.enable_schedule(schedule.id, enabled=False)).enabled
+            await client.delete_schedule(schedule.id)
+            assert schedule.id not in [one.id for one in await client.schedules()]
 
     asyncio.run(live())
 

@@ -34,16 +34,16 @@ THROUGH: dict[str, tuple[str, ...]] = {
     "events": ("JOB",),
     "notifications": ("list",),
     "whoami": (),
+    "sweep": ("submit", "SWEEP"),
+    "array": ("list",),
+    "pipeline": ("list",),
+    "schedule": ("create", "0 3 * * *", "FILE"),
 }
 LEDGER: dict[str, tuple[str, ...]] = {
     "top": ("--job", "JOB", "--once"),
     "stacks": ("JOB",),
     "exec": ("JOB", "--", "true"),
     "ssh": ("JOB",),
-    "sweep": ("list",),
-    "array": ("list",),
-    "pipeline": ("list",),
-    "schedule": ("list",),
     "sync": ("--cluster", "local"),
     "gc": (),
     "adopt": (),
@@ -120,12 +120,35 @@ def test_no_command_takes_the_ledger_of_this_machine_where_a_service_is_meant() 
 @pytest.mark.parametrize("name", THROUGH)
 def test_a_command_works_through_the_service(orc: Run, ended: str, project: Project, orc_home: Path, name: str) -> None:
     file = project(env={"LR": "1"}).source_path
-    meant = {"JOB": ended, "FILE": str(file)}
+    sweep = file.with_name("sweep.yaml")
+    sweep.write_text(file.read_text() + "sweep: {grid: {env.LR: [1, 2]}}\n")
+    meant = {"JOB": ended, "FILE": str(file), "SWEEP": str(sweep)}
     code, out, err = orc(name, *(meant.get(word, word) for word in THROUGH[name]))
     assert code == 0, out + err
     assert not (orc_home / "state" / "ledger.db").exists()
     if name in ("status", "list", "logs", "events"):
         assert out
+
+
+def test_groups_and_schedules_are_looked_at_and_changed_through_the_service(
+    orc: Run, project: Project, orc_home: Path
+) -> None:
+    file = project("raise SystemExit(1)\n", name="wide", array="2").source_path
+    group = json.loads(orc("array", "submit", str(file), "--json")[1])["id"]
+    assert orc("wait", group, "--timeout", "120")[0] == 1
+    assert f"array {group}: 2 jobs; 2 FAILED" in orc("array", "status", group[:-1])[1]
+    assert "was measured by none of them" in orc("array", "best", group)[2]
+    again = json.loads(orc("resubmit", group, "--json")[1])
+    assert [member["submissions"] for member in again["members"]] == [2, 2]
+    assert json.loads(orc("array", "cancel", group, "--json")[1])["id"] == group
+    assert group in orc("array", "list")[1]
+    single = project(name="nightly").source_path
+    schedule = json.loads(orc("schedule", "create", "0 3 * * *", str(single), "--json")[1])
+    assert (schedule["owner"], schedule["enabled"]) == ("grace", True)
+    assert json.loads(orc("schedule", "pause", "nightly", "--json")[1])["next_at"] is None
+    assert "paused" in orc("schedule", "list")[1]
+    assert orc("schedule", "delete", schedule["id"][:-1])[1] == f"deleted {schedule['id']}\n"
+    assert not (orc_home / "state" / "ledger.db").exists()
 
 
 def test_a_queue_is_asked_for_by_the_service(orc: Run) -> None:

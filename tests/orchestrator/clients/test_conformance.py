@@ -11,7 +11,10 @@ from served_ledger import Served
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec import LoadedJob
+from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator import Client, JobNotFound, JobsClient
+from orc.orchestrator.clients.errors import GroupNotFound
+from orc.orchestrator.clients.group_views import GroupView
 
 Project = Callable[..., LoadedJob]
 
@@ -98,6 +101,126 @@ def test_a_clone_with_changes_is_made_alike(client: JobsClient, project: Project
 def test_a_job_that_is_not_there_is_the_same_error(client: JobsClient, ask) -> None:
     with pytest.raises(JobNotFound, match="no such job"):
         ask(client)
+
+
+@pytest.fixture
+def group_file(project: Project) -> Callable[[str], LoadedGroup]:
+    """Writes a file with several jobs of one directory, and loads it."""
+
+    def write(text: str, script: str = "print('hello', flush=True)\n") -> LoadedGroup:
+        file = project(script).base_dir / "group.yaml"
+        file.write_text(text)
+        loaded = load_jobs(file)
+        assert isinstance(loaded, LoadedGroup)
+        return loaded
+
+    return write
+
+
+def ended(client: JobsClient, group: GroupView) -> GroupView:
+    client.wait([member.job.id for member in group.members], timeout_s=120)
+    return client.group(group.id, metrics=True)
+
+
+SWEEP = "{name: tuned, script: train.py, launcher: python, secrets: [API_KEY], sweep: {grid: {env.LR: [1, 2]}}}"
+# The second member fails the first time.
+MEASURES = """
+import json, os
+rate = os.environ["LR"]
+assert os.environ["API_KEY"] == "s3cret"
+with open(os.environ["ORC_JOB_DIR"] + "/metrics.jsonl", "w") as file:
+    print(json.dumps({"at": 1.0, "step": 1, "loss": float(rate), "attempt": 1}), file=file)
+raise SystemExit(int(rate) - 1)
+"""
+
+
+def test_a_sweep_lives_alike(client: JobsClient, group_file: Callable[..., LoadedGroup], monkeypatch) -> None:
+    monkeypatch.setenv("API_KEY", "s3cret")
+    made = client.submit_group(group_file(SWEEP, MEASURES))
+    assert [(m.number, m.stage, m.parameters, m.jobs) for m in made.members] == [
+        (0, "", {"env.LR": "1"}, 1),
+        (1, "", {"env.LR": "2"}, 1),
+    ]
+    done = ended(client, made)
+    assert done.counts == {"SUCCEEDED": 1, "FAILED": 1}
+    assert [member.metrics["loss"] for member in done.members] == [1.0, 2.0]
+    for ref in (made.id, made.id[:-1], made.members[1].job.id, "@last"):
+        assert client.group(ref, kinds=("sweep",)).id == made.id
+    assert made.id in [group.id for group in client.groups(kinds=("sweep",), limit=5)]
+    assert made.id not in [group.id for group in client.groups(kinds=("array",))]
+    again = client.retry_group(made.id)
+    assert [(member.jobs, member.job.owner) for member in again.members] == [
+        (1, made.members[0].job.owner),
+        (2, made.owner),
+    ]
+    assert again.members[0].job == done.members[0].job
+    assert ended(client, again).counts == {"SUCCEEDED": 1, "FAILED": 1}
+    with pytest.raises(LaunchError, match="no such sweep"):
+        client.group("nobody-aaaaaa", kinds=("sweep",))
+    for change in (client.cancel_group, client.retry_group):
+        with pytest.raises(GroupNotFound, match="no such group"):
+            change("nobody-aaaaaa")
+
+
+PIPELINE = """
+name: chain
+launcher: python
+jobs:
+  first: {script: train.py, outputs: {model: model.txt}}
+  second: {command: 'test "$(cat $ORC_INPUT_MODEL)" = weights', inputs: {model: first.model}}
+"""
+
+
+def test_a_pipeline_passes_files_on_alike(client: JobsClient, group_file: Callable[..., LoadedGroup]) -> None:
+    script = "import os\nopen(os.environ['ORC_OUTPUT_MODEL'], 'w').write('weights')\n"
+    made = client.submit_group(group_file(PIPELINE, script))
+    assert [member.stage for member in made.members] == ["first", "second"]
+    first, second = (client.job(member.job.id) for member in made.members)
+    assert second.spec["inputs"] == {"model": f"{first.id}.model"}
+    done = ended(client, made)
+    assert done.counts == {"SUCCEEDED": 2}, [member.job.reason for member in done.members]
+    with pytest.raises(LaunchError, match="no member of chain"):
+        client.retry_group(made.id)
+
+
+def test_a_group_is_cancelled_alike(client: JobsClient, group_file: Callable[..., LoadedGroup]) -> None:
+    text = "{name: long, script: train.py, launcher: python, array: 2, max_parallel: 1}"
+    made = client.submit_group(group_file(text, "import time\ntime.sleep(600)\n"))
+    assert (made.kind, made.max_parallel) == ("array", 1)
+    client.cancel_group(made.id, grace_s=0)
+    assert ended(client, made).counts == {"CANCELLED": 2}
+
+
+def test_a_group_is_submitted_whole_or_not_at_all(
+    client: JobsClient, group_file: Callable[..., LoadedGroup], monkeypatch
+) -> None:
+    before = [group.id for group in client.groups()]
+    with pytest.raises(SpecError, match="unknown cluster 'nowhere'"):
+        client.submit_group(group_file(PIPELINE.replace("second: {", "second: {cluster: nowhere, ")))
+    monkeypatch.delenv("API_KEY", raising=False)
+    with pytest.raises(SpecError, match="the secret API_KEY has no value"):
+        client.submit_group(group_file(SWEEP))
+    assert [group.id for group in client.groups()] == before
+
+
+def test_a_schedule_is_kept_alike(client: JobsClient, project: Project) -> None:
+    made = client.create_schedule(project(), "0 3 * * mon-fri", timezone="Europe/Berlin", missed="run_once")
+    assert (made.name, made.timezone, made.missed, made.overlap) == ("digits", "Europe/Berlin", "run_once", "skip")
+    assert made.enabled
+    assert made.next_at is not None
+    assert client.schedules() == [made]
+    with pytest.raises(SpecError, match="there is a schedule 'digits' already"):
+        client.create_schedule(project(), "0 4 * * *")
+    paused = client.enable_schedule(made.id, enabled=False)
+    assert (paused.enabled, paused.next_at) == (False, None)
+    assert client.enable_schedule(made.id, enabled=True).enabled
+    client.delete_schedule(made.id)
+    assert client.schedules() == []
+    for wrong in ("0 3 * *", "0 0 31 2 *"):
+        with pytest.raises(SpecError, match="no cron expression"):
+            client.create_schedule(project(), wrong)
+    with pytest.raises(SpecError, match="no sweep or array"):
+        client.create_schedule(project(array="2"), "0 3 * * *")
 
 
 def test_what_cannot_run_is_refused_with_the_same_words(client: JobsClient, project: Project) -> None:

@@ -27,6 +27,7 @@ from orc.orchestrator.ledger.quotas import Quota
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.tokens import TokenRecord
+from orc.orchestrator.ledger.transaction import Addition
 
 
 @pytest.fixture
@@ -77,9 +78,12 @@ def test_groups_know_their_jobs(ledger, opened):
         groups.create(connection, first)
         groups.create(connection, second)
     enqueue(ledger, "b", group_id="g-1", group_index=0)
-    enqueue(ledger, "a", group_id="g-1", group_index=1)
+    ledger.additions["a"] = Addition(request="0a1b")
+    enqueue(ledger, "a", group_id="g-1", group_index=1, owner="bob")
     enqueue(ledger, "other")
     with opened() as connection:
+        assert groups.owners(connection, "g-1") == {"", "bob"}
+        assert [groups.has_job_of(connection, "g-1", request) for request in ("0a1b", "2c3d")] == [True, False]
         assert groups.find(connection, "g-1") == first
         assert groups.find(connection, "none") is None
         assert groups.newest(connection, 9) == [second, first]

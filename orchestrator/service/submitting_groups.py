@@ -1,0 +1,205 @@
+"""Submission of groups and schedules for a user of the service: each member passes the checks of a single job."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import SpecError
+from orc.launchers.ids import derived_job_id
+from orc.orchestrator.clients import groups
+from orc.orchestrator.clients.group_views import GroupView, ScheduleView
+from orc.orchestrator.ledger import groups as group_rows
+from orc.orchestrator.ledger import schedules as schedule_rows
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.service.submitting import Submitter, checked_spec
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from orc.launchers.backends.base import Snapshot
+    from orc.launchers.spec import JobSpec
+    from orc.orchestrator.engine.groups import Entry
+
+
+@dataclass(frozen=True)
+class WantedMember:
+    """Member of a group that is to be submitted."""
+
+    number: int
+    spec: Mapping[str, Any]
+    digests: Mapping[str, str]
+    stage: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+class GroupSubmitter(Submitter):
+    """Submitter of groups and schedules of one user; as `Submitter`, one of each for one key."""
+
+    def submit_group(
+        self,
+        kind: str,
+        name: str,
+        max_parallel: int | None,
+        members: Sequence[WantedMember],
+        source: str,
+        secrets: Mapping[str, str],
+    ) -> GroupView:
+        """Submit all members, or none. Raises `LaunchError`."""
+        from orc.orchestrator.engine.groups import Entry, enqueue_stages, new_group, submit_members
+
+        ws = self._client.workspace
+        if not (source.isprintable() and name.isprintable()):
+            raise SpecError("name and source are printable characters", where="source")
+        group_id = self._derived(name)
+        if self._request and self._has_group(group_id):
+            return groups.view(ws, group_id)
+        specs = [self._spec_of(member) for member in members]
+        stages = _checked_stages(kind, members, specs)
+        _refuse_unknown(specs, secrets)
+        trees: dict[str, Snapshot] = {}
+        entries = []
+        for member, spec in zip(members, specs, strict=True):
+            job, snapshot = self._checked(spec, self._shared(trees, spec, member.digests), secrets, stages=stages)
+            entries.append(Entry(job, snapshot, member.number, member.stage, source))
+        described = groups.description({member.number: (member.parameters, member.stage) for member in members})
+        with self._acting(self._derived_ids(group_id)):
+            group = new_group(ws, kind, name, max_parallel, {**described, "request": self._request})
+            group = replace(group, id=group_id) if self._request else group
+            send = enqueue_stages if kind == "pipeline" else submit_members
+            try:
+                send(ws, entries, group, secrets)
+            except LedgerError:
+                if not (self._request and self._has_group(group_id)):
+                    raise  # else the same request came twice at once
+        return groups.view(ws, group.id)
+
+    def retry_group(self, group_id: str, secrets: Mapping[str, str]) -> GroupView:
+        """Submit the members of a group that have ended without success once more. Raises `LaunchError`."""
+        from orc.orchestrator.engine.groups import enqueue
+
+        ws = self._client.workspace
+        group = groups.record_of(ws, group_id)
+        if self._has_retried(group_id):
+            return groups.view(ws, group_id)
+        entries = groups.entries_again(ws, group_id)
+        stages = {entry.stage for entry in entries}
+        checked = [self._checked_again(entry, secrets, stages) for entry in entries]
+        with self._acting(self._derived_ids(group_id)):
+            try:
+                enqueue(ws, checked, group=group, known=True, given=secrets)
+            except LedgerError:
+                if not self._has_retried(group_id):
+                    raise
+        return groups.view(ws, group_id)
+
+    def create_schedule(
+        self,
+        spec: Mapping[str, Any],
+        digests: Mapping[str, str],
+        source: str,
+        secrets: Mapping[str, str],
+        when: Mapping[str, str],
+    ) -> ScheduleView:
+        """Store a schedule; *when* has the other arguments of `orc.orchestrator.engine.schedules.create`."""
+        from orc.orchestrator.engine import schedules
+
+        ws = self._client.workspace
+        if not (source.isprintable() and when["name"].isprintable()):
+            raise SpecError("name and source are printable characters", where="source")
+        schedule_id = self._derived(when["name"])
+        if (earlier := self._schedule(schedule_id)) is not None:
+            return earlier
+        job = checked_spec(spec)
+        schedules.check(job, when["expression"], when["zone"])
+        _refuse_unknown([job], secrets)
+        job, trees = self._checked(job, lambda: self._snapshot(job, digests), secrets)
+        with self._acting(lambda _: schedule_id):
+            try:
+                made = schedules.create(ws, job, trees, source=source, given=secrets, request=self._request, **when)
+            except (LedgerError, SpecError):
+                if (earlier := self._schedule(schedule_id)) is None:
+                    raise
+                return earlier
+        return ScheduleView.of(made)
+
+    def _spec_of(self, member: WantedMember) -> JobSpec:
+        spec = checked_spec(member.spec)
+        if spec.sweep is not None or spec.array is not None:
+            raise SpecError("a member of a group is one job, no sweep or array", where=f"members.{member.number}")
+        return spec
+
+    def _shared(self, trees: dict[str, Snapshot], spec: JobSpec, digests: Mapping[str, str]) -> Callable[[], Snapshot]:
+        """Return what gives the snapshot of *digests*, which is loaded once for all members that have it."""
+        from orc.orchestrator.engine.snapshots import check_script
+
+        key = repr(sorted(digests.items()))
+
+        def load() -> Snapshot:
+            if key not in trees:
+                trees[key] = self._snapshot(spec, digests)
+            check_script(spec, trees[key].code)
+            return trees[key]
+
+        return load
+
+    def _checked_again(self, entry: Entry, secrets: Mapping[str, str], stages: set[str]) -> Entry:
+        has = entry.snapshot.digests
+        spec, snapshot = self._checked(entry.spec, lambda: entry.snapshot, secrets, has, stages)
+        return replace(entry, spec=spec, snapshot=snapshot)
+
+    def _derived(self, name: str) -> str:
+        from orc.launchers.ids import new_job_id
+
+        return derived_job_id(name, f"{self._request}/group") if self._request else new_job_id(name)
+
+    def _derived_ids(self, group_id: str) -> Callable[[str], str]:
+        """Return what gives the ids of new jobs: with a key always the same ones, so that two requests collide."""
+        numbers = itertools.count()
+        return lambda name: derived_job_id(name, f"{self._request}/{group_id}/{next(numbers)}")
+
+    def _has_group(self, group_id: str) -> bool:
+        with self._client.workspace.ledger.database.read() as connection:
+            found = group_rows.find(connection, group_id)
+        return found is not None and found.spec.get("request") == self._request
+
+    def _has_retried(self, group_id: str) -> bool:
+        if not self._request:
+            return False
+        with self._client.workspace.ledger.database.read() as connection:
+            return group_rows.has_job_of(connection, group_id, self._request)
+
+    def _schedule(self, schedule_id: str) -> ScheduleView | None:
+        """Return the schedule that a request with this key has made."""
+        if not self._request:
+            return None
+        with self._client.workspace.ledger.database.read() as connection:
+            found = schedule_rows.find(connection, schedule_id)
+        made = found is not None and found.spec.get("request") == self._request
+        return ScheduleView.of(found) if found is not None and made else None
+
+
+def _checked_stages(kind: str, members: Sequence[WantedMember], specs: Sequence[JobSpec]) -> set[str]:
+    """Return the stages of a pipeline. Raises `SpecError` for members that are no group of that *kind*."""
+    from orc.launchers.spec.groups import cycle, stages_before
+
+    stages = [member.stage for member in members]
+    if len({member.number for member in members}) < len(members):
+        raise SpecError("two members have the same index", where="members")
+    if kind != "pipeline":
+        if any(stages):
+            raise SpecError(f"the jobs of a {kind} are no stages", where="members")
+        return set()
+    if not all(stages) or len(set(stages)) < len(stages):
+        raise SpecError("each job of a pipeline has a stage of its own", where="members")
+    before = {stage: stages_before(spec, stages) for stage, spec in zip(stages, specs, strict=True)}
+    if circle := cycle(before):
+        raise SpecError(f"they wait for each other: {' -> '.join([*circle, circle[0]])}", where="members")
+    return set(stages)
+
+
+def _refuse_unknown(specs: Sequence[JobSpec], secrets: Mapping[str, str]) -> None:
+    if unknown := sorted(secrets.keys() - {name for spec in specs for name in spec.secrets}):
+        raise SpecError(f"{unknown[0][:80]!r} is no secret of these jobs", where="secrets")
