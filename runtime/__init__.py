@@ -218,6 +218,7 @@ HOMES: dict[str, str] = {
     "PrecisionType": "core.enums",
     "PrefixedDataset": "weights.weights_map",
     "prepare_data_loader": "data.prepare",
+    "prepare_pippy": "parallel.pipeline",
     "ProfileKwargs": "observe.profiling",
     "ProjectConfiguration": "core.handlers",
     "purge_accelerate_environment": "compat.patching",

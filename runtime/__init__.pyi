@@ -178,6 +178,7 @@ from orc.runtime.parallel import extract_model_from_parallel as extract_model_fr
 from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
 from orc.runtime.parallel.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
 from orc.runtime.stand_ins.switch import stand_in as stand_in
@@ -460,6 +461,7 @@ __all__ = [
     "PrecisionType",
     "PrefixedDataset",
     "prepare_data_loader",
+    "prepare_pippy",
     "ProfileKwargs",
     "ProjectConfiguration",
     "purge_accelerate_environment",

@@ -91,7 +91,6 @@ ABSENT: dict[str, str] = {
     "load_accelerator_state": "Call Accelerator.load_state.",
     "save_accelerator_state": "Call Accelerator.save_state.",
     "is_initialized": "PartialState().initialized is always true.",
-    "prepare_pippy": "Run the model whole on each process with split_between_processes.",
     "TorchTensorParallelPlugin": "Shard the model with FullyShardedDataParallelPlugin.",
     "TorchContextParallelConfig": "Shorten the sequences, or shard the model with FullyShardedDataParallelPlugin.",
     "DeepSpeedSequenceParallelConfig": "Shorten the sequences, or shard the model with DeepSpeedPlugin.",

@@ -145,6 +145,11 @@ def test_an_accelerator_has_the_documented_member(accelerator, name):
             "torch_device_mesh=None",
         ),
         ("skip_first_batches", "dataloader num_batches=0"),
+        (
+            "prepare_pippy",
+            "model split_points='auto' no_split_module_classes=None example_args=() example_kwargs=None "
+            "num_chunks=None gather_output=False",
+        ),
         ("BatchSamplerShard", "batch_sampler num_processes=1 process_index=0 split_batches=False even_batches=True"),
         (
             "IterableDatasetShard",

@@ -77,6 +77,21 @@ def test_the_page_on_fsdp_runs_on_two_ranks(run_ranks, tmp_path):
     assert output == other_output
 
 
+def test_the_page_on_pipelines_runs_on_two_ranks(run_ranks):
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (PAGES / "pipeline-inference.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+
+    def run():
+        namespace = {"__name__": "pipelines"}
+        exec(compile("\n".join(blocks), "pipeline-inference.md", "exec"), namespace)
+        return namespace["output"], namespace["model"].hf_split_points
+
+    first, last = run_ranks(2, run, env={"ORC_USE_CPU": "1"})
+    assert first == (None, ["1"])
+    assert last[0].shape == (10, 64)
+
+
 def test_examples_of_deepspeed_run_one_after_the_other(tmp_path):
     # In a process of its own: DeepSpeed opens a process group for it.
     text = (PAGES / "deepspeed.md").read_text()

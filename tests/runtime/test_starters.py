@@ -169,6 +169,14 @@ def test_answers_are_written_once_also_after_an_interruption(start, tmp_path):
     assert "897 answers to 897 of 897 inputs" in outputs[0]
 
 
+def test_stages_on_two_processes_answer_as_the_whole_model_does(start):
+    outputs = start("pipeline-inference")
+    check("pipeline-inference", outputs)
+    assert "897 answers" in outputs[0]
+    whole = start("pipeline-inference", world=1)
+    assert figures(whole[0], "accuracy of the answers") == figures(outputs[0], "accuracy of the answers")
+
+
 @pytest.mark.parametrize("name", ["text-classification", "image-classification"])
 def test_the_smallest_program_reaches_its_figure(start, name):
     check(name, start(name))

@@ -1,0 +1,165 @@
+"""Pipeline of a model for inference: each process runs one stage of it, on one micro-batch after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from orc.runtime.collectives.collectives import broadcast
+from orc.runtime.collectives.objects import all_gather_pickled
+from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.core.context import RunContext, current_context
+from orc.runtime.core.errors import ContextError, OrcRuntimeError
+from orc.runtime.parallel.call_form import CallForm
+from orc.runtime.parallel.stages import Traced, trace
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare_pippy(
+    model: Model,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: str | Sequence[str] | None = None,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> Model:
+    """Return *model* with a forward that runs as a pipeline over all processes, for inference.
+
+    Every process calls this with the same model and example, and later calls the model; the inputs of the first process
+    count. The example is traced: later inputs have its shapes and dtypes, but any number of rows (a batch that does not
+    fill its micro-batches is padded by its last row, and the padding is cut off the output). With one process the
+    model runs as it is, without gradients.
+
+    Args:
+        model: the model, on the CPU; it is put into evaluation mode. Each process moves its own stage to its device.
+        split_points: names of the modules that begin the second and later stages, one stage for each process; or
+            ``"auto"``: where a device map over as many equal devices begins the next one.
+        no_split_module_classes: names of classes that ``"auto"`` leaves whole; the model's ``_no_split_modules`` by
+            default.
+        example_args: positional inputs of one batch. Tensors with as many rows as the first one are cut into
+            micro-batches, others go whole with each of them.
+        example_kwargs: named inputs of the same batch.
+        num_chunks: micro-batches that a batch of the example's size is cut into; one for each process by default. 1:
+            one process works at a time.
+        gather_output: return the output on all processes, by one more broadcast; otherwise the last one has it, and the
+            others get `None`.
+
+    Raises:
+        ValueError: the split points, the example or a later input do not fit. On every process.
+        OrcRuntimeError: the model cannot be traced, or failed on another process. On every process.
+        ContextError: the model is a pipeline already.
+    """
+    ctx = current_context()
+    if hasattr(model, "hf_split_points"):
+        raise ContextError("prepare_pippy: this model is a pipeline already; prepare a new copy of it")
+    model.eval()
+    run, points = torch.no_grad()(model.forward), []
+    if ctx.world_size > 1:
+        pipeline, error = None, None
+        try:
+            chunks = ctx.world_size if num_chunks is None else num_chunks
+            if chunks < 1:
+                raise ValueError(f"num_chunks is {chunks}; a batch is cut into 1 or more")
+            form = CallForm(model, example_args, example_kwargs or {}, chunks)
+            traced = trace(model, split_points, no_split_module_classes, form, ctx.world_size)
+            pipeline = Pipeline(traced, ctx, gather_output)
+        except Exception as raised:  # noqa: BLE001 - raised below, on every process
+            error = raised
+        facts = None if pipeline is None else (pipeline.points, pipeline.form.names, pipeline.form.rows)
+        told = _agree("prepare_pippy", ctx, error, facts)
+        if different := [rank for rank, other in enumerate(told) if other != told[0]]:
+            raise ValueError(
+                f"prepare_pippy: process {different[0]} splits another model, or with another example, than process 0: "
+                f"{told[different[0]]} and {told[0]}"
+            )
+        assert pipeline is not None  # otherwise there was an error
+        run, points = _like(model.forward, pipeline), pipeline.points
+    object.__setattr__(model, "forward", run)
+    object.__setattr__(model, "hf_split_points", points)
+    return model
+
+
+def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return pipeline(*args, **kwargs)
+
+    return run
+
+
+def _agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
+    """Return the *facts* of every process. Raises *error* where there is one, and elsewhere what another has told."""
+    text = None if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    told = all_gather_pickled((text, facts), ctx, what)
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(told):
+        if failure is not None:
+            raise OrcRuntimeError(f"{what} failed on process {rank}: {failure}")
+    return [fact for _, fact in told]
+
+
+class Pipeline:
+    """Stage of this process, and the calls that run it together with those of the others."""
+
+    def __init__(self, traced: Traced, ctx: RunContext, gather_output: bool) -> None:
+        self.form, self.points, self.used = traced.form, traced.points, traced.used
+        self.ctx = ctx
+        self.gather_output = gather_output
+        self.stage = traced.pipe.build_stage(ctx.rank, ctx.device, ctx.require_group("prepare_pippy"))
+        self.error: Exception | None = None
+        self._shield(self.stage.submod)
+        self._schedule: Any = None
+        self._chunks = 0
+
+    def _shield(self, stage: Any) -> None:
+        """Let *stage* go on with zeros when it has failed: its neighbours wait for what it sends."""
+        forward = stage.forward
+        end = next(node for node in stage.graph.nodes if node.op == "output")
+        sent = [node.meta["val"] for node in end.all_input_nodes]
+
+        def shielded(*args: Any, **kwargs: Any) -> Any:
+            if self.error is None:
+                try:
+                    return forward(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - raised when all have finished
+                    self.error = error
+            return tuple(torch.zeros(val.shape, dtype=val.dtype, device=self.ctx.device) for val in sent)
+
+        stage.forward = shielded
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch through all stages; the inputs of the first process count."""
+        ctx, rows, self.error = self.ctx, 0, None
+        tensors: list[Tensor] = []
+        if self.stage.is_first:
+            try:
+                tensors, rows = self.form.inputs(args, kwargs)
+                tensors = send_to_device([tensors[index] for index in self.used], ctx.device)
+            except Exception as error:  # noqa: BLE001 - raised below, on every process
+                self.error = error
+        rows = _agree("the call of a pipeline", ctx, self.error, rows)[0]
+        output = self._run(-(-rows // self.form.rows), tensors)
+        leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
+        shapes = _agree("a stage of a pipeline", ctx, self.error, [(one.shape, one.dtype) for one in leaves])[-1]
+        if not self.gather_output:
+            return self.form.result(leaves) if self.stage.is_last else None
+        if not self.stage.is_last:
+            leaves = [torch.empty(shape, dtype=dtype, device=ctx.device) for shape, dtype in shapes]
+        return self.form.result(broadcast(leaves, ctx.world_size - 1, ctx=ctx))
+
+    def _run(self, chunks: int, tensors: Sequence[Tensor]) -> Any:
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        if chunks != self._chunks:
+            self._schedule, self._chunks = ScheduleGPipe(self.stage, chunks), chunks
+        output = self._schedule.step(*tensors)
+        self.stage.clear_runtime_states()  # holds every activation that was sent
+        return output

@@ -1,0 +1,227 @@
+"""Stages of a model, found by tracing it: where it is cut, and what passes from stage to stage."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.parallel.call_form import CallForm
+from orc.runtime.weights.device_map import infer_auto_device_map
+from orc.runtime.weights.sizes import compute_module_sizes
+
+# ---- cuts
+
+
+def automatic_map(model: nn.Module, stages: int, whole: str | Sequence[str] | None) -> dict[str, int]:
+    """Return the stage of every part of *model*: a device map over *stages* devices of the least equal memory."""
+    if whole is None:
+        whole = list(getattr(model, "_no_split_modules", None) or [])
+
+    def plan(limit: int) -> dict[str, Any]:
+        # Device 0 would keep room for offloaded layers, of which there are none: it gets nothing.
+        limits: dict[int | str, int | str] = {0: 0, **dict.fromkeys(range(1, stages + 1), limit)}
+        return infer_auto_device_map(model, limits, whole, clean_result=False, offload_buffers=True)
+
+    largest = compute_module_sizes(model)[""]
+    least = largest // stages
+    while least < largest:
+        middle = (least + largest) // 2
+        if "disk" in plan(middle).values():
+            least = middle + 1
+        else:
+            largest = middle
+    return {name: device - 1 for name, device in plan(largest).items()}
+
+
+def check_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise `ValueError` unless each of *names* is a module of *model* and none is there twice."""
+    known = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"split_points: the model has no module {name!r}{hint}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"split_points: a module is named twice in {list(names)}")
+
+
+@contextlib.contextmanager
+def _cut(model: nn.Module, begins: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Begin a stage where the first module of each kind in *begins* is called; yield the list that gets their names."""
+    from torch.distributed.pipelining import pipe_split
+
+    points: list[str] = []
+    seen: set[Any] = set()
+
+    def before(name: str, stage: Any) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                points.append(name)
+                pipe_split()
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(before(name, begins[name]), prepend=True)
+        for name, module in model.named_modules()
+        if name in begins
+    ]
+    try:
+        yield points
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_calls(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
+    """Return the modules of which the one that is called first begins a stage, after the first stage."""
+    found = {}
+    for name, module in model.named_modules():
+        owner = next((key for key in stages if name == key or name.startswith(f"{key}.")), None)
+        # What has no weights is put anywhere, and may be called early.
+        if owner is not None and stages[owner] > 0 and next(module.parameters(), None) is not None:
+            found[name] = stages[owner]
+    return found
+
+
+# ---- trace
+
+
+class _Flat(nn.Module):
+    """Model between flat tensors. All inputs enter at the first stage, and all outputs leave at the last."""
+
+    def __init__(self, model: nn.Module, form: CallForm) -> None:
+        super().__init__()
+        self.model = model
+        self.form = form
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        call = self.form.arguments([tensor.view_as(tensor) for tensor in tensors])
+        output = self.model(*call.args, **call.kwargs)
+        return tuple(tensor.clone() for tensor in self.form.note_output(output))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Traced model: its stages, the names of the modules that begin them, the inputs that the first one takes."""
+
+    pipe: Any
+    form: CallForm
+    points: list[str]
+    used: list[int] = field(default_factory=list)
+
+
+def trace(
+    model: nn.Module,
+    split_points: str | Sequence[str],
+    whole: str | Sequence[str] | None,
+    form: CallForm,
+    stages: int,
+) -> Traced:
+    """Trace *model* into as many *stages*.
+
+    Raises:
+        ValueError: the split points make another number of stages, or name what is not there.
+        OrcRuntimeError: the model cannot be traced.
+    """
+    from torch.distributed.pipelining import pipeline
+
+    begins: Mapping[str, Any]
+    if isinstance(split_points, str):
+        if split_points != "auto":
+            raise ValueError(f"split_points is 'auto' or a list of names of modules, not {split_points!r}")
+        begins = _first_calls(model, automatic_map(model, stages, whole))
+    else:
+        check_names(model, split_points)
+        if len(split_points) != stages - 1:
+            raise ValueError(
+                f"split_points names {len(split_points)} modules, which makes {len(split_points) + 1} stages, but "
+                f"there are {stages} processes, one for each stage: name {stages - 1}, which begin the later stages"
+            )
+        begins = {name: name for name in split_points}
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    example = tuple(send_to_device(form.micro_batch(), device))
+    with _cut(model, begins) as points, torch.no_grad(), warnings.catch_warnings():
+        # PyTorch copies its own structures in a way that it warns of.
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        try:
+            pipe = pipeline(_Flat(model, form), example)
+        except RuntimeError as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, ValueError) and not isinstance(cause, torch._dynamo.exc.UserError):
+                raise cause from None
+            raise OrcRuntimeError(
+                f"the model cannot be traced for a pipeline: {cause}. Shapes may not depend on values, and everything "
+                "between inputs and outputs has to be PyTorch; see torch.export"
+            ) from error
+    _check_stages(split_points, points, pipe.num_stages, stages)
+    return Traced(pipe, form, points, _settle(pipe.split_gm))
+
+
+def _check_stages(split_points: str | Sequence[str], points: Sequence[str], found: int, stages: int) -> None:
+    if found == stages and len(points) == stages - 1:
+        return
+    if not isinstance(split_points, str) and (silent := [name for name in split_points if name not in points]):
+        raise ValueError(
+            f"split_points: {silent[0]!r} is not called by the example; name a module that is (a list of modules is "
+            "not: name its first element)"
+        )
+    raise ValueError(
+        f"split_points={split_points!r} makes {found} stages{f' (at {points})' if points else ''}, but there are "
+        f"{stages} processes, one for each stage: name the {stages - 1} modules that begin the later stages, or start "
+        f"{found} processes"
+    )
+
+
+def _settle(split: fx.GraphModule) -> list[int]:
+    """Make what passes between stages contiguous and received in the order of sending; return the inputs in use."""
+    calls = [node for node in split.graph.nodes if node.op == "call_module"]
+    number = {node: index for index, node in enumerate(calls)}
+
+    def source(value: Any) -> tuple[int, int]:
+        return (number[value.args[0]], value.args[1]) if value.target is operator.getitem else (number[value], 0)
+
+    for call in calls:
+        stage: Any = split.get_submodule(call.target)
+        graph = stage.graph
+        held = [node for node in graph.nodes if node.op == "placeholder"]
+        if number[call]:
+            for node in held:
+                node.meta["val"] = node.meta["val"].contiguous()
+            order = sorted(range(len(held)), key=lambda index: source(call.args[index]))
+            for index in reversed(order):
+                first = next(iter(graph.nodes))
+                if first is not held[index]:
+                    first.prepend(held[index])
+            call.args = tuple(call.args[index] for index in order)
+        if number[call] < len(calls) - 1:
+            _send_contiguous(graph)
+        stage.recompile()
+    split.recompile()
+    inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
+    return [inputs.index(node) for node in calls[0].args]
+
+
+def _send_contiguous(graph: fx.Graph) -> None:
+    end = next(node for node in graph.nodes if node.op == "output")
+
+    def contiguous(node: fx.Node) -> fx.Node:
+        if node.meta["val"].is_contiguous():
+            return node
+        made = graph.call_function(torch.ops.aten.contiguous.default, (node,))
+        made.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+        return made
+
+    with graph.inserting_before(end):
+        end.args = fx.map_arg(end.args, contiguous)
