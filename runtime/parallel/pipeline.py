@@ -56,17 +56,18 @@ def prepare_pippy(
         ContextError: the model is a pipeline already.
     """
     ctx = current_context()
-    if hasattr(model, "hf_split_points"):
-        raise ContextError("prepare_pippy: this model is a pipeline already; prepare a new copy of it")
-    model.eval()
-    run, points = torch.no_grad()(model.forward), []
-    if ctx.world_size > 1:
+    run: Callable[..., Any]
+    if ctx.world_size == 1:
+        _refuse(model)
+        run, points = torch.no_grad()(model.eval().forward), []
+    else:
         pipeline, error = None, None
         try:
+            _refuse(model)
             chunks = ctx.world_size if num_chunks is None else num_chunks
             if chunks < 1:
                 raise ValueError(f"num_chunks is {chunks}; a batch is cut into 1 or more")
-            form = CallForm(model, example_args, example_kwargs or {}, chunks)
+            form = CallForm(model.eval(), example_args, example_kwargs or {}, chunks)
             traced = trace(model, split_points, no_split_module_classes, form, ctx.world_size)
             pipeline = Pipeline(traced, ctx, gather_output)
         except Exception as raised:  # noqa: BLE001 - raised below, on every process
@@ -85,6 +86,13 @@ def prepare_pippy(
     return model
 
 
+def _refuse(model: nn.Module) -> None:
+    if hasattr(model, "hf_split_points"):
+        raise ContextError("prepare_pippy: this model is a pipeline already; prepare a new copy of it")
+    if empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None):
+        raise ValueError(f"prepare_pippy: {empty} is on the meta device; load the weights, on the CPU, first")
+
+
 def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,14 +102,14 @@ def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]
 
 
 def _agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
-    """Return the *facts* of every process. Raises *error* where there is one, and elsewhere what another has told."""
+    """Return the *facts* of every process, or raise what the first one that has an *error* has told, on all of them."""
     text = None if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     told = all_gather_pickled((text, facts), ctx, what)
-    if error is not None:
-        raise error
     for rank, (failure, _) in enumerate(told):
-        if failure is not None:
-            raise OrcRuntimeError(f"{what} failed on process {rank}: {failure}")
+        if error is not None and failure == text:
+            raise error
+        if failure is not None:  # what went wrong here may be a consequence
+            raise OrcRuntimeError(f"{what} failed on process {rank}: {failure}") from error
     return [fact for _, fact in told]
 
 
