@@ -41,6 +41,7 @@ for _role in ("AUTHOR", "COMMITTER"):
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 # How long an example takes says nothing about it where three test processes share the machine.
 hypothesis.settings.register_profile("orc", deadline=None)
@@ -67,9 +68,11 @@ def orc_home(_all_homes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Generator[None]:
-    """Programs that a later test starts inherit what is ignored: a test leaves the signals as it found them."""
+    """What a later test starts inherits what is ignored or blocked: a test leaves the signals as it found them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for number, handler in before.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
