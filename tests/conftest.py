@@ -68,7 +68,7 @@ def orc_home(_all_homes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Generator[None]:
-    """What a later test starts inherits what is ignored or blocked: a test leaves the signals as it found them."""
+    """Restore the signals after a test: programs that later tests start inherit what is ignored or blocked."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield

@@ -90,7 +90,7 @@ def enqueue(
         group_id = group.id if group else None
         new.append(replace(made, group_id=group_id, group_index=entry.number, not_before=not_before))
     reasons = [_reason(ws, wanted, ids) for wanted in needs]
-    try:
+    with job_secrets.until_recorded(ws, *ids):
         for job, values in zip(new, secrets, strict=True):
             job_secrets.keep_for(ws, job.id, values)
         with ws.ledger.transaction() as tx:
@@ -104,10 +104,6 @@ def enqueue(
             dependencies.add(
                 tx.connection, [dependencies.Dependency(job_id, one.job, one.condition) for job_id, one in pairs]
             )
-    except BaseException:
-        for job in new:
-            job_secrets.remove_for(ws, job.id)
-        raise
     fault_point("enqueued")
     for job, record in zip(new, records, strict=True):
         job_files.keep(ws.state_dir, job, record.created_at)

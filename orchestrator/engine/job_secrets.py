@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import sealing
 from orc.orchestrator.ledger import sealed_secrets
+from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.transaction import Addition
 from orc.orchestrator.workspace import Workspace
 
@@ -134,6 +135,26 @@ def remove(state_dir: Path, job_id: str) -> None:
     """Forget the job's secrets."""
     with suppress(*_NOT_THERE):
         _file(state_dir, job_id).unlink()
+
+
+@contextmanager
+def until_recorded(ws: Workspace, *job_ids: str) -> Iterator[None]:
+    """Remove the secrets of new jobs where the block that records them fails, and they certainly are not there.
+
+    A ledger whose connection broke may have taken the jobs all the same: then they need their secrets, and nobody waits
+    for this process's claims. What belongs to no job is swept away later.
+    """
+    try:
+        yield
+    except LedgerError:
+        for job_id in job_ids:
+            with suppress(LedgerError):
+                ws.give_back(job_id)
+        raise
+    except BaseException:
+        for job_id in job_ids:
+            remove_for(ws, job_id)
+        raise
 
 
 def sweep(state_dir: Path, is_active: Callable[[str], bool | None]) -> None:

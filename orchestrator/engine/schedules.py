@@ -82,7 +82,7 @@ def create(
         schedule_id, name, ws.user, expression, zone, True, cron.due_after(expression, zone, now), None, None,
         described, snapshot.digests, source,
     )  # fmt: skip
-    try:
+    with job_secrets.until_recorded(ws, schedule_id):
         if not ws.seals:
             job_secrets.keep(ws.state_dir, schedule_id, secrets)
         with ws.ledger.transaction() as tx:
@@ -90,9 +90,6 @@ def create(
                 raise SpecError(f"there is a schedule {name!r} already", hint="delete it first, or give another --name")
             groups.create(tx.connection, groups.GroupRecord(schedule_id, "schedule", name, ws.user, now))
             schedules.create(tx.connection, record)
-    except BaseException:
-        job_secrets.remove(ws.state_dir, schedule_id)
-        raise
     ws.on_live_job()
     return record
 

@@ -74,16 +74,8 @@ def start(
     attempt = AttemptId(ws.new_job_id(job.name), 1)
     planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
     new = new_job(ws, job, snapshot, attempt, source)
-    try:
+    with job_secrets.until_recorded(ws, new.id):
         prepared = _record(ws, new, planner, secrets)
-    except LedgerError:
-        # A connection that broke may have carried the commit: then there is the job, with its secrets.
-        with suppress(LedgerError):
-            ws.give_back(new.id)
-        raise
-    except BaseException:
-        job_secrets.remove_for(ws, new.id)
-        raise
     fault_point("prepared")
     recorded = prepared.job if isinstance(prepared, PreparedAttempt) else prepared
     job_files.keep(ws.state_dir, new, recorded.created_at)
@@ -143,7 +135,7 @@ def start_array(
     if group is not None:
         pairs = zip(new, numbers or range(len(new)), strict=True)
         new = [replace(job, group_id=group.id, group_index=number) for job, number in pairs]
-    try:
+    with job_secrets.until_recorded(ws, *(job.id for job in new)):
         for job in new:
             job_secrets.keep_for(ws, job.id, secrets)
         with ws.ledger.transaction() as tx:
@@ -154,10 +146,6 @@ def start_array(
                 tx.create(job, plan.marker, plan.digest, ws.owner, expires)
                 for job, plan in zip(new, plans, strict=True)
             ]
-    except BaseException:
-        for job in new:
-            job_secrets.remove_for(ws, job.id)
-        raise
     fault_point("prepared")
     for job, record in zip(new, records, strict=True):
         job_files.keep(ws.state_dir, job, record.created_at)

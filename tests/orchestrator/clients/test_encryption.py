@@ -1,4 +1,4 @@
-"""What travels to a service is encrypted and goes to the right one, or does not travel."""
+"""Encryption of the way to a service: what cannot go encrypted to the right one does not go."""
 
 from __future__ import annotations
 

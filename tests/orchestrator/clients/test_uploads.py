@@ -1,4 +1,4 @@
-"""What travels to a service: only what it lacks, checked there, all of it or nothing."""
+"""Uploads to a service: only what it lacks, checked there, all of it or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One dead node ends the attempt on all nodes at once; the next attempt runs alone."""
+"""Failure of one node: the attempt ends on all nodes at once, and the next one runs alone."""
 
 from __future__ import annotations
 

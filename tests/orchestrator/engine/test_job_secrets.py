@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import contextmanager
 
 import pytest
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.engine import job_secrets
+from orc.orchestrator.ledger.errors import LedgerError
 
 RETRY = {"max_attempts": 2, "on": ["crash"], "backoff": 0}
 
@@ -122,3 +124,34 @@ def test_a_value_from_the_environment_stands_in_for_a_lost_file(orc_home, monkey
     monkeypatch.delenv("TOKEN")
     with pytest.raises(SpecError, match="TOKEN"):
         job_secrets.load(orc_home, "job", ["TOKEN"])
+
+
+@pytest.mark.parametrize("kind", ["job", "group"])
+@pytest.mark.parametrize(("error", "stays"), [(LedgerError("the connection broke"), True), (OSError("defect"), False)])
+def test_secrets_stay_only_where_a_broken_ledger_may_have_taken_the_job(
+    client, job_file, kept, monkeypatch, kind, error, stays
+):
+    monkeypatch.setenv("TOKEN", "hunter2")
+    ledger = client.workspace.ledger
+    transaction = ledger.transaction
+
+    @contextmanager
+    def committed_and_lost(**options):
+        with transaction(**options) as tx:
+            yield tx
+        if stays:  # the commit went through, its answer did not
+            raise error
+
+    @contextmanager
+    def never_begun(**_options):
+        raise error
+        yield
+
+    needs = {"depends_on": [client.submit(job_file()).id]} if kind == "group" else {}
+    monkeypatch.setattr(ledger, "transaction", committed_and_lost if stays else never_begun)
+    with pytest.raises(type(error)):
+        client.submit(job_file(secrets=["TOKEN"], **needs))
+    monkeypatch.setattr(ledger, "transaction", transaction)
+    found = [file.stem for file in kept.iterdir()] if kept.exists() else []
+    assert len(found) == stays
+    assert all(client.job(job_id).state in ("QUEUED", "PREPARED") for job_id in found)

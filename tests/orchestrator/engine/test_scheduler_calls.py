@@ -1,4 +1,4 @@
-"""How often a scheduler is asked: once or twice about a thousand jobs, by its own commands."""
+"""Calls of a scheduler: one or two for a thousand jobs, by its own commands."""
 
 from __future__ import annotations
 
