@@ -146,6 +146,10 @@ from orc.runtime.core.handlers import KwargsHandler as KwargsHandler
 from orc.runtime.core.handlers import ProjectConfiguration as ProjectConfiguration
 from orc.runtime.core.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from orc.runtime.core.parallelism import ParallelismConfig as ParallelismConfig
+from orc.runtime.core.parallelism_handlers import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from orc.runtime.core.parallelism_handlers import TorchContextParallelConfig as TorchContextParallelConfig
+from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig as TorchTensorParallelConfig
+from orc.runtime.core.parallelism_handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from orc.runtime.core.process_control import wait_for_everyone as wait_for_everyone
 from orc.runtime.core.state import AcceleratorState as AcceleratorState
 from orc.runtime.core.state import GradientState as GradientState
@@ -312,6 +316,7 @@ __all__ = [
     "DeepSpeedOptimizerWrapper",
     "DeepSpeedPlugin",
     "DeepSpeedSchedulerWrapper",
+    "DeepSpeedSequenceParallelConfig",
     "disable_fsdp_ram_efficient_loading",
     "disk_offload",
     "dispatch_model",
@@ -503,7 +508,10 @@ __all__ = [
     "synchronize_rng_states",
     "TensorBoardTracker",
     "TensorInformation",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "tqdm",
     "TrackioTracker",
     "use_context",

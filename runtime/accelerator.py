@@ -75,8 +75,8 @@ class Accelerator(AcceleratorAttributes):
             ``ACCELERATE_USE_DEEPSPEED``.
         deepspeed_plugins: the same; the older spelling for several.
         fsdp_plugin: shard models over the processes; else ``ACCELERATE_USE_FSDP`` and ``FSDP_*``.
-        torch_tp_plugin: documented argument of a feature to come; refused by name.
-        megatron_lm_plugin: the same.
+        torch_tp_plugin: older form of ``ParallelismConfig(tp_size=...)``: a `TorchTensorParallelPlugin`.
+        megatron_lm_plugin: documented argument of a feature to come; refused by name.
         parallelism_config: over how many processes each kind of parallelism spreads the run; else
             ``ACCELERATE_USE_PARALLELISM_CONFIG`` and ``PARALLELISM_CONFIG_*``.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.
@@ -121,8 +121,8 @@ class Accelerator(AcceleratorAttributes):
             gradient_accumulation_steps=gradient_accumulation_steps,
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
+            parallelism=_parallelism(parallelism_config, torch_tp_plugin),
             later={
-                "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
             },
             rng_types=rng_types,
@@ -135,7 +135,7 @@ class Accelerator(AcceleratorAttributes):
             dynamo_plugin=dynamo_plugin,
             more=older,
         )
-        self.parallelism_config = _parallelism(parallelism_config)
+        self.parallelism_config = options.parallelism
         ctx = current_context(cpu=cpu, **options.process_group.to_dict())
         self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
@@ -413,9 +413,9 @@ class Accelerator(AcceleratorAttributes):
             close(self.ctx)
 
 
-def _parallelism(given: ParallelismConfig | None) -> ParallelismConfig | None:
-    if given is None and not os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
+def _parallelism(given: ParallelismConfig | None, plugin: Any) -> ParallelismConfig | None:
+    if given is None and plugin is None and not os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None  # most runs: the module need not be loaded
     from orc.runtime.core.parallelism import parallelism_of
 
-    return parallelism_of(given, os.environ)
+    return parallelism_of(given, os.environ, plugin)

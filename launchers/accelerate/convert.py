@@ -173,7 +173,7 @@ def _parallelism(draft: Draft) -> None:
     sizes = {
         str(option.variable): str(value)
         for option in of_group("parallelism")
-        if option.effect == "done" and (value := draft.take(option.name, 1)) != 1
+        if not option.says_nothing(value := draft.take(option.name, option.default))
     }
     if sizes:
         draft.env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}

@@ -57,8 +57,9 @@ _SIZES = {
     "tp": "Processes that share the matrices of each layer (tensor parallelism).",
     "cp": "Processes that share each sequence (context parallelism).",
     "sp": "Processes that share each sequence by attention heads (sequence parallelism).",
+    "pp": "Processes that hold one stage of the layers each (pipeline parallelism).",
 }
-_HANDLER = "A script says it, where it makes its ParallelismConfig."
+_SETS = "Sets it, with --use_parallelism_config."
 
 
 def _parallelism() -> Iterator[Option]:
@@ -69,33 +70,35 @@ def _parallelism() -> Iterator[Option]:
             doc=doc,
             parse=whole(1),
             effect="done",
-            does="Sets it, with --use_parallelism_config.",
+            does=_SETS,
             flags=(f"--parallelism_config_{name}_size",),
             key=f"parallelism_config.parallelism_config_{name}_size",
             variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
             default=1,
             job=f"env.PARALLELISM_CONFIG_{name.upper()}_SIZE",
         )
-    others: tuple[tuple[str, Callable[[Any], Any], Any], ...] = (
-        ("cp_backend", choice("torch"), "torch"),
-        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather"),
-        ("sp_backend", choice("deepspeed"), "deepspeed"),
-        ("sp_seq_length", whole(1), None),
-        ("sp_seq_length_is_variable", truth, True),
-        ("sp_attn_implementation", text, "sdpa"),
+    others: tuple[tuple[str, Callable[[Any], Any], Any, str], ...] = (
+        ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
+        ("cp_backend", choice("torch"), "torch", "What computes context parallelism."),
+        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather", "How keys and values travel (cp)."),
+        ("sp_backend", choice("deepspeed"), "deepspeed", "What computes sequence parallelism."),
+        ("sp_seq_length", whole(1), None, "The length of all sequences (sp)."),
+        ("sp_seq_length_is_variable", truth, True, "The length varies from batch to batch (sp)."),
+        ("sp_attn_implementation", choice("sdpa", "flash_attention_2", "flash_attention_3"), "sdpa", "Attention (sp)."),
     )
-    for name, parse, default in others:
+    for name, parse, default, doc in others:
         yield Option(
             name=f"parallelism_config_{name}",
             group="parallelism",
-            doc=f"{name} of context or sequence parallelism.",
+            doc=doc,
             parse=parse,
-            effect="refused",
-            does=_HANDLER,
+            effect="done",
+            does=_SETS,
             flags=(f"--parallelism_config_{name}",),
             key=f"parallelism_config.parallelism_config_{name}",
             variable=f"PARALLELISM_CONFIG_{name.upper()}",
             default=default,
+            job=f"env.PARALLELISM_CONFIG_{name.upper()}",
         )
 
 

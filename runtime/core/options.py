@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.config import ConfigError
 from orc.runtime.core.enums import RNGType
@@ -26,9 +26,11 @@ from orc.runtime.core.handlers import (
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.observe.profiling import ProfileKwargs
 
+if TYPE_CHECKING:
+    from orc.runtime.core.parallelism import ParallelismConfig
+
 # Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
 _LATER = {
-    "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "the Megatron-LM engine",
 }
 # The same in the environment, as other launchers set it.
@@ -79,6 +81,7 @@ class Options:
     dynamo: TorchDynamoPlugin
     profile: ProfileKwargs
     fsdp_plugin: Any = None
+    parallelism: ParallelismConfig | None = None
 
 
 def gather_options(
@@ -88,6 +91,7 @@ def gather_options(
     gradient_accumulation_steps: int,
     dataloader_config: DataLoaderConfiguration | None,
     fsdp_plugin: Any,
+    parallelism: ParallelismConfig | None,
     later: Mapping[str, Any],
     rng_types: Iterable[str] | None,
     project_dir: str | os.PathLike[str] | None,
@@ -136,6 +140,7 @@ def gather_options(
         dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
         profile=_take(handlers, ProfileKwargs),
         fsdp_plugin=_fsdp(fsdp_plugin, os.environ),
+        parallelism=parallelism,
     )
 
 

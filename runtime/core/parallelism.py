@@ -1,20 +1,29 @@
 """`ParallelismConfig`: over how many processes each kind of parallelism spreads a run. Torch-free until a mesh is made.
 
-Sizes come from arguments, then from ``PARALLELISM_CONFIG_*`` variables, and are 1 otherwise.
+What is not given comes from ``PARALLELISM_CONFIG_*`` variables; sizes are 1 otherwise.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import ConfigError
 from orc.runtime.core.errors import TopologyError
+from orc.runtime.core.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+    named,
+    setting,
+)
 from orc.runtime.core.parsing import switched_on
-from orc.runtime.core.topology import DIMENSIONS
+from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, JOINED, join_dimensions, sizes_of_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +31,13 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
-VARIABLES = {f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in DIMENSIONS if name != "pp"}
+VARIABLES = {f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in DIMENSIONS}
+BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}  # the first is the default
+_HANDLERS = {
+    "tp_handler": TorchTensorParallelConfig,
+    "cp_handler": TorchContextParallelConfig,
+    "sp_handler": DeepSpeedSequenceParallelConfig,
+}
 
 
 @dataclass
@@ -34,29 +49,62 @@ class ParallelismConfig:
         dp_shard_size: processes over which each copy is sharded (FSDP), each with other samples.
         tp_size: processes that share the matrices of each layer (tensor parallelism); they have the same batch.
         cp_size: processes that share each sequence (context parallelism); they have the same batch.
+        cp_backend: what computes it: ``torch``.
         sp_size: processes that share each sequence by attention heads (sequence parallelism); the same batch.
+        sp_backend: what computes it: ``deepspeed``.
+        tp_handler: options of tensor parallelism; a handler has no effect where the size is 1.
+        cp_handler: options of context parallelism.
+        sp_handler: options of sequence parallelism.
+        device_mesh: a mesh of the script's own, with names like those of the sizes, which has their place.
+        pp_size: processes that hold one stage of the layers each (pipeline parallelism); they have the same batch.
+        pp_handler: options of pipeline parallelism.
 
     Raises:
-        ConfigError: a size, or the variable it comes from, is no whole number of at least 1; or both *cp_size* and
-            *sp_size* cut the sequence.
+        ConfigError: a size, or the variable it comes from, is no whole number of at least 1, or contradicts the mesh;
+            or both *cp_size* and *sp_size* cut the sequence.
+        TopologyError: *device_mesh* has a dimension that there is not.
+        TypeError: a handler is of another class.
     """
 
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     tp_size: int | None = None
     cp_size: int | None = None
+    cp_backend: str | None = None
     sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    device_mesh: DeviceMesh | None = None
+    pp_size: int | None = None
+    pp_handler: Any = None
 
     def __post_init__(self) -> None:
+        meshed = None if self.device_mesh is None else sizes_of_mesh(self.device_mesh, "ParallelismConfig(device_mesh)")
         for field, variable in VARIABLES.items():
             value, source = getattr(self, field), field
-            if value is None:
+            if value is None and meshed is None:
                 value, source = os.environ.get(variable, 1), variable
+            if meshed is not None:
+                of_mesh = meshed.get(field.removesuffix("_size"), 1)
+                if value not in (None, of_mesh):
+                    raise ConfigError(f"{field}={value!r} contradicts device_mesh, which has {of_mesh}; leave it out")
+                value = of_mesh
             setattr(self, field, _size(value, source))
+        for field, names in BACKENDS.items():
+            variable = f"PARALLELISM_CONFIG_{field.upper()}"
+            setattr(self, field, setting(getattr(self, field), variable, names[0], named(*names), field))
         if self.size("cp") > 1 and self.size("sp") > 1:
             raise ConfigError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} are two ways to cut the sequence; choose one"
             )
+        for field, kind in _HANDLERS.items():
+            handler = getattr(self, field)
+            if handler is not None and not isinstance(handler, kind):
+                raise TypeError(f"{field} is a {type(handler).__name__}, not a {kind.__name__}")
+            if handler is None and self.size(field.removesuffix("_handler")) > 1:
+                setattr(self, field, kind())
 
     def size(self, dim: str) -> int:
         """Processes along *dim* (``tp``, say)."""
@@ -65,7 +113,12 @@ class ParallelismConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """The dimensions with more than one process, outermost first."""
-        return {name: self.size(name) for name in DIMENSIONS if name != "pp" and self.size(name) > 1}
+        return {name: self.size(name) for name in DIMENSIONS if self.size(name) > 1}
+
+    @property
+    def handlers(self) -> dict[str, Any]:
+        """Options of each kind by its dimension."""
+        return {name: getattr(self, f"{name}_handler") for name in ("pp", "tp", "cp", "sp")}
 
     @property
     def total_size(self) -> int:
@@ -107,14 +160,67 @@ class ParallelismConfig:
         """`True` if attention heads are shared out."""
         return self.size("sp") > 1
 
+    @property
+    def pp_enabled(self) -> bool:
+        """`True` if layers are dealt out in stages."""
+        return self.size("pp") > 1
+
+    # ---- names of dimensions, as the mesh has them
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The dimensions with more than one process, outermost first."""
+        return list(self.sizes)
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The active dimensions along which samples differ."""
+        return self._active(DATA_DIMENSIONS)
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The active dimensions along which samples are the same."""
+        return self._active(name for name in DIMENSIONS if name not in DATA_DIMENSIONS)
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The active dimensions over which FSDP cuts parameters."""
+        return self._active(JOINED["dp_shard_cp"])
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The active dimensions along which losses differ, and are averaged."""
+        return self._active(JOINED["dp_cp"])
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """What FSDP gets of the mesh: ``dp_replicate``, then that of `dp_shard_cp_dim_names`, joined if it is two."""
+        shards = self.dp_shard_cp_dim_names
+        return self._active(["dp_replicate"]) + (["dp_shard_cp"] if len(shards) > 1 else shards)
+
+    @property
+    def model_shard_dim_names(self) -> list[str]:
+        """The active dimensions along which processes hold different parts of the model."""
+        return self._active(("pp", "dp_shard", "cp", "tp") if self.dp_shard_enabled else ("pp", "tp"))
+
+    def _active(self, names: Iterable[str]) -> list[str]:
+        chosen = set(names)
+        return [name for name in self.sizes if name in chosen]
+
+    # ---- the mesh
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Return a mesh over the process group, with the dimensions of `sizes` (``dp_replicate`` where all are 1).
 
-        Every process makes the same call. The Accelerator makes its own: `Accelerator.torch_device_mesh`.
+        Several dimensions have a name together where at least two of them are active: ``dp`` (``dp_replicate``,
+        ``dp_shard``), ``dp_shard_cp`` and ``dp_cp``. A *device_mesh* of the script's own is returned as it is. Every
+        process makes the same call; the Accelerator makes its own: `Accelerator.torch_device_mesh`.
 
         Raises:
             TopologyError: the run has another number of processes than `total_size`.
         """
+        if self.device_mesh is not None:
+            return self.device_mesh
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -125,7 +231,25 @@ class ParallelismConfig:
                 f"sizes, or launch {self.total_size}"
             )
         sizes = self.sizes or {"dp_replicate": 1}
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return join_dimensions(init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Return the mesh of the run that has this layout, else one that `build_device_mesh` makes for *device_type*.
+
+        Raises:
+            ConfigError: no run has this layout yet, and *device_type* is missing.
+        """
+        from orc.runtime.core.context import peek_context
+
+        ctx = peek_context()
+        if ctx is not None and ctx.topology_chosen and self._laid_out(ctx):
+            return ctx.topology.mesh
+        if device_type is None and self.device_mesh is None:
+            raise ConfigError(
+                "no Accelerator has laid out the processes with this ParallelismConfig yet: make it first, or say for "
+                "which devices the mesh is: get_device_mesh('cuda')"
+            )
+        return self.build_device_mesh(device_type or "")
 
     def lay_out(self, ctx: RunContext, *, sharded: bool) -> None:
         """Set the topology of *ctx*; nothing where every size is 1. *sharded*: something shards models.
@@ -136,12 +260,17 @@ class ParallelismConfig:
         """
         if not self.sizes:
             return
-        topology = ctx.set_topology(self.sizes, by="parallelism_config")
+        topology = ctx.set_topology(
+            self.sizes if self.device_mesh is None else self.device_mesh, by="parallelism_config"
+        )
         if topology.size("dp_shard") > 1 and not sharded:
             raise ConfigError(
                 f"dp_shard_size={self.dp_shard_size} shards the model, and a FullyShardedDataParallelPlugin says how: "
                 "pass fsdp_plugin too, or use dp_replicate_size for copies"
             )
+
+    def _laid_out(self, ctx: RunContext) -> bool:
+        return all(ctx.topology.size(name) == self.size(name) for name in DIMENSIONS)
 
     def _shown(self) -> str:
         return " x ".join(f"{name}_size {size}" for name, size in self.sizes.items()) or "every size 1"
@@ -157,13 +286,24 @@ def _size(value: Any, source: str) -> int:
     return size
 
 
-def parallelism_of(given: Any, env: Mapping[str, str]) -> ParallelismConfig | None:
-    """Return *given*, or what the variables say where *env* turns them on.
+def parallelism_of(given: Any, env: Mapping[str, str], plugin: Any = None) -> ParallelismConfig | None:
+    """Return *given*, what its older form *plugin* says, or what the variables say where *env* turns them on.
 
     Raises:
-        ConfigError: a variable cannot be used.
-        TypeError: *given* is something else.
+        ConfigError: a variable cannot be used, or both *given* and *plugin* are there.
+        TypeError: *given* or *plugin* is something else.
     """
+    if plugin is not None:
+        if not isinstance(plugin, TorchTensorParallelPlugin):
+            raise TypeError(f"torch_tp_plugin is a {type(plugin).__name__}, not a TorchTensorParallelPlugin")
+        if given is not None:
+            raise ConfigError(
+                "torch_tp_plugin and parallelism_config both say the layout; give parallelism_config alone"
+            )
+        better = "parallelism_config=ParallelismConfig(tp_size=...)"
+        warnings.warn(f"Accelerator(torch_tp_plugin=...) is the older form of {better}", FutureWarning, stacklevel=4)
+        mesh = plugin.torch_device_mesh
+        return ParallelismConfig(device_mesh=mesh) if mesh is not None else ParallelismConfig(tp_size=plugin.tp_size)
     if given is None:
         return ParallelismConfig() if switched_on(env, USE_PARALLELISM_CONFIG) else None
     if not isinstance(given, ParallelismConfig):

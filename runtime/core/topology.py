@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+# Documented names of several dimensions of a mesh as one: those of all data, of all shards, and of all losses.
+JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
 # What scripts call the dimensions of a mesh of their own.
 _ALSO = {
     "dp": "dp_replicate",
@@ -209,9 +215,8 @@ class Topology:
             from orc.runtime.launch.process_group import open_alone
 
             open_alone(ctx.device)
-        return init_device_mesh(
-            ctx.device.type, tuple(self.sizes[name] for name in self.names), mesh_dim_names=self.names
-        )
+        shape = tuple(self.sizes[name] for name in self.names)
+        return join_dimensions(init_device_mesh(ctx.device.type, shape, mesh_dim_names=self.names))
 
     def _make_group(self, dims: tuple[str, ...]) -> ProcessGroup | None:
         subgroup = getattr(self._ctx.group, "subgroup", None)  # of a simulated run
@@ -240,6 +245,38 @@ class Topology:
             cell, place = divmod(cell, size)
             places.append(place)
         return tuple(reversed(places))
+
+
+def join_dimensions(mesh: DeviceMesh) -> DeviceMesh:
+    """Return *mesh*, in which data dimensions, and cp with them, have a name together, see `JOINED`; collective.
+
+    Only where at least two of them have more than one rank; torch 2.4 has no such names.
+    """
+    names = mesh.mesh_dim_names or ()
+    wide = {name for name, size in zip(names, mesh.mesh.shape, strict=True) if size > 1}
+    for joined, dims in JOINED.items():
+        found = tuple(name for name in names if name in dims and name in wide)
+        if len(found) > 1 and hasattr(mesh, "_flatten"):
+            mesh[found]._flatten(joined)
+    return mesh
+
+
+def sizes_of_mesh(mesh: DeviceMesh, by: str) -> dict[str, int]:
+    """Return the ranks along each dimension of a mesh of the script's own, in the order of the mesh.
+
+    Raises:
+        TopologyError: a name that there is not, two of one kind, or more than two dimensions without names.
+    """
+    shape, names = tuple(mesh.mesh.shape), mesh.mesh_dim_names
+    if names is None:
+        if len(shape) > 2:
+            raise TopologyError(f"{by}: a mesh of {len(shape)} dimensions needs names: mesh_dim_names=...")
+        known = DATA_DIMENSIONS[2 - len(shape) :]
+    else:
+        known = tuple(_known(_ALSO.get(name, name)) for name in names)
+        if len(set(known)) < len(known):
+            raise TopologyError(f"{by}: the mesh has two dimensions of one kind: {', '.join(names)}")
+    return dict(zip(known, shape, strict=True))
 
 
 def _refuse_simulated(ctx: RunContext) -> None:
@@ -274,20 +311,13 @@ def _checked(named: Mapping[str, int], world_size: int, by: str) -> dict[str, in
 
 def _of_mesh(mesh: DeviceMesh, ctx: RunContext, by: str) -> tuple[dict[str, int], list[int], dict[str, Any]]:
     """Sizes, the rank in each cell, and what the mesh itself calls each dimension."""
-    shape, names = tuple(mesh.mesh.shape), mesh.mesh_dim_names
-    if names is None:
-        if len(shape) > 2:
-            raise TopologyError(f"{by}: a mesh of {len(shape)} dimensions needs names: mesh_dim_names=...")
-        known = DATA_DIMENSIONS[2 - len(shape) :]
-    else:
-        known = tuple(_known(_ALSO.get(name, name)) for name in names)
-        if len(set(known)) < len(known):
-            raise TopologyError(f"{by}: the mesh has two dimensions of one kind: {', '.join(names)}")
+    found, names = sizes_of_mesh(mesh, by), mesh.mesh_dim_names
+    known = tuple(found)
     ordered = [name for name in DIMENSIONS if name in known]
     cells: list[int] = mesh.mesh.permute([known.index(name) for name in ordered]).flatten().tolist()
     if sorted(cells) != list(range(ctx.world_size)):
         raise TopologyError(
             f"{by}: the mesh has {len(cells)} of the run's {ctx.world_size} ranks; it must have all of them"
         )
-    sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(known, shape, strict=True))
-    return sizes, cells, dict(zip(known, names or range(len(shape)), strict=True))
+    sizes = dict.fromkeys(DIMENSIONS, 1) | found
+    return sizes, cells, dict(zip(known, names or range(len(known)), strict=True))

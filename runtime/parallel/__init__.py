@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS
 from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.moving import named_parameters, replaced
 
@@ -38,8 +39,6 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     """
     if is_sharded(model):
         return []
-    if not request.evaluation:
-        _refuse_unserved(ctx)
     wanted = [one for one in parallelizers() if one.wanted(model, ctx, request)]
     asked = [one for one in wanted if not one.default]
     wanted = [one for one in wanted if not (one.default and any(_conflict(one, other) for other in asked))]
@@ -51,13 +50,16 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
             raise ContextError(f"strategy {one.name} works only together with {' and '.join(missing)}")
         if clash := next((other for other in wanted if other is not one and _conflict(one, other)), None):
             raise ContextError(f"the strategies {one.name} and {clash.name} cannot be used together; choose one")
+    if not request.evaluation:
+        refuse_unserved(ctx, {dim for one in wanted for dim in one.serves})
     return wanted
 
 
-def _refuse_unserved(ctx: RunContext) -> None:
-    """Raise `ContextError` for dimensions over which nothing here spreads a model: its copies would differ silently."""
+def refuse_unserved(ctx: RunContext, served: Collection[str] = ()) -> None:
+    """Raise `ContextError` for dimensions that are not *served*: copies of a model would differ there silently."""
     topology = ctx.topology
-    if unserved := [name for name in ("pp", "cp", "sp", "tp") if topology.size(name) > 1]:
+    unserved = [name for name in DIMENSIONS if name not in (*DATA_DIMENSIONS, *served) and topology.size(name) > 1]
+    if unserved:
         sizes = " and ".join(f"{name} {topology.size(name)}" for name in unserved)
         raise ContextError(
             f"{topology.by} asks for {sizes}, and this version of orc cannot spread a model over it: shard the model "
@@ -133,4 +135,5 @@ __all__ = [
     "extract_model_from_parallel",
     "is_sharded",
     "parallelizers",
+    "refuse_unserved",
 ]

@@ -19,13 +19,14 @@ class Request:
 
     strategy: str = "auto"
     evaluation: bool = False  # the model is not trained
-    options: Mapping[str, Any] = field(default_factory=dict)  # option objects by parallelizer name
+    options: Mapping[str, Any] = field(default_factory=dict)  # option objects by parallelizer name, or by dimension
     placement: bool = True  # the model belongs on the device of the context
     mixed_precision: str = "no"
 
 
 class Parallelizer(Protocol):
-    """Method of spreading a model over processes. Orders: tensor 100, context 200, sharding 300, replication 400.
+    """Method of spreading a model over processes. Orders: pipeline 50, tensor 100, context 200, sharding 300,
+    replication 400.
 
     Attributes:
         name: the strategy by which it is asked for, and the key of its options.
@@ -35,6 +36,8 @@ class Parallelizer(Protocol):
         conflicts: names of those that must not; saying it on one side is enough.
         places_parameters: it puts the parameters on the device by itself, in pieces: the model comes as the script made
             it (in host memory or on the meta device) and must be on the device afterwards, if the request says so.
+        serves: dimensions of the topology, beside those of the data, over which it spreads models. A dimension with
+            several ranks that none of those applied serves is refused: copies would differ silently, or waste ranks.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Parallelizer(Protocol):
     needs: tuple[str, ...]
     conflicts: tuple[str, ...]
     places_parameters: bool
+    serves: tuple[str, ...]
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """Return whether to apply this parallelizer to *model*."""

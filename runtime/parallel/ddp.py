@@ -43,6 +43,7 @@ class DDP:
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     places_parameters = False
+    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes, for a model that is trained and has something to train."""

@@ -23,6 +23,7 @@ class DeepSpeedModels:
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ("ddp",)
     places_parameters = False
+    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """For a model that is prepared by itself to be trained."""

@@ -28,6 +28,7 @@ class FullySharded:
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ("ddp", "xla")
     places_parameters = True
+    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With a plug-in of this version, for a model that has parameters and is not for evaluation only."""

@@ -22,6 +22,7 @@ class XlaReplicas:
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     places_parameters = False
+    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes over torch_xla, for a model that is trained."""

@@ -91,10 +91,6 @@ ABSENT: dict[str, str] = {
     "load_accelerator_state": "Call Accelerator.load_state.",
     "save_accelerator_state": "Call Accelerator.save_state.",
     "is_initialized": "PartialState().initialized is always true.",
-    "TorchTensorParallelPlugin": "Shard the model with FullyShardedDataParallelPlugin.",
-    "TorchContextParallelConfig": "Shorten the sequences, or shard the model with FullyShardedDataParallelPlugin.",
-    "DeepSpeedSequenceParallelConfig": "Shorten the sequences, or shard the model with DeepSpeedPlugin.",
-    "TorchTensorParallelConfig": "Shard the model with FullyShardedDataParallelPlugin.",
     "fsdp2_prepare_model": "Pass the model to Accelerator.prepare with a FullyShardedDataParallelPlugin.",
     "install_xla": "Use a cluster of kind tpu; its images have torch_xla.",
 }

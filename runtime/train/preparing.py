@@ -112,7 +112,7 @@ class Preparation:
         request = Request(
             strategy=ctx.config.strategy,
             evaluation=evaluation_mode,
-            options={"ddp": self.options.ddp, "fsdp": ctx.fsdp_plugin},
+            options={"ddp": self.options.ddp, "fsdp": ctx.fsdp_plugin, **self._handlers()},
             placement=place,
             mixed_precision=precision,
         )
@@ -195,6 +195,9 @@ class Preparation:
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether *model* or a part of it has a device map (``hf_device_map``) with more than one entry."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def _handlers(self) -> dict[str, Any]:
+        return {} if self.options.parallelism is None else self.options.parallelism.handlers
 
     def _placing(self, device_placement: bool | None) -> bool:
         return self.options.device_placement if device_placement is None else device_placement

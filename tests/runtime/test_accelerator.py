@@ -233,7 +233,7 @@ def test_free_memory_starts_over():
         ({"deepspeed_plugin": object()}, TypeError, "DeepSpeedPlugin"),
         ({"deepspeed_plugins": {"student": object()}}, TypeError, "DeepSpeedPlugin"),
         ({"megatron_lm_plugin": object()}, ValueError, "the Megatron-LM engine"),
-        ({"torch_tp_plugin": object()}, ValueError, "tensor parallelism"),
+        ({"torch_tp_plugin": object()}, TypeError, "torch_tp_plugin is a object"),
         ({"parallelism_config": object()}, TypeError, "not a ParallelismConfig"),
         ({"downcast_bf16": "perhaps"}, ValueError, "downcast_bf16 = 'perhaps': not a truth value"),
         ({"log_with": "tensorbord"}, ValueError, "unsupported tracker 'tensorbord', did you mean 'tensorboard'"),

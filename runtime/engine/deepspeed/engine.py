@@ -24,7 +24,7 @@ from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.parallel import extract_model_from_parallel, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision import cast_inputs
 from orc.runtime.train.normalize import Count, LossNormalizer
@@ -103,6 +103,7 @@ class DeepSpeed:
         optimizer = objects[optimizers[0]] if optimizers else None
         scheduler = objects[schedulers[0]] if schedulers else None
         plugin = self.plugin
+        refuse_unserved(self.ctx)
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
