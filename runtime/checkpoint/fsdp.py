@@ -18,8 +18,9 @@ from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_erro
 from orc.runtime.checkpoint.save import attempt
 from orc.runtime.checkpoint.saving import write
 from orc.runtime.checkpoint.state import strategy_named
+from orc.runtime.checkpoint.state.adapters import adapter_names
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_wanted
-from orc.runtime.checkpoint.state.sharding import is_sharded
+from orc.runtime.checkpoint.state.sharding import is_fsdp1, is_sharded
 from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
 
 if TYPE_CHECKING:
@@ -43,17 +44,18 @@ def save_fsdp_model(
         model: prepared.
         output_dir: where to; made if needed.
         model_index: the number in the name.
-        adapter_only: taken for scripts that pass it; the whole model is saved.
+        adapter_only: of a model of peft write its active adapter alone, under peft's names; any other is written whole.
 
     Raises:
         CheckpointError: on every process, it could not be written.
     """
     directory, meeting = Path(output_dir), _meeting(accelerator)
     if _wanted(fsdp_plugin) == FULL:
-        state = strategy_named(FULL).model_state(model, keep=accelerator.is_main_process)
+        state = _whole_state(model, accelerator.is_main_process, adapter_only)
         _write_file(meeting, directory / _model_file(model_index), state)
     else:
         state = strategy_named(SHARDED).model_state(model, keep=True)
+        state = _adapter_of(model, state) if adapter_only else state
         _write_shards(meeting, directory / f"{layout.FSDP_MODEL_NAME}_{model_index}", {"model": state})
 
 
@@ -67,6 +69,9 @@ def load_fsdp_model(
 ) -> None:
     """Read weights that `save_fsdp_model` or `save_state` wrote in *input_dir* into *model*, whatever their form.
 
+    With *adapter_only* those of the active adapter of a model of peft, as `save_fsdp_model` wrote them with it; the
+    other weights stay as they are.
+
     Raises:
         CheckpointError: on every process; there are none, or they do not fit.
     """
@@ -76,17 +81,30 @@ def load_fsdp_model(
     files = (_model_file(model_index), layout.model_file(model_index), layout.model_file(model_index, False))
 
     def load() -> None:
+        here = strategy_named(SHARDED).model_state(model, keep=True) if adapter_only else {}
+        only = adapter_names(model, here) if adapter_only else None
         if folder is not None:
+            if only is not None:
+                from orc.runtime.checkpoint.state.dcp import load_part
+
+                load_part(folder, model, here, only)
+                return
             if wrong := strategy_named(SHARDED).model_problem(folder, model):
                 raise CheckpointError(f"{folder} does not fit the prepared model: {wrong}")
             strategy_named(SHARDED).load_model(folder, model)
             return
         path = _file(directory, files, names)
         state = _read(path)
+        if only is not None:
+            from orc.runtime.checkpoint.state.dcp import difference, sizes_of
+
+            if lines := difference(sizes_of({name: here[own] for name, own in only.items()}), sizes_of(state)):
+                raise CheckpointError(f"{path} does not fit the adapter: {lines}")
+            state = {own: state[name] for name, own in only.items()}
         if is_sharded(model):
-            strategy_named(FULL).load_model(state, model)
+            strategy_named(FULL).load_model(state, model, strict=only is None)
         else:
-            accelerator.unwrap_model(model).load_state_dict(state)
+            accelerator.unwrap_model(model).load_state_dict(state, strict=only is None)
 
     _agree(_meeting(accelerator), "load_fsdp_model", load)
 
@@ -144,6 +162,25 @@ def load_fsdp_optimizer(
             optimizer.load_state_dict(_read(path))
 
     _agree(_meeting(accelerator), "load_fsdp_optimizer", load)
+
+
+def _whole_state(model: nn.Module, keep: bool, adapter_only: bool) -> dict[str, Any]:
+    """Return the whole weights on the process that is to *keep* them; of an adapter no others are gathered."""
+    if not adapter_only:
+        return strategy_named(FULL).model_state(model, keep=keep)
+    if is_fsdp1(model):
+        state = strategy_named(FULL).model_state(model, keep=keep)
+        return _adapter_of(model, state) if keep else {}
+    from orc.runtime.checkpoint.state.full import gathered
+
+    state = strategy_named(SHARDED).model_state(model, keep=True)
+    return dict(gathered(_adapter_of(model, state), keep))
+
+
+def _adapter_of(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what of *state* is the adapter of *model*, under peft's names; all of it without one."""
+    only = adapter_names(model, state)
+    return state if only is None else {name: state[own] for name, own in only.items()}
 
 
 def _wanted(plugin: Any) -> str:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from orc.runtime.collectives.signed import sign, verified
+from orc.runtime.collectives.signed import TAG, sign, tag_of, verified
 from orc.runtime.core.context import RunContext, current_context
 
 _HEAD = 8  # bytes: the length of what follows, an int64
@@ -38,14 +38,16 @@ def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object"
     from orc.runtime.collectives.collectives import all_gather_flat
 
     group = ctx.require_group(what)
-    pickled = sign(pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL), ctx.key)
+    pickled = pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL)
+    tag, length = tag_of(pickled, ctx.key), TAG + len(pickled)
     capacity = _capacity.get(ctx, _FIRST_CAPACITY)
     while True:
         mine = torch.empty(capacity, dtype=torch.uint8)
         view = memoryview(cast(Any, mine.numpy()))
-        view[:_HEAD] = len(pickled).to_bytes(_HEAD, "little")
-        if _HEAD + len(pickled) <= capacity:
-            view[_HEAD : _HEAD + len(pickled)] = pickled
+        view[:_HEAD] = length.to_bytes(_HEAD, "little")
+        if _HEAD + length <= capacity:
+            view[_HEAD : _HEAD + TAG] = tag
+            view[_HEAD + TAG : _HEAD + length] = pickled
         rows = torch.empty(ctx.world_size * capacity, dtype=torch.uint8, device=ctx.control_device)
         all_gather_flat(rows, mine.to(ctx.control_device), group)
         received = [memoryview(row.numpy()) for row in rows.cpu().view(ctx.world_size, capacity)]
@@ -56,8 +58,10 @@ def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object"
         capacity = max(_FIRST_CAPACITY, -(-(needed + needed // 8) // 256) * 256)
         if enough:
             _capacity[ctx] = capacity
-            parts = [row[_HEAD : _HEAD + size] for row, size in zip(received, sizes, strict=True)]
-            contents = [verified(part, ctx.key) for part in parts]  # all of them before the first is read
+            contents = [  # all of them verified before the first is read
+                pickled if rank == ctx.rank else verified(row[_HEAD : _HEAD + size], ctx.key)
+                for rank, (row, size) in enumerate(zip(received, sizes, strict=True))
+            ]
             return [pickle.loads(content) for content in contents]  # noqa: S301 - signed
 
 
@@ -79,5 +83,5 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx:
         data = data.to(ctx.control_device)
         dist.broadcast(data, from_process, group)
         if not sends:
-            object_list[:] = pickle.loads(verified(data.cpu().numpy().tobytes(), ctx.key))  # noqa: S301 - signed
+            object_list[:] = pickle.loads(verified(memoryview(cast(Any, data.cpu().numpy())), ctx.key))  # noqa: S301 - signed
     return object_list

@@ -14,7 +14,7 @@ from orc.runtime.core.errors import ContextError
 TAG = 32  # bytes in front of the content
 
 
-def tag_of(content: bytes | mmap, key: bytes) -> bytes:
+def tag_of(content: bytes | memoryview | mmap, key: bytes) -> bytes:
     """The tag of *content*."""
     return hmac.new(key, content, hashlib.sha256).digest()  # `hmac.digest` takes no more than 2 GiB
 
@@ -24,9 +24,9 @@ def sign(content: bytes, key: bytes) -> bytes:
     return tag_of(content, key) + content
 
 
-def verified(message: bytes | memoryview, key: bytes) -> bytes:
-    """The content of what `sign` has made. Raises `ContextError` for anything else."""
-    tag, content = bytes(message[:TAG]), bytes(message[TAG:])
+def verified(message: bytes | memoryview, key: bytes) -> memoryview:
+    """The content of what `sign` has made, in the memory of *message*. Raises `ContextError` for anything else."""
+    tag, content = bytes(message[:TAG]), memoryview(message)[TAG:]
     if not hmac.compare_digest(tag, tag_of(content, key)):
         raise ContextError(
             "a message that should come from a rank of this run was not signed by one; it was not read. Ranks that "

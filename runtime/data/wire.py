@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: torch.Tensor) -> None:
+    def __init__(self, data: memoryview, tensors: torch.Tensor) -> None:
         super().__init__(io.BytesIO(data))
         self.buffer = tensors
         self.at = 0
@@ -206,11 +206,11 @@ class Receiver:
             if kind == GROW:
                 self.capacity = capacity
                 continue
-            skeleton = verified(buffer[at : at + length].numpy().tobytes(), self.key)
+            skeleton = verified(memoryview(cast(Any, buffer[at : at + length].numpy())), self.key)
             if kind != OFFER:
                 break
             # What was shared before lives on in the tensors that lie there.
-            self._shared = SharedSlots.attach(json.loads(skeleton))
+            self._shared = SharedSlots.attach(json.loads(bytes(skeleton)))
             dist.send(torch.tensor([int(self._shared is not None)]), dst=0, group=self.group)
         if number >= 0 and self._shared is not None:
             tensors = self._shared.lease(number)

@@ -81,9 +81,7 @@ def model_problem(folder: Path, model: nn.Module, *, strict: bool = True) -> str
     """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
     if is_fsdp1(model):
         return None  # its state costs a collective; names and sizes are compared before anything is read
-    saved = _sizes(read_metadata(folder))
-    here = {f"{_MODEL}.{name}": getattr(value, "shape", None) for name, value in get_model_state_dict(model).items()}
-    return _difference(here, saved, strict)
+    return difference(sizes_of(get_model_state_dict(model)), _saved_sizes(read_metadata(folder)), strict)
 
 
 def load_model(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
@@ -102,6 +100,28 @@ def load_model(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
     plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(model)
     if is_fsdp1(model) or not plainly:  # else all of it is in place already
         set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+
+
+def load_part(folder: Path, model: nn.Module, state: Mapping[str, Any], only: Mapping[str, str]) -> None:
+    """Read the shards in *folder* into some weights of *model*.
+
+    Args:
+        folder: of these shards.
+        model: sharded, or not.
+        state: its state of this rank.
+        only: names in the folder, each with its name in *state*.
+
+    Raises:
+        CheckpointError: they cannot be read, or there are others in the folder.
+    """
+    metadata = read_metadata(folder)
+    part = {name: state[own] for name, own in only.items()}
+    if lines := difference(sizes_of(part), _saved_sizes(metadata)):
+        raise CheckpointError(f"{folder} does not fit the prepared model: {lines}")
+    read_shards(folder, metadata, *plan_of({_MODEL: part}, metadata))
+    if is_fsdp1(model):
+        loaded = {**state, **{own: part[name] for name, own in only.items()}}
+        set_model_state_dict(model, loaded)
 
 
 def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
@@ -214,24 +234,28 @@ def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
     return {names[position]: parameter for position, parameter in enumerate(every)}
 
 
-def _sizes(metadata: Metadata) -> dict[str, torch.Size | None]:
-    return {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+def sizes_of(state: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    """Return the sizes of the tensors in *state*, by name."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
-def _difference(
-    here: Mapping[str, torch.Size | None], saved: Mapping[str, torch.Size | None], strict: bool
+def _saved_sizes(metadata: Metadata) -> dict[str, torch.Size | None]:
+    sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+    return {name.removeprefix(f"{_MODEL}."): size for name, size in sizes.items()}
+
+
+def difference(
+    here: Mapping[str, torch.Size | None], saved: Mapping[str, torch.Size | None], strict: bool = True
 ) -> str | None:
+    """Return which names and sizes that are *saved* are not those *here*; with *strict* all names must be there."""
     lines = []
     for what, names in (("missing", here.keys() - saved.keys()), ("unexpected", saved.keys() - here.keys())):
         if names and strict:
-            lines.append(f"{what}: {', '.join(sorted(name.removeprefix(f'{_MODEL}.') for name in names))}")
+            lines.append(f"{what}: {', '.join(sorted(names))}")
     for name in sorted(here.keys() & saved.keys()):
         mine, given = here[name], saved[name]
         if mine is not None and given is not None and mine != given:
-            lines.append(
-                f"size mismatch of {name.removeprefix(f'{_MODEL}.')}: {list(given)} in the checkpoint, "
-                f"{list(mine)} here"
-            )
+            lines.append(f"size mismatch of {name}: {list(given)} in the checkpoint, {list(mine)} here")
     return "; ".join(lines) or None
 
 

@@ -143,7 +143,10 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
     left = []
     by_file: dict[str, list[ReadItem]] = {}
     for item in plan.items:
-        by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        if item.type == LoadItemType.BYTE_IO:
+            left.append(item)
+        else:
+            by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     # All stay mapped until everything is read: addresses tell from which file a tensor comes.
     mapped = {
         name: torch.from_file(str(folder / name), shared=False, size=(folder / name).stat().st_size, dtype=torch.uint8)
@@ -154,7 +157,7 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
         for name, items in by_file.items():
             with (folder / name).open("rb") as file:
                 for item in items:
-                    source = None if item.type == LoadItemType.BYTE_IO else _stored(file, mapped[name], metadata, item)
+                    source = _stored(file, mapped[name], metadata, item)
                     if source is None:
                         left.append(item)
                         continue

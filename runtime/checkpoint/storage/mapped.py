@@ -51,15 +51,16 @@ class MappedFile:
 
 def mapped(paths: Iterable[Path]) -> list[MappedFile]:
     """Open the files *paths*, to read what is mapped of them now; those that are not mapped are left out."""
-    spans = _spans()
+    names = {path: os.fsencode(os.path.realpath(path)) for path in paths}
+    spans = _spans(names.values()) if names else {}
     found = []
-    for path in paths:
+    for path, name in names.items():
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # gone: what is mapped is still there
             continue
         # Another file may have taken its place since it was mapped.
-        here = spans.get((os.fsencode(os.path.realpath(path)), os.fstat(fd).st_ino))
+        here = spans.get((name, os.fstat(fd).st_ino))
         if here is None:
             os.close(fd)
         else:
@@ -67,14 +68,17 @@ def mapped(paths: Iterable[Path]) -> list[MappedFile]:
     return found
 
 
-def _spans() -> dict[tuple[bytes, int], list[Span]]:
-    """Return where files are mapped, by name and inode."""
+def _spans(names: Iterable[bytes]) -> dict[tuple[bytes, int], list[Span]]:
+    """Return where files of the *names* are mapped, by name and inode."""
     found: dict[tuple[bytes, int], list[Span]] = {}
     try:
         lines = _MAPS.read_bytes().splitlines()
     except OSError:  # there is no such file system: tensors are copied from where they are
         return {}
+    endings = tuple(names)
     for line in lines:
+        if not line.endswith(endings):  # of hundreds of lines, those of the libraries among them, few are wanted
+            continue
         # 7f10-7f20 rw-p 00000000 fe:00 4711      /path of the file
         fields = line.split(maxsplit=5)
         if len(fields) == 6:

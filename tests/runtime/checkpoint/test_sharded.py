@@ -339,3 +339,63 @@ def test_fsdp_version_1_saves_what_it_version_2_and_models_without_it_resume(tmp
     for world, version in ((2, 1), (2, 2), (1, None)):
         resumed = run_ranks(world, with_plugin, str(tmp_path), version, kind, False)[0]
         assert resumed == pytest.approx(expected, abs=1e-9)
+
+
+def with_adapter(width=3):
+    """A model of peft: an adapter of one layer, and another layer that is trained whole."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, width))
+    return get_peft_model(base, LoraConfig(target_modules=["0"], modules_to_save=["2"], r=2, init_lora_weights=False))
+
+
+def adapted(root, version):
+    """Save an adapter alone, train on, and load it back; the weights that the step changed."""
+    from orc.runtime import FullyShardedDataParallelPlugin, utils
+
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
+    )
+    model, whole = with_adapter(), with_adapter()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    changed = []
+    for kind in (None, FullStatePlugin):
+        utils.save_fsdp_model(kind, accelerator, model, root, adapter_only=True)
+        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped = accelerator.get_state_dict(model)
+        changed.append(sorted(name for name in before if not torch.equal(before[name], stepped[name])))
+        utils.load_fsdp_model(kind, accelerator, model, root, adapter_only=True)
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        with torch.no_grad():
+            whole.base_model.model[0].lora_A["default"].weight.zero_()
+        utils.load_fsdp_model(kind, accelerator, whole, root, adapter_only=True)
+        assert all(torch.equal(value, whole.state_dict()[name]) for name, value in after.items())
+        with pytest.raises(CheckpointError, match=r"size mismatch of base_model\.model\.2\."):
+            utils.load_fsdp_model(kind, accelerator, with_adapter(7), root, adapter_only=True)
+        if kind is None:
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                Path(root, "pytorch_model_fsdp_0").rename(f"{root}/shards")
+            accelerator.wait_for_everyone()
+    return changed
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_adapters_are_saved_and_loaded_alone_under_the_names_of_peft(tmp_path, run_ranks, version):
+    from peft import set_peft_model_state_dict
+
+    from orc.runtime.utils import load_state_dict, merge_fsdp_weights
+
+    changed, _ = run_ranks(2, adapted, str(tmp_path), version)
+    assert changed[0] == changed[1]
+    assert any("lora_A" in name for name in changed[0])
+    for file in (merge_fsdp_weights(tmp_path / "shards", tmp_path), tmp_path / "pytorch_model_fsdp.bin"):
+        state = load_state_dict(file)
+        names = ("2.bias", "2.weight", "0.lora_A.weight", "0.lora_B.weight")
+        assert sorted(state) == sorted(f"base_model.model.{name}" for name in names)
+        assert not set_peft_model_state_dict(with_adapter(), state).unexpected_keys
