@@ -296,8 +296,26 @@ class Accelerator(AcceleratorAttributes):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """A block with *buffers* cut along the sequence, where context parallelism is on; this version has none."""
-        return nullcontext()
+        """A block around one step in which this process computes its piece of every sequence (``cp_size`` above 1).
+
+        Put forward and backward inside, and make a new one for each step. Without context parallelism it does nothing.
+
+        Args:
+            buffers: the tensors with sequences (inputs, labels, positions), which are cut in place; afterwards they are
+                whole again.
+            buffer_seq_dims: for each, the dimension along which its sequences go.
+            no_restore_buffers: those that may stay cut.
+
+        Raises:
+            ValueError: a buffer cannot be cut: it has no such dimension, or its sequences are not a multiple of twice
+                ``cp_size``.
+            ContextError: inside, for attention that is not causal SDPA without a mask.
+        """
+        if self.ctx.topology.size("cp") == 1:
+            return nullcontext()
+        from orc.runtime.parallel.context import context_parallel
+
+        return context_parallel(self.ctx, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A block whose backward synchronises, after several forwards under `no_sync`."""

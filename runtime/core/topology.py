@@ -2,7 +2,8 @@
 
 The ranks are the cells of a grid whose dimensions are, outermost first, those of `DIMENSIONS`. Ranks that differ in a
 data dimension (`DATA_DIMENSIONS`) train on different samples; ranks that differ in others alone are *peers*: they
-share the work of one batch, so they get the same one, and it counts once. Importing this needs no torch.
+share the work of one batch, so they get the same one, and it counts once. Some peers share it out by tokens: over
+`LOSS_DIMENSIONS` each rank has a loss of its own, and gradients are averaged. Importing this needs no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp", "sp")
 # Documented names of several dimensions of a mesh as one: those of all data, of all shards, and of all losses.
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -55,6 +58,7 @@ class Topology:
         names: the dimensions of the mesh: those that *sizes* named and those with more than one rank, in order.
         data_rank: which share of the data this rank gets, from 0; the same for peers.
         data_size: the number of shares: the product of the data dimensions.
+        loss_size: ranks with a loss of their own, over other samples or other tokens: those that average gradients.
 
     Raises:
         TopologyError: a dimension that there is not, a size below 1, or sizes whose product is not the number of ranks;
@@ -83,6 +87,7 @@ class Topology:
             self.names = tuple(name for name in DIMENSIONS if name in self._own_names)
         self._places = dict(zip(DIMENSIONS, self._places_of(self._cells.index(ctx.rank)), strict=True))
         self.data_size = math.prod(self.sizes[name] for name in DATA_DIMENSIONS)
+        self.loss_size = math.prod(self.sizes[name] for name in LOSS_DIMENSIONS)
         self.data_rank = self._places["dp_replicate"] * self.sizes["dp_shard"] + self._places["dp_shard"]
 
     # ---- data
@@ -113,6 +118,11 @@ class Topology:
     def data_group(self) -> ProcessGroup | None:
         """The ranks that have one share of the data each, this one among them; see `group`."""
         return self.group(*DATA_DIMENSIONS)
+
+    @property
+    def loss_group(self) -> ProcessGroup | None:
+        """The ranks whose gradients are averaged, this one among them; see `group`."""
+        return self.group(*LOSS_DIMENSIONS)
 
     @property
     def counts(self) -> bool:
@@ -184,6 +194,25 @@ class Topology:
             return mesh
         own = tuple(self._own_names.get(name, name) for name in wanted)
         return mesh[own if len(own) > 1 else own[0]]
+
+    def joined(self, *dims: str, beside: Sequence[str] = ()) -> DeviceMesh:
+        """The submesh whose last dimension is *dims* together, after those *beside* it; the first use is a collective.
+
+        Raises:
+            TopologyError: a dimension that the mesh does not have, or a torch whose meshes cannot join dimensions.
+        """
+        if len(dims) == 1:
+            return self.submesh(*beside, *dims)
+        part = self.submesh(*dims)
+        if not hasattr(part, "_flatten"):
+            raise TopologyError(f"{' and '.join(dims)} as one dimension need torch 2.6 or later")
+        flat = part._flatten("_".join(self._own_names.get(name, name) for name in self.names if name in dims))
+        if not beside:
+            return flat
+        own = [self._own_names.get(name, name) for name in self.names if name in beside]
+        with warnings.catch_warnings():  # torch means to have another form for this, and has none yet
+            warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated")
+            return self.mesh[(*own, *(flat.mesh_dim_names or ()))]
 
     def same(self, other: Topology) -> bool:
         """Return whether *other* is the same layout; the same answer on every rank."""

@@ -48,7 +48,7 @@ class DDP:
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes, for a model that is trained and has something to train."""
         return (
-            ctx.topology.data_size > 1
+            ctx.topology.loss_size > 1
             and ctx.compute.device_in_group
             and not request.evaluation
             and request.strategy in ("auto", self.name)
@@ -67,7 +67,7 @@ class DDP:
         kwargs: dict[str, Any] = {k: v for k, v in options.to_kwargs().items() if k not in hooks}
         if ctx.device.type == "cuda" and all(p.device == ctx.device for p in model.parameters()):
             kwargs["device_ids"] = [ctx.device.index]
-        group = ctx.topology.data_group
+        group = ctx.topology.loss_group
         with warnings.catch_warnings():
             # Documented here, deprecated by torch 2.13, which has nothing that does the same yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)

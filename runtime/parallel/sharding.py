@@ -43,12 +43,12 @@ def layout(ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> dict[str,
 
 
 def data_mesh(ctx: RunContext) -> DeviceMesh:
-    """Return the mesh to shard over: ``dp_shard``, and ``dp_replicate`` before it where there are replicas."""
+    """Return the mesh to shard over: the ranks that share out samples or tokens, after those of the replicas if any."""
     topology = ctx.topology
-    if "dp_shard" not in topology.names:
+    over = [name for name in ("dp_shard", "cp", "sp") if name in topology.names]
+    if not over:
         raise ContextError(f"the ranks are laid out as {topology} by {topology.by}, without dp_shard to shard over")
-    replicated = topology.size("dp_replicate") > 1
-    return topology.submesh(*(("dp_replicate", "dp_shard") if replicated else ("dp_shard",)))
+    return topology.joined(*over, beside=("dp_replicate",) if topology.size("dp_replicate") > 1 else ())
 
 
 def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
@@ -129,12 +129,12 @@ def _checkpointed(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
 
 
 def place(tensors: Iterable[Tensor], device: torch.device, ctx: RunContext, *, synchronise: bool) -> None:
-    """Put *tensors* on *device*, in place; with *synchronise* with the values of the first rank of the data group."""
+    """Put *tensors* on *device*, in place; with *synchronise* with the values of the first rank that has a copy."""
     kept = list(tensors)
     for tensor in kept:
         if tensor.device != device or not tensor.is_contiguous():
             tensor.data = tensor.data.to(device).contiguous()
-    group = ctx.topology.data_group if synchronise and ctx.world_size > 1 else None
+    group = ctx.topology.loss_group if synchronise and ctx.world_size > 1 else None
     if group is None:
         return
     source = dist.get_global_rank(group, 0)

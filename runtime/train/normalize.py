@@ -67,7 +67,7 @@ class LossNormalizer:
             return in_unit
         # Gradients are averaged over the processes, so each contributes its share of the sum times their number.
         total = self._total(self._count)
-        factor = self._ctx.topology.data_size / total
+        factor = self._ctx.topology.loss_size / total
         if self.open:
             _multiply([p.grad for p in self._parameters() if p.grad is not None], self._unit * factor)
         self.reset()
@@ -76,8 +76,10 @@ class LossNormalizer:
 
     def _total(self, count: Any) -> Any:
         """The sum of *count* over the processes, 1 where it is 0. Stays on the device that it came on."""
-        if self._ctx.topology.data_size > 1:
-            group = self._ctx.topology.data_context.require_group("normalize_by")
+        topology = self._ctx.topology
+        if topology.loss_size > 1:
+            self._ctx.require_group("normalize_by")
+            group = topology.loss_group
             number = torch.as_tensor(count, dtype=None if isinstance(count, Tensor) else torch.float64)
             came_on = number.device
             if came_on.type == "cpu" or not self._ctx.compute.device_in_group:

@@ -21,7 +21,7 @@ def a_context(world_size=1, num_steps=3, sync_each_batch=False, device_in_group=
         require_group=lambda what: asked.append(what) or "the group",
         asked=asked,
     )
-    ctx.topology = SimpleNamespace(data_size=world_size, data_context=ctx)
+    ctx.topology = SimpleNamespace(loss_size=world_size, loss_group="the group")
     return ctx
 
 

@@ -1,0 +1,129 @@
+"""Context parallelism: the processes along ``cp`` share out the tokens of each sequence, attention goes over all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.pieces import Piece, watch_model
+from orc.runtime.parallel.ring import missing, ring
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.parallelism import ParallelismConfig
+
+_KIND = "context parallelism"
+
+
+class ContextParallel:
+    """Models whose sequences `context_parallel` cuts. Parameters stay; they are averaged like those of replicas."""
+
+    name = "context"
+    order = 200
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("deepspeed", "fsdp1", "xla")
+    places_parameters = False
+    serves: tuple[str, ...] = ("cp",)
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """Where there are several processes along ``cp``."""
+        return ctx.topology.size("cp") > 1
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """A torch that has it for this device."""
+        return missing(ctx.device.type)
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Return *model*, which checks what it computes inside a block."""
+        watch_model(model, _KIND)
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """It wraps nothing."""
+        return None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Left to what averages the gradients."""
+        return None
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Left to what averages the gradients."""
+        return None
+
+
+@contextlib.contextmanager
+def context_parallel(
+    ctx: RunContext,
+    config: ParallelismConfig | None,
+    buffers: Sequence[Tensor] | None,
+    dims: Sequence[int] | None,
+    no_restore: Collection[Tensor] | None,
+) -> Iterator[None]:
+    """Cut *buffers* along *dims* to this rank's piece, and let attention go over all pieces, inside the block.
+
+    Raises:
+        ValueError: the buffers do not fit, the same on every rank.
+        ContextError: another block is open, or this torch cannot do it.
+    """
+    ranks = ctx.topology.size("cp")
+    given, along = list(buffers or ()), list(dims or ())
+    length = _length(given, along, ranks)
+    kept = list(no_restore or ())
+    if any(all(one is not buffer for buffer in given) for one in kept):
+        raise ValueError("maybe_context_parallel: no_restore_buffers has a tensor that is not among the buffers")
+    handler = None if config is None else config.cp_handler
+    strategy = "allgather" if handler is None else str(handler.cp_comm_strategy)
+    with ring(ctx.topology.submesh("cp"), length, strategy, ctx.device) as (positions, attend):
+        piece = Piece(_KIND, positions, length, ranks, attend)
+        piece.begin()
+        whole = [one.data for one in given]
+        try:
+            for buffer, dim in zip(given, along, strict=True):
+                piece.note(buffer, buffer.data)
+                buffer.data = piece.cut(buffer.data, dim)
+            yield
+        finally:
+            piece.end()
+            for buffer, before in zip(given, whole, strict=True):
+                if all(buffer is not one for one in kept):
+                    buffer.data = before
+                    torch.autograd.graph.increment_version(buffer)  # a backward that comes too late says so
+
+
+def _length(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> int:
+    """The tokens of the sequences in *buffers*. Raises `ValueError` where they cannot be cut for *ranks*."""
+    what = "maybe_context_parallel"
+    if not buffers:
+        raise ValueError(f"{what}: cp_size is {ranks}, and there are no buffers to cut: give the tensors of the batch")
+    if len(buffers) != len(dims):
+        raise ValueError(f"{what}: {len(buffers)} buffers, but {len(dims)} buffer_seq_dims; give one for each")
+    lengths = []
+    for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if isinstance(buffer, nn.Parameter) or not isinstance(buffer, Tensor) or buffer.grad_fn is not None:
+            raise ValueError(f"{what}: buffer {index} is a parameter, a result, or no tensor; give inputs and buffers")
+        if any(buffer is other for other in buffers[:index]):
+            raise ValueError(f"{what}: buffer {index} is given twice")
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ValueError(f"{what}: buffer {index} has shape {list(buffer.shape)}, and no dimension {dim}")
+        lengths.append(buffer.shape[dim])
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"{what}: the buffers have sequences of {', '.join(map(str, lengths))} tokens, not of one length"
+        )
+    if lengths[0] % (2 * ranks):
+        up = -(-lengths[0] // (2 * ranks)) * 2 * ranks
+        raise ValueError(
+            f"{what}: sequences of {lengths[0]} tokens cannot be cut for cp_size={ranks}: each process has two equal "
+            f"parts, so pad them to a multiple of {2 * ranks} ({up})"
+        )
+    return lengths[0]
+
+
+PARALLELIZER = ContextParallel()

@@ -1,0 +1,139 @@
+"""Pieces of sequences: what holds while each process computes some of the tokens of every sequence.
+
+While a piece is in force, `torch.nn.functional.scaled_dot_product_attention` is attention over the whole sequence: keys
+and values of the other pieces take part. It computes causal attention without a mask and nothing else, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from orc.runtime.core.errors import ContextError
+
+Attend = Callable[..., Tensor]
+
+
+class Piece:
+    """The tokens of every sequence that this process computes, and how they attend to the others.
+
+    Args:
+        kind: what cuts sequences, for messages: ``context parallelism``.
+        positions: places of the tokens here in the whole sequence, in the order in which they are here.
+        length: tokens of a whole sequence.
+        ranks: pieces of a sequence.
+        attend: attention of this piece's queries, given queries, keys, values, and ``scale``, ``dropout_p`` and
+            ``enable_gqa`` as for torch's; causal.
+    """
+
+    current: Piece | None = (
+        None  # of this process: torch's function, which it takes the place of, is one for all threads
+    )
+
+    def __init__(self, kind: str, positions: Tensor, length: int, ranks: int, attend: Attend) -> None:
+        self.kind, self.positions, self.length, self.ranks = kind, positions, length, ranks
+        self._attend = attend
+        self._whole: list[tuple[Tensor, Tensor]] = []
+        self._torch: Any = None
+        self.calls = 0
+
+    def cut(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Return this piece of *tensor*, which has whole sequences along *dim*."""
+        return tensor.index_select(dim, self.positions.to(tensor.device))
+
+    def note(self, cut: Tensor, whole: Tensor) -> None:
+        """Remember of which *whole* tensor *cut* is a piece."""
+        self._whole.append((cut, whole))
+
+    def whole_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor with whole sequences that *tensor* is or was; `None` where it came as a piece."""
+        for cut, whole in self._whole:
+            if cut is tensor:
+                return whole
+        return tensor if tensor.shape[-1] == self.length else None
+
+    def begin(self) -> None:
+        """Let attention be that of this piece. Raises `ContextError` where another one is in force."""
+        if Piece.current is not None:
+            raise ContextError(f"{self.kind}: a block of {Piece.current.kind} is open already; end it first")
+        self._torch = functional.scaled_dot_product_attention
+        Piece.current = self
+        functional.scaled_dot_product_attention = self.attention
+
+    def end(self) -> None:
+        """Let attention be torch's again."""
+        functional.scaled_dot_product_attention = self._torch
+        Piece.current, self._torch, self._whole = None, None, []
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention of this piece's queries to the whole sequence, with the arguments of torch's function.
+
+        Raises:
+            ContextError: with a mask, not causal, or of something else than pieces of the sequence.
+        """
+        if attn_mask is not None:
+            raise ContextError(
+                f"{self.kind}: attention with a mask (attn_mask); sequences in pieces have causal attention without a "
+                "mask only: give sequences of one length, or padded on the right, without attention_mask"
+            )
+        if not is_causal:
+            raise ContextError(
+                f"{self.kind}: attention that is not causal; sequences in pieces need is_causal=True, as decoders have"
+            )
+        lengths = [one.shape[-2] for one in (query, key)]
+        if query.ndim != 4 or lengths != [len(self.positions)] * 2:
+            raise ContextError(
+                f"{self.kind}: queries of shape {list(query.shape)} and keys of {list(key.shape)} are no pieces of "
+                f"{len(self.positions)} tokens (batch, heads, tokens, size): name every tensor with a sequence among "
+                "the buffers of the block"
+            )
+        self.calls += 1
+        return self._attend(query, key, value, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
+
+
+def repeated(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    """Return *key* and *value* with as many heads as *query*, where *enable_gqa* lets them have fewer."""
+    if not enable_gqa or key.shape[1] == query.shape[1]:
+        return key, value
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+def watch_model(model: nn.Module, kind: str) -> None:
+    """Let *model* find out, after a forward in pieces, that its attention is one that nobody replaced.
+
+    Models of Transformers also get positions, labels and masks that are right for a piece.
+    """
+    from orc.runtime.parallel.pieces_of_transformers import adapt, is_transformers_model
+
+    if is_transformers_model(model):
+        adapt(model, kind)
+    model.register_forward_pre_hook(_begin_count)
+    model.register_forward_hook(_check_count)
+
+
+def _begin_count(model: nn.Module, args: Sequence[Any]) -> None:
+    if Piece.current is not None:
+        Piece.current.calls = 0
+
+
+def _check_count(model: nn.Module, args: Sequence[Any], output: Any) -> None:
+    piece = Piece.current
+    if piece is not None and piece.calls == 0:
+        raise ContextError(
+            f"{piece.kind}: {type(model).__name__} did not call torch.nn.functional.scaled_dot_product_attention, so "
+            "its tokens attended to those of their own piece only; use it by that name"
+        )
