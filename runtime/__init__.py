@@ -216,6 +216,7 @@ HOMES: dict[str, str] = {
     "parse_flag_from_env": "compat.patching",
     "PartialState": "core.state",
     "patch_environment": "compat.patching",
+    "PipelineParallelConfig": "parallel.pipeline_config",
     "PrecisionType": "core.enums",
     "PrefixedDataset": "weights.weights_map",
     "prepare_data_loader": "data.prepare",

@@ -183,6 +183,7 @@ from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as F
 from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
+from orc.runtime.parallel.pipeline_config import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
 from orc.runtime.stand_ins.switch import stand_in as stand_in
@@ -463,6 +464,7 @@ __all__ = [
     "parse_flag_from_env",
     "PartialState",
     "patch_environment",
+    "PipelineParallelConfig",
     "PrecisionType",
     "PrefixedDataset",
     "prepare_data_loader",

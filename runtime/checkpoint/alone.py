@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.replication.meeting import Meeting, Verdict
 from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
+from orc.runtime.checkpoint.state.base import steps_parts
 from orc.runtime.checkpoint.state.by_engine import lays_out_itself
+from orc.runtime.checkpoint.state.sharding import is_sharded
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import Prepared, RunContext
@@ -37,8 +38,8 @@ def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
         CheckpointError: a model or optimizer is spread over the ranks.
     """
     models, optimizers = prepared.models, prepared.optimizers
-    spread = [type(one).__name__ for one in models if lays_out_itself(one) or strategy_of(one) != FULL]
-    spread += [type(one).__name__ for one in optimizers if strategy_of_optimizer(one, models) != FULL]
+    spread = [type(one).__name__ for one in models if lays_out_itself(one) or is_sharded(one)]
+    spread += [type(one).__name__ for one in optimizers if steps_parts(one, models)]
     spread += [
         type(inner).__name__
         for one in optimizers

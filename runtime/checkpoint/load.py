@@ -15,7 +15,7 @@ from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import Manifest
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
-from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_of_optimizer
+from orc.runtime.checkpoint.state.base import FULL, SHARDED, steps_parts
 from orc.runtime.checkpoint.state.by_engine import (
     engine_problem,
     lays_out_itself,
@@ -278,7 +278,7 @@ def _sharded_optimizers(prepared: Prepared) -> set[str]:
     return {
         layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
         for index, optimizer in enumerate(prepared.optimizers)
-        if strategy_of_optimizer(optimizer, prepared.models) != FULL
+        if steps_parts(optimizer, prepared.models)
     }
 
 

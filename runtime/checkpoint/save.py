@@ -167,7 +167,7 @@ def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveReq
         CheckpointError: on every rank, one cannot see the destination.
     """
     prepared = without_engines(prepared)
-    if request.state == FULL and any(map(is_sharded, prepared.models)):
+    if any(is_sharded(model) and strategy_of(model, request.state) == FULL for model in prepared.models):
         error = attempt(destination.check_visible)[1]
         meeting.hold("save_state (gathering)", error, agree_on_no_error)
 

@@ -28,6 +28,8 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
 def _name(ctx: RunContext, options: Options | None) -> str:
     if ctx.deepspeed is not None:
         return "deepspeed"
+    if ctx.topology_chosen and ctx.topology.size("pp") > 1:
+        return "pipeline"
     return ctx.compute.engine
 
 

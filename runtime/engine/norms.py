@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, *, sharded: bool) -> Tensor:
+def clip_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    sharded: bool,
+    over: ProcessGroup | None = None,
+    without: Collection[int] = (),
+) -> Tensor:
     """Scale the gradients of *parameters* down to *max_norm*; returns their total norm before, as a plain tensor.
 
-    *sharded* says that some may be DTensors; then all processes call it.
+    *sharded* says that some may be DTensors; then all processes call it. The ranks of *over* have other parameters of
+    the same models; those whose ids are in *without* another of them counts.
     """
     if not sharded:
         gradients = [one.grad for one in parameters if one.grad is not None]
@@ -28,7 +37,10 @@ def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, *
             norm = _combined(torch._foreach_norm(gradients, norm_type), norm_type)
             torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
-    norm = total_norm(parameters, norm_type)
+    norm = total_norm([one for one in parameters if id(one) not in without] if without else parameters, norm_type)
+    if over is not None:
+        device = next((one.device for one in parameters), norm.device)
+        norm = _summed(norm.float().to(device).clone(), over, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
         for gradient in (_local(one.grad) for one in parameters if one.grad is not None):
@@ -68,12 +80,17 @@ def _alike(gradients: Sequence[Tensor]) -> bool:
 
 def _over_group(group: ProcessGroup, device: torch.device, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients that the ranks of *group* have parts of, on *device*; collective."""
-    import torch.distributed as dist
-
     held = [one for one in gradients if one.numel()]
     local = torch.zeros((), device=device)
     if held:
         local = _combined(torch._foreach_norm(held, norm_type), norm_type).float().to(device)
+    return _summed(local, group, norm_type)
+
+
+def _summed(local: Tensor, group: ProcessGroup, norm_type: float) -> Tensor:
+    """The norm of what the ranks of *group* have together, from that of each, in place; collective."""
+    import torch.distributed as dist
+
     if math.isinf(norm_type):
         dist.all_reduce(local, dist.ReduceOp.MAX, group)
         return local

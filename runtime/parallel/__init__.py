@@ -21,7 +21,7 @@ from orc.runtime.parallel.moving import named_parameters, replaced
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_MODULES = ("context", "ddp", "deepspeed", "fsdp1", "fsdp2", "xla")
+_MODULES = ("context", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "xla")
 
 
 @cache

@@ -55,8 +55,12 @@ class CallForm:
             if isinstance(leaf, Tensor)
         ]
 
-    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], int]:
+    def inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], chunks: int | None = None
+    ) -> tuple[list[Tensor], int]:
         """Return the tensors of a call, padded to whole micro-batches by their last rows, and the rows of its batch.
+
+        With *chunks* always to so many micro-batches.
 
         Raises:
             ValueError: the call differs from the example in more than the size of the batch.
@@ -67,7 +71,12 @@ class CallForm:
             raise ValueError(f"the pipeline was made for the inputs {', '.join(self.names)}, not for {names}")
         first = next(leaf for (_, leaf), like in zip(named, self.example, strict=True) if self._is_cut(like))
         size = first.shape[0] if isinstance(first, Tensor) and first.ndim else 0
-        chunks = -(-size // self.rows)
+        if chunks is not None and size > chunks * self.rows:
+            raise ValueError(
+                f"a batch of {size} rows is larger than the example, which has {self.batch}; give an example of the "
+                "largest batch"
+            )
+        chunks = -(-size // self.rows) if chunks is None else chunks
         tensors = []
         for (name, leaf), like in zip(named, self.example, strict=True):
             if not isinstance(like, Tensor):

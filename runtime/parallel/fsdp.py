@@ -19,6 +19,17 @@ def is_instance(model: nn.Module, name: str) -> bool:
     return module is not None and isinstance(model, getattr(module, name))
 
 
+def inside(model: nn.Module) -> nn.Module:
+    """Return the module with the parameters of *model*, inside what earlier parallelizers put around it."""
+    from orc.runtime.parallel import parallelizers
+
+    while True:
+        inner = next((found for one in parallelizers() if (found := one.unwrap(model)) is not None), None)
+        if inner is None:
+            return model
+        model = inner
+
+
 class FullySharded:
     """Parallelizer of sharded data parallelism of one version."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.parallel.fsdp import FullySharded, is_instance
+from orc.runtime.parallel.fsdp import FullySharded, inside, is_instance
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,10 @@ class FSDP2(FullySharded):
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Shard *model* in place, one unit at a time: no more than one is whole on the device."""
+        self._shard(inside(model), ctx, request)
+        return model
+
+    def _shard(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
 
@@ -64,7 +68,6 @@ class FSDP2(FullySharded):
             fully_shard(unit, **options)
         if plugin.forward_prefetch:
             _prefetch(model, chosen)
-        return model
 
     def unwrap(self, model: nn.Module) -> None:
         """It wraps nothing: the model is sharded in place."""

@@ -6,8 +6,9 @@ The map is one for the process, because an optimizer may be prepared by another 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,6 +28,25 @@ _STATE = (
 )
 
 _new: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by old parameter; does not keep the old ones alive
+# Parameters of models of which each process keeps a part, as the script made them: the name, and whether they are kept.
+_parted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_orders: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+
+
+def parted(names: Mapping[str, nn.Parameter], kept: Collection[str]) -> None:
+    """Note that this process keeps those of the parameters in *names* that are *kept*: optimizers let go of the others.
+
+    A parameter with several names is kept if one of them is.
+    """
+    here = {id(names[name]) for name in kept}
+    for name, parameter in names.items():
+        if parameter not in _parted:
+            _parted[parameter] = (name, id(parameter) in here)
+
+
+def order_of(optimizer: Optimizer) -> list[list[str]] | None:
+    """Return the names of all parameters that *optimizer* had by group; `None` if it never let go of any."""
+    return _orders.get(optimizer)
 
 
 def replaced(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
@@ -92,6 +112,8 @@ def follow(optimizer: Optimizer) -> None:
         values = state.values() if shard_group(one) is not None and isinstance(state, dict) else ()
         if any(getattr(value, "numel", int)() not in (0, 1, one.numel()) for value in values):
             raise ValueError(_STATE)
+    if len(_parted):
+        _let_go(optimizer)
     if not len(_new):
         return
     home: dict[int, int] = {}
@@ -108,6 +130,22 @@ def follow(optimizer: Optimizer) -> None:
     for old in [one for one in optimizer.state if one in _new]:
         state = optimizer.state.pop(old)
         optimizer.state.setdefault(_latest(old), _state_of(old, _latest(old), state))
+
+
+def _let_go(optimizer: Optimizer) -> None:
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    if optimizer in _orders or not any(one in _parted for one in every):
+        return
+    if any(one not in _parted for one in every):
+        raise ValueError(
+            f"{type(optimizer).__name__} steps parameters of a model that is spread over processes by stages, and "
+            "others: make an optimizer for each"
+        )
+    _orders[optimizer] = [[_parted[one][0] for one in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if _parted[one][1]]
+    for one in [one for one in optimizer.state if not _parted[one][1]]:
+        del optimizer.state[one]
 
 
 def _state_of(old: torch.Tensor, new: Any, state: Any) -> Any:

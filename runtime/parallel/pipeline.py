@@ -73,7 +73,7 @@ def prepare_pippy(
         except Exception as raised:  # noqa: BLE001 - raised below, on every process
             error = raised
         facts = None if pipeline is None else (pipeline.points, pipeline.form.names, pipeline.form.rows)
-        told = _agree("prepare_pippy", ctx, error, facts)
+        told = agree("prepare_pippy", ctx, error, facts)
         if different := [rank for rank, other in enumerate(told) if other != told[0]]:
             raise ValueError(
                 f"prepare_pippy: process {different[0]} splits another model, or with another example, than process 0: "
@@ -101,7 +101,7 @@ def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]
     return run
 
 
-def _agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
+def agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
     """Return the *facts* of every process, or raise what the first one that has an *error* has told, on all of them."""
     text = None if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     told = all_gather_pickled((text, facts), ctx, what)
@@ -153,10 +153,10 @@ class Pipeline:
                 tensors = send_to_device([tensors[index] for index in self.used], ctx.device)
             except Exception as error:  # noqa: BLE001 - raised below, on every process
                 self.error = error
-        rows = _agree("the call of a pipeline", ctx, self.error, rows)[0]
+        rows = agree("the call of a pipeline", ctx, self.error, rows)[0]
         output = self._run(-(-rows // self.form.rows), tensors)
         leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
-        shapes = _agree("a stage of a pipeline", ctx, self.error, [(one.shape, one.dtype) for one in leaves])[-1]
+        shapes = agree("a stage of a pipeline", ctx, self.error, [(one.shape, one.dtype) for one in leaves])[-1]
         if not self.gather_output:
             return self.form.result(leaves) if self.stage.is_last else None
         if not self.stage.is_last:

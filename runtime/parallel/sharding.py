@@ -83,7 +83,7 @@ def prepare_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataPa
             raise ValueError("the model has no values (on `meta`): sync_module_states must be on to share rank 0's")
         initialize(model, plugin.param_init_fn)
 
-    agree(model, ctx, values_of_rank_0)
+    agree(model, ctx.topology.data_context, values_of_rank_0)  # those that share the shards of these parameters
     allocate(model)
     if precision != "no":
         low = [one for one in model.parameters() if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16)]
@@ -102,9 +102,20 @@ def choose_units(
 ) -> list[nn.Module]:
     """Return the units of *model*, itself the last; with activation checkpointing they recompute in backward.
 
+    A model with an attribute ``one_unit`` (the reason) is one unit: its modules are not called one by one.
+
     Raises:
-        ValueError: the policy names classes that *model* does not have, or units that share parameters.
+        ValueError: the policy names classes that *model* does not have, or units that share parameters; or units are
+            asked for in a model that is one.
     """
+    if reason := getattr(model, "one_unit", None):
+        if plugin.auto_wrap_policy is not None or plugin.activation_checkpointing:
+            raise ValueError(
+                f"the model is {reason}, which is one unit of FSDP: leave auto_wrap_policy and "
+                "activation_checkpointing out of the plug-in; "
+                "PipelineParallelConfig(activation_checkpointing=True) recomputes whole stages"
+            )
+        return [model]
     plugin.set_auto_wrap_policy(model)
     chosen = units(model, plugin.auto_wrap_policy, ignored)
     return _checkpointed(model, chosen) if plugin.activation_checkpointing else chosen

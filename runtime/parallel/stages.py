@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.parallel.call_form import CallForm
+from orc.runtime.parallel.relay import relay
 from orc.runtime.weights.device_map import infer_auto_device_map
 from orc.runtime.weights.sizes import compute_module_sizes
 
@@ -128,8 +129,20 @@ def trace(
     whole: str | Sequence[str] | None,
     form: CallForm,
     stages: int,
+    *,
+    runs: str = "process",
+    neighbours: bool = False,
 ) -> Traced:
     """Trace *model* into as many *stages*.
+
+    Args:
+        model: the model, in the mode in which it will run.
+        split_points: names of the modules that begin the second and later stages, or ``"auto"``.
+        whole: names of classes that ``"auto"`` leaves whole.
+        form: of the calls.
+        stages: how many.
+        runs: the noun for what runs one stage, for messages.
+        neighbours: let each stage send to the next one alone.
 
     Raises:
         ValueError: the split points make another number of stages, or name what is not there.
@@ -147,7 +160,7 @@ def trace(
         if len(split_points) != stages - 1:
             raise ValueError(
                 f"split_points names {len(split_points)} modules, which makes {len(split_points) + 1} stages, but "
-                f"there are {stages} processes, one for each stage: name {stages - 1}, which begin the later stages"
+                f"{_one_for_each(stages, runs)}: name {stages - 1}, which begin the later stages"
             )
         begins = {name: name for name in split_points}
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -165,11 +178,17 @@ def trace(
                 f"the model cannot be traced for a pipeline: {cause}. Shapes may not depend on values, and everything "
                 "between inputs and outputs has to be PyTorch; see torch.export"
             ) from error
-    _check_stages(split_points, points, pipe.num_stages, stages)
+    _check_stages(split_points, points, pipe.num_stages, stages, runs)
+    if neighbours:
+        relay(pipe.split_gm)
     return Traced(pipe, form, points, _settle(pipe.split_gm))
 
 
-def _check_stages(split_points: str | Sequence[str], points: Sequence[str], found: int, stages: int) -> None:
+def _one_for_each(stages: int, runs: str) -> str:
+    return f"there are {stages} processes, one for each stage" if runs == "process" else f"there are {stages} {runs}"
+
+
+def _check_stages(split_points: str | Sequence[str], points: Sequence[str], found: int, stages: int, runs: str) -> None:
     if found == stages and len(points) == stages - 1:
         return
     if not isinstance(split_points, str) and (silent := [name for name in split_points if name not in points]):
@@ -178,8 +197,8 @@ def _check_stages(split_points: str | Sequence[str], points: Sequence[str], foun
             "not: name its first element)"
         )
     raise ValueError(
-        f"split_points={split_points!r} makes {found} stages{f' (at {points})' if points else ''}, but there are "
-        f"{stages} processes, one for each stage: name the {stages - 1} modules that begin the later stages, or start "
+        f"split_points={split_points!r} makes {found} stages{f' (at {points})' if points else ''}, but "
+        f"{_one_for_each(stages, runs)}: name the {stages - 1} modules that begin the later stages, or start "
         f"{found} processes"
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from orc.runtime.checkpoint.state.sharding import has_sharded_parameters, is_sharded, models_of
+from orc.runtime.parallel.parts import parts_of
 
 FULL, SHARDED = "full", "dcp"
 
@@ -69,12 +70,20 @@ def strategy_wanted(plugin: Any) -> str | None:
 
 
 def strategy_of(model: nn.Module, wanted: str | None = None) -> str:
-    """Return the name of the strategy that saves *model*: what is *wanted* for sharded models, `dcp` if nothing is."""
-    return (wanted or SHARDED) if is_sharded(model) else FULL
+    """Return the name of the strategy that saves *model*: what is *wanted* for sharded models, `dcp` if nothing is.
+
+    Models of which each process has other parameters are saved whole.
+    """
+    return (wanted or SHARDED) if is_sharded(model) and parts_of(model) is None else FULL
 
 
 def strategy_of_optimizer(optimizer: Any, models: Sequence[nn.Module], wanted: str | None = None) -> str:
     """Return the name of the strategy that saves *optimizer*: that of the *models* whose parameters it steps."""
+    parts = any(parts_of(model) is not None for model in models_of(optimizer, models))
+    return (wanted or SHARDED) if not parts and steps_parts(optimizer, models) else FULL
+
+
+def steps_parts(optimizer: Any, models: Sequence[nn.Module]) -> bool:
+    """Return whether *optimizer* steps parameters of which this process holds a part alone, those of *models*."""
     sharded = [model for model in models if is_sharded(model)]
-    steps_shards = has_sharded_parameters(optimizer) or (sharded and models_of(optimizer, sharded))
-    return (wanted or SHARDED) if steps_shards else FULL
+    return has_sharded_parameters(optimizer) or bool(sharded and models_of(optimizer, sharded))

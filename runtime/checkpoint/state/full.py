@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from orc.runtime.checkpoint.state.sharding import (
     is_fsdp1,
     is_sharded,
     models_of,
+    names_by_position,
 )
 from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.parallel.parts import Parts, part_of_optimizer, parts_of, whole_model, whole_optimizer
 
 
 class Full:
@@ -40,6 +43,8 @@ class Full:
 
         Empty on ranks that are not to *keep* those of a sharded model, which take part in gathering them.
         """
+        if (parts := parts_of(model)) is not None:
+            return whole_model(parts, _bare(model).state_dict(), keep=keep)
         if not is_sharded(model):
             return dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict())
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -53,9 +58,14 @@ class Full:
 
     def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
         """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
+        stepped = models_of(optimizer, models)
+        if (found := _parts(stepped)) is not None:
+            bare = bare_optimizer(optimizer)
+            with _fitting():
+                return whole_optimizer(found, bare, names_by_position(bare, stepped), keep=keep)
         if strategy_of_optimizer(optimizer, models) == FULL:
             return dict(optimizer.state_dict()) if keep else {}
-        bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
+        bare = bare_optimizer(optimizer)
         if not any(map(is_fsdp1, stepped)):
             return dict(gathered(bare.state_dict(), keep))
         from orc.runtime.checkpoint.state import fsdp1
@@ -65,11 +75,20 @@ class Full:
 
     def model_problem(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> str | None:
         """Return which names or sizes of *source* differ; of FSDP version 1 loading alone tells, on all ranks alike."""
+        if (parts := parts_of(model)) is not None:
+            source = _own(parts, model, source)
         return None if is_fsdp1(model) else fit.problem(model, source, strict=strict)
 
     def optimizer_problem(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> str | None:
         """Return which groups or sizes of *source* differ from those of *optimizer*."""
-        if not any(map(is_fsdp1, models_of(optimizer, models))):
+        stepped = models_of(optimizer, models)
+        if _parts(stepped) is not None:
+            bare = bare_optimizer(optimizer)
+            try:
+                source = part_of_optimizer(bare, names_by_position(bare, stepped), source)
+            except ValueError as error:
+                return str(error)
+        if not any(map(is_fsdp1, stepped)):
             return fit.problem(optimizer, source)
         saved, here = len(source["param_groups"]), len(optimizer.param_groups)
         return None if saved == here else f"it has {saved} parameter groups, the optimizer here has {here}"
@@ -83,6 +102,8 @@ class Full:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, strict=strict)
+        if (parts := parts_of(model)) is not None:
+            model, source = _bare(model), _own(parts, model, source)
         try:
             set_model_state_dict(model, dict(source), options=options)
         except (RuntimeError, ValueError) as error:
@@ -97,9 +118,34 @@ class Full:
 
                 fsdp1.load_numbered(bare, stepped, source)
             else:
+                if _parts(stepped) is not None:
+                    source = part_of_optimizer(bare, names_by_position(bare, stepped), source)
                 bare.load_state_dict(_sharded_like(source, bare))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def _parts(models: Sequence[nn.Module]) -> Parts | None:
+    """Return where the parameters of *models* lie, of which processes have different ones."""
+    return next((found for model in models if (found := parts_of(model)) is not None), None)
+
+
+def _own(parts: Parts, model: nn.Module, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *source* without what other processes have."""
+    own, others = _bare(model).state_dict().keys(), set(parts.names)
+    return {name: value for name, value in source.items() if name in own or name not in others}
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _sharded_like(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

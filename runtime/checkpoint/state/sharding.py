@@ -13,14 +13,15 @@ from torch import nn
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel import is_sharded as has_shards
+from orc.runtime.parallel.parts import parts_of
 
 # What compiling, checkpointing of activations and FSDP 1 put between a module's name and its children's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether each process holds a part of *model* alone: DTensor parameters, or FSDP version 1."""
-    return has_shards(model) or is_fsdp1(model)
+    """Return whether each process holds a part of *model* alone: DTensor parameters, FSDP version 1, or stages."""
+    return has_shards(model) or is_fsdp1(model) or parts_of(model) is not None
 
 
 def is_dtensor(value: object) -> bool:

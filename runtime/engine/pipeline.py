@@ -1,0 +1,77 @@
+"""Training of models whose stages lie on several processes: norms and states are those of all stages together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from orc.runtime.core.errors import ContextError
+from orc.runtime.engine.native import NativeEngine
+from orc.runtime.engine.norms import clip_norm
+from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.parallel.compile import compiles
+from orc.runtime.parallel.parts import Parts, check_orders, parts_of, whole_model
+from orc.runtime.train.optimizer import AcceleratedOptimizer
+
+if TYPE_CHECKING:
+    from orc.runtime.train.preparing import Preparation
+
+
+class PipelineEngine(NativeEngine):
+    """The native engine, for stages. A loss of a pipeline has its gradients already, which its backward adds."""
+
+    name = "pipeline"
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+    ) -> Sequence[Any]:
+        """Prepare all *objects*.
+
+        Raises:
+            ContextError: models are to be compiled.
+            ValueError: an optimizer was made from the parameters of one stage. On every process.
+        """
+        if compiles(preparation.dynamo):
+            raise ContextError(
+                "torch.compile (dynamo_backend, dynamo_plugin) cannot be combined with pp_size: stages are traced "
+                "already; leave it out"
+            )
+        result = super().prepare(objects, placement, preparation)
+        parts = next((found for one in self.prepared.models if (found := parts_of(one)) is not None), None)
+        optimizers = [one.optimizer for one in result if isinstance(one, AcceleratedOptimizer)]
+        if parts is not None and optimizers:
+            check_orders(parts.ctx, optimizers)
+        return result
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages down to *max_norm*; returns their norm before. All processes call it."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = [(one, parts) for one in self.prepared.models if (parts := parts_of(one)) is not None]
+        group = self.ctx.topology.group("pp")
+        twice: set[int] = set().union(
+            *(parts.counted_elsewhere(extract_model_from_parallel(one)) for one, parts in found)
+        )
+        norm = clip_norm(parameters, max_norm, float(norm_type), sharded=True, over=group, without=twice)
+        for tell in self.events.on_clip:
+            tell(norm)
+        return norm
+
+    def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The complete state dict of *model*, gathered from its stages; all processes call it."""
+        parts = parts_of(model)
+        if parts is None:
+            return super().model_state(model, unwrap=unwrap)
+        return whole_model(parts, extract_model_from_parallel(model).state_dict(), keep=True)
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load what of the complete *state* belongs to the stages of this process."""
+        parts: Parts | None = parts_of(model)
+        if parts is not None:
+            own = extract_model_from_parallel(model).state_dict().keys()
+            state = {name: value for name, value in state.items() if name in own or name not in parts.names}
+        return super().load_model(model, state, **options)
+
+
+ENGINE = PipelineEngine

@@ -1,0 +1,323 @@
+"""Pipelines that train: a call with a target runs forward and backward of all micro-batches and returns the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from orc.runtime.collectives.collectives import all_gather_flat
+from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.core.context import RunContext
+from orc.runtime.parallel.call_form import CallForm
+from orc.runtime.parallel.parts import Parts
+from orc.runtime.parallel.pipeline import agree
+from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
+from orc.runtime.parallel.stage_body import StageForward
+
+_NO_TARGET = "a pipeline in training needs the target of its batch: model(inputs, target=labels) returns the loss"
+
+
+class PipelineModel(nn.Module):
+    """A model that computes its loss by itself, over the stages of *line*; whole on this process without one.
+
+    ``model(inputs, target=labels)`` is the loss, on every process; in training its ``backward`` adds the gradients.
+    ``model(inputs)`` in evaluation is the output, on every process.
+    """
+
+    def __init__(self, model: nn.Module, config: PipelineParallelConfig, line: Line | None) -> None:
+        super().__init__()
+        self.module = model
+        self.config_of_pipeline = config
+        self.line = line
+        self.training = model.training
+
+    def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Run one batch, the same on all processes of the pipeline.
+
+        Args:
+            args: inputs of the model.
+            target: what ``loss_fn`` compares the output with; tensors are cut as the inputs are.
+            kwargs: inputs by name.
+
+        Returns:
+            The loss where there is a *target*, else the output.
+
+        Raises:
+            ValueError: an input does not fit the example, or there is no *target* in training. On every process.
+            OrcRuntimeError: a stage has failed on another process. On every process.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        if self.line is not None:
+            return self.line.train(args, kwargs, target) if trains else self.line.infer(args, kwargs, target)
+        if trains and target is None:
+            raise ValueError(_NO_TARGET)
+        if trains and self.config_of_pipeline.activation_checkpointing:
+            from torch.utils.checkpoint import checkpoint
+
+            output = checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+        else:
+            output = self.module(*args, **kwargs)
+        loss_fn = self.config_of_pipeline.loss_fn
+        return output if target is None or loss_fn is None else loss_fn(output, target)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Line:
+    """Stages of this process, and the schedules that run them together with those of the others.
+
+    Args:
+        model: the module with the parameters of these stages.
+        forward: its forward.
+        form: of the calls.
+        used: places of the inputs that the first stage takes.
+        stages: those of torch, for training and for evaluation.
+        outputs: examples of the tensors in the output.
+        config: of the pipeline.
+        ctx: the run.
+        parts: who has which parameters.
+        chunks: micro-batches of a batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: StageForward,
+        form: CallForm,
+        used: Sequence[int],
+        stages: Mapping[bool, Sequence[Any]],
+        outputs: Sequence[Tensor],
+        config: PipelineParallelConfig,
+        ctx: RunContext,
+        parts: Parts,
+        chunks: int,
+    ) -> None:
+        self._model, self._forward, self._form, self._used = model, forward, form, used
+        self._stages, self._outputs, self._config, self._ctx, self.parts = stages, outputs, config, ctx, parts
+        self._chunks = chunks
+        self._is_first = any(stage.is_first for stage in stages[True])
+        self._is_last = any(stage.is_last for stage in stages[True])
+        self._target: Any = None
+        self._rows = 0
+        self._loss = torch.zeros((), device=ctx.device)
+        for stage in stages[True]:
+            _shield(stage, self)
+        self._schedules = {
+            True: schedule(config.schedule, stages[True], chunks, self._loss_of),
+            False: schedule(config.schedule, stages[False], chunks, None),
+        }
+
+    # ---- one batch
+
+    def train(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Tensor:
+        """Run forward and backward of one batch; returns the loss, whose backward adds the gradients."""
+        tensors = self._begin(args, kwargs, target, needed=True)
+        if self._sharded():
+            self._model.reshard()  # type: ignore[operator]  # an evaluation may have left them whole
+        parameters = [one for one in self._model.parameters() if one.requires_grad]
+        sharded = self._sharded()
+        if sharded:  # torch gives gradients to these very parameters
+            before = [one.grad for one in parameters]
+            for one in parameters:
+                one.grad = None
+            leaves: Sequence[Tensor] = parameters
+        else:  # those of this batch alone, and who watches the parameters sees nothing yet
+            leaves = [one.detach().requires_grad_() for one in parameters]
+            self._forward.instead = {id(one): leaf for one, leaf in zip(parameters, leaves, strict=True)}
+        self._loss = torch.zeros((), device=self._ctx.device)
+        try:
+            self._step(True, tensors)
+            gradients = [leaf.grad for leaf in leaves]
+        finally:
+            self._forward.instead = {}
+            self._target = None
+            if sharded:
+                for one, gradient in zip(parameters, before, strict=True):
+                    one.grad = gradient
+        loss = self._told(self._loss)
+        self._join(dict(zip(map(id, parameters), gradients, strict=True)))
+        trained = [(one, grad) for one, grad in zip(parameters, gradients, strict=True) if grad is not None]
+        apply: Callable[..., Tensor] = _Gradients.apply
+        return apply(loss, [grad for _, grad in trained], *(one for one, _ in trained))
+
+    @torch.no_grad()
+    def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
+        """Run one batch forward; returns the loss where there is a *target*, else the output, on every process."""
+        tensors = self._begin(args, kwargs, target, needed=False)
+        rows, loss = self._rows, torch.zeros((), device=self._ctx.device)
+        output = self._step(False, tensors)
+        leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
+        if target is not None and self._is_last and self._forward.error is None:
+            try:
+                loss = self._scalar(self._form.result(leaves), send_to_device(target, self._ctx.device))
+            except Exception as error:  # noqa: BLE001 - raised below, on every process
+                self._forward.error = error
+        self._target = None
+        loss = self._told(loss)
+        if target is not None:
+            return loss
+        group, last = self.parts.ctx.require_group("the output"), self.parts.global_rank(self.parts.ctx.world_size - 1)
+        if not self._is_last:
+            device = self._ctx.device
+            leaves = [torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device=device) for one in self._outputs]
+        leaves = [one.contiguous() for one in leaves]
+        for leaf in leaves:
+            dist.broadcast(leaf, last, group)
+        return self._form.result(leaves)
+
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, *, needed: bool) -> list[Tensor]:
+        """Return the tensors of a batch. What does not fit is kept: the others have begun."""
+        self._forward.error, self._rows, self._target = None, 0, target
+        try:
+            if needed and target is None:
+                raise ValueError(_NO_TARGET)
+            tensors, self._rows = self._form.inputs(args, kwargs, self._chunks)
+            return list(send_to_device([tensors[index] for index in self._used], self._ctx.device))
+        except Exception as error:  # noqa: BLE001 - raised below, on every process
+            self._forward.error = error
+            return [torch.zeros(self._chunks, device=self._ctx.device) for _ in self._used]
+
+    def _step(self, training: bool, tensors: Sequence[Tensor]) -> Any:
+        run = self._schedules[training]
+        options: dict[str, Any] = {}
+        if training:
+            options["target"] = torch.arange(self._chunks) if self._is_last else None
+            if "return_outputs" in inspect.signature(run.step).parameters:
+                options["return_outputs"] = False
+        output = run.step(*(tensors if self._is_first else ()), **options)
+        for stage in self._stages[training]:
+            stage.clear_runtime_states()  # holds activations
+        return output
+
+    # ---- loss
+
+    def _loss_of(self, output: Any, number: Tensor) -> Tensor:
+        """Return the share that micro-batch *number* has in the loss; rows that fill it up have none."""
+        leaves = [output] if isinstance(output, Tensor) else list(output)
+        first, size = int(number) * self._form.rows, self._form.rows
+        valid = min(max(self._rows - first, 0), size)
+        if self._forward.error is None and valid:
+            try:
+                target = pytree.tree_map(lambda one: self._cut(one, first, first + valid), self._target)
+                target = send_to_device(target, self._ctx.device)
+                loss = self._scalar(self._form.result([one[:valid] for one in leaves]), target)
+                if self._config.loss_reduction == "mean" and valid < self._rows:
+                    loss = loss * (valid / self._rows)
+                self._loss = self._loss + loss.detach()
+                return loss
+            except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
+                self._forward.error = error
+        nothing: Tensor = sum(one.sum().float() * 0 for one in leaves if one.requires_grad)  # type: ignore[assignment]
+        return nothing
+
+    def _cut(self, one: Any, first: int, end: int) -> Any:
+        whole = isinstance(one, Tensor) and one.ndim > 0 and one.shape[0] == self._rows
+        return one[first:end] if whole else one
+
+    def _scalar(self, output: Any, target: Any) -> Tensor:
+        assert self._config.loss_fn is not None  # checked where it was given
+        loss = self._config.loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"loss_fn returns {shown}; it must return a tensor with one element")
+        return loss.reshape(())
+
+    def _told(self, loss: Tensor) -> Tensor:
+        """Return the loss of the last process of this pipeline, or raise the error of any, on all of them."""
+        ctx, error = self._ctx, self._forward.error
+        mine = torch.stack([loss.detach().double().cpu(), torch.tensor(float(error is not None), dtype=torch.float64)])
+        told = torch.empty(2 * ctx.world_size, dtype=torch.float64, device=ctx.control_device)
+        all_gather_flat(told, mine.to(ctx.control_device), ctx.require_group("the loss of a pipeline"))
+        losses = told.cpu().view(-1, 2)
+        if losses[:, 1].any():
+            agree("a stage of a pipeline", ctx, error)
+        last = self.parts.global_rank(self.parts.ctx.world_size - 1)
+        return losses[last, 0].to(ctx.device, torch.get_default_dtype())
+
+    # ---- gradients
+
+    def _sharded(self) -> bool:
+        return hasattr(self._model, "set_requires_gradient_sync")
+
+    def _join(self, gradients: dict[int, Tensor | None]) -> None:
+        """Add up the gradients of parameters that several stages have, on each of them."""
+        place, group = self.parts.ctx.rank, None
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in sorted(self.parts.holders):
+            first, *others = self.parts.holders[name]
+            gradient = gradients.get(id(own[name])) if place in (first, *others) else None
+            if gradient is None:
+                continue
+            group = group or self.parts.ctx.require_group("shared parameters")
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            if place != first:
+                dist.send(local.contiguous(), self.parts.global_rank(first), group)
+                dist.recv(local, self.parts.global_rank(first), group)
+                continue
+            for other in others:
+                received = torch.empty_like(local)
+                dist.recv(received, self.parts.global_rank(other), group)
+                local.add_(received)
+            for other in others:
+                dist.send(local.contiguous(), self.parts.global_rank(other), group)
+
+
+class _Gradients(torch.autograd.Function):
+    """Loss whose backward gives parameters the gradients that are there already, times its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("backward of a pipeline's loss a second time: the gradients were handed out")
+        factor = float(outputs[0])
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        return (None, None, *gradients)
+
+
+def schedule(name: str, stages: Sequence[Any], chunks: int, loss: Callable[..., Tensor] | None) -> Any:
+    """Return torch's schedule *name* of *stages*, for training with a *loss*; without one it runs forward alone."""
+    from torch.distributed import pipelining
+
+    known = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
+    kind = getattr(pipelining, known["gpipe" if loss is None and name == "1f1b" else name])
+    options: dict[str, Any] = {} if loss is None else {"loss_fn": loss}
+    if "scale_grads" in inspect.signature(kind).parameters:  # what is older never scales
+        options["scale_grads"] = False
+    return kind(list(stages) if name == "interleaved_1f1b" else stages[0], chunks, **options)
+
+
+def _shield(stage: Any, line: Line) -> None:
+    """Let *stage* send zeros back when its backward has failed: its neighbours wait for them."""
+    backward = stage.backward_one_chunk
+
+    def shielded(number: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> None:
+        if line._sharded():  # gradients are reduced once, when those of all micro-batches are there
+            line._model.set_requires_gradient_sync(last_backward)  # type: ignore[operator]
+        try:
+            backward(number, *args, last_backward=last_backward, **kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
+            line._forward.error = line._forward.error or error.__cause__ or error  # type: ignore[assignment]
+            stage.fwd_cache.pop(number, None)
+            buffers = [getattr(one, "buffer", None) for one in stage.args_recv_info[number]]
+            stage.bwd_cache[number] = tuple(
+                torch.zeros_like(one) if one is not None and one.is_floating_point() else None for one in buffers
+            )
+
+    stage.backward_one_chunk = shielded

@@ -1,0 +1,83 @@
+"""Pipeline parallelism: each process trains the layers of one stage or several, on one micro-batch after the other."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from orc.runtime.core.config import ConfigError
+from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orc.runtime.core.context import RunContext
+
+
+class PipelineParallel:
+    """Stages over the dimension ``pp`` of the topology; a model that computes its loss by itself where it is 1."""
+
+    name = "pp"
+    order = 50
+    default = False
+    serves: tuple[str, ...] = ("pp",)
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("fsdp1", "deepspeed", "xla")
+    places_parameters = True
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With several stages, or options for them, for a model that is trained."""
+        asked = ctx.topology.size("pp") > 1 or request.options.get("pp") is not None
+        return asked and not request.evaluation and next(model.parameters(), None) is not None
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """No other way to share the work of one batch, and nothing that scales losses."""
+        if not ctx.compute.device_in_group:
+            return "the process group does not reach the tensors of this device"
+        if ctx.topology.size("pp") == 1:
+            return None
+        if others := [name for name in ("tp", "cp", "sp") if ctx.topology.size(name) > 1]:
+            return (
+                f"{' and '.join(others)} cannot be combined with pp: stages are traced as one process computes them; "
+                "combine pp with dp_replicate or dp_shard"
+            )
+        if ctx.config.mixed_precision == "fp16":
+            return "fp16 scales losses, and a pipeline has run backward when its loss is known; use bf16"
+        return "the process group is not open" if ctx.group is None else None
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Cut *model*, and keep the stages of this process."""
+        from orc.runtime.parallel.moving import move
+        from orc.runtime.parallel.pipeline_model import PipelineModel
+        from orc.runtime.parallel.pipeline_training import into_stages
+
+        config: Any = request.options.get("pp")
+        if config is None:
+            raise ConfigError(
+                f"pp_size={ctx.topology.size('pp')} needs pp_handler=PipelineParallelConfig(loss_fn=..., "
+                "example_args=...) in the ParallelismConfig: a pipeline computes the loss by itself"
+            )
+        if not isinstance(config, PipelineParallelConfig):
+            raise TypeError(f"pp_handler is a {type(config).__name__}, not a PipelineParallelConfig")
+        if ctx.topology.size("pp") > 1:
+            return into_stages(model, config, ctx, place=request.placement)
+        if request.placement and request.options.get("fsdp") is None:  # which places the parameters in pieces
+            model = move(model, ctx.device)
+        return PipelineModel(model, config, None)
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """The module with the parameters of this process."""
+        module = sys.modules.get("orc.runtime.parallel.pipeline_model")  # where it is not loaded there are none
+        return model.module if module is not None and isinstance(model, module.PipelineModel) else None
+
+    def no_sync(self, model: nn.Module) -> None:
+        """Nothing of its own: gradients are those of this process's stages."""
+        return
+
+    def sync_in_backward(self, model: nn.Module) -> None:
+        """Nothing of its own."""
+        return
+
+
+PARALLELIZER = PipelineParallel()
