@@ -136,6 +136,10 @@ from orc.runtime.core.errors import ContextError as ContextError
 from orc.runtime.core.errors import DistributedOperationException as DistributedOperationException
 from orc.runtime.core.errors import LaunchError as LaunchError
 from orc.runtime.core.errors import OrcRuntimeError as OrcRuntimeError
+from orc.runtime.core.fp8_recipes import AORecipeKwargs as AORecipeKwargs
+from orc.runtime.core.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
+from orc.runtime.core.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from orc.runtime.core.fp8_recipes import TERecipeKwargs as TERecipeKwargs
 from orc.runtime.core.handlers import AutocastKwargs as AutocastKwargs
 from orc.runtime.core.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from orc.runtime.core.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -186,6 +190,12 @@ from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
+from orc.runtime.parallel.precision.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from orc.runtime.parallel.precision.fp8.ao import has_ao_layers as has_ao_layers
+from orc.runtime.parallel.precision.fp8.te import apply_fp8_autowrap as apply_fp8_autowrap
+from orc.runtime.parallel.precision.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
+from orc.runtime.parallel.precision.fp8.te import convert_model as convert_model
+from orc.runtime.parallel.precision.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
 from orc.runtime.stand_ins.switch import stand_in as stand_in
 from orc.runtime.tracking import AimTracker as AimTracker
 from orc.runtime.tracking import ClearMLTracker as ClearMLTracker
@@ -273,6 +283,8 @@ __all__ = [
     "AimTracker",
     "align_module_device",
     "AlignDevicesHook",
+    "AORecipeKwargs",
+    "apply_fp8_autowrap",
     "are_libraries_initialized",
     "attach_align_device_hook",
     "attach_align_device_hook_on_blocks",
@@ -298,9 +310,12 @@ __all__ = [
     "concatenate",
     "ConfigError",
     "ContextError",
+    "contextual_fp8_autocast",
     "convert_bytes",
     "convert_dict_to_env_variables",
     "convert_file_size_to_int",
+    "convert_model",
+    "convert_model_to_fp8_ao",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "cpu_offload",
@@ -337,6 +352,7 @@ __all__ = [
     "find_device",
     "find_executable_batch_size",
     "find_tied_parameters",
+    "FP8RecipeKwargs",
     "FSDP_MODEL_NAME",
     "FullyShardedDataParallelPlugin",
     "gather",
@@ -358,8 +374,10 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "GradScalerKwargs",
+    "has_ao_layers",
     "has_compiled_regions",
     "has_offloaded_params",
+    "has_transformer_engine_layers",
     "HfDeepSpeedConfig",
     "honor_type",
     "ignorant_find_batch_size",
@@ -447,6 +465,7 @@ __all__ = [
     "model_has_dtensor",
     "MODEL_NAME",
     "ModelHook",
+    "MSAMPRecipeKwargs",
     "MultiProcessAdapter",
     "named_module_tensors",
     "notebook_launcher",
@@ -510,6 +529,7 @@ __all__ = [
     "synchronize_rng_states",
     "TensorBoardTracker",
     "TensorInformation",
+    "TERecipeKwargs",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",

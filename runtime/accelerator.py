@@ -33,7 +33,7 @@ from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import resolve_plugin
-from orc.runtime.parallel.precision import autocast_for, check_precision, loss_scaler
+from orc.runtime.parallel.precision import precision_for
 from orc.runtime.preemption.watching import Watching
 from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.accumulation import Accumulation, apply_plugin
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.enums import LoggerType
     from orc.runtime.core.options import Options
     from orc.runtime.core.parallelism import ParallelismConfig
+    from orc.runtime.parallel.precision import Precision
     from orc.runtime.tracking.base import GeneralTracker
 
 
@@ -57,7 +58,7 @@ class Accelerator(AcceleratorAttributes):
     Args:
         device_placement: put models and batches on the device.
         split_batches: cut each batch over the processes instead of giving each process whole ones.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; else ``ORC_MIXED_PRECISION``,
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; else ``ORC_MIXED_PRECISION``,
             ``ACCELERATE_MIXED_PRECISION``, ``MIXED_PRECISION``.
         gradient_accumulation_steps: batches per optimizer step; when not given the environment (as above), else 1.
         cpu: stay on the CPU.
@@ -145,11 +146,12 @@ class Accelerator(AcceleratorAttributes):
         try:
             if self.parallelism_config is not None:
                 self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
-            check_precision(config.mixed_precision, ctx.device)
+            precision = precision_for(config.mixed_precision, options.recipe)
             ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
             refuse_environment(os.environ)
             if options.fsdp_plugin is not None:
                 ctx.shard(options.fsdp_plugin)
+            precision.check(ctx)
             self.dynamo_plugin = resolve_plugin(options.dynamo, config)
         except (ValueError, TypeError, OrcRuntimeError):
             if first:
@@ -166,15 +168,16 @@ class Accelerator(AcceleratorAttributes):
         if ctx.deepspeed is not None:
             ctx.deepspeed.apply_accumulation(ctx.gradient)
         flattened = ctx.fsdp_plugin is not None and ctx.fsdp_plugin.fsdp_version == 1 and ctx.distributed
-        scaler = loss_scaler(config.mixed_precision, ctx.device, options.scaler, flattened=flattened)
-        self._assemble(ctx, options, scaler)
+        self._assemble(ctx, options, precision, flattened)
 
-    def _assemble(self, ctx: RunContext, options: Options, scaler: torch.amp.GradScaler | None) -> None:
+    def _assemble(self, ctx: RunContext, options: Options, precision: Precision, flattened: bool = False) -> None:
+        scaler = precision.scaler(ctx.device, options.scaler, flattened=flattened)
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
         super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))
         self._checkpointing = Checkpointing(engine, options)
         self._watching = Watching(engine, self._checkpointing)
-        self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching)
+        self._precision = precision
+        self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching, precision)
         self._profiling = Profiling(ctx, options.profile)
         self._trigger = False
 
@@ -187,7 +190,7 @@ class Accelerator(AcceleratorAttributes):
         ctx, options = state["ctx"], state["options"]
         self.parallelism_config, self.dynamo_plugin = state["parallelism_config"], state["dynamo_plugin"]
         self._tracking = Tracking(ctx, options.project, None)
-        self._assemble(ctx, options, loss_scaler(ctx.config.mixed_precision, ctx.device, options.scaler))
+        self._assemble(ctx, options, precision_for(ctx.config.mixed_precision, options.recipe))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of something that holds the Accelerator belongs to the same run.
@@ -201,6 +204,11 @@ class Accelerator(AcceleratorAttributes):
     prepare_scheduler = of("_preparation", Preparation.prepare_scheduler)
     prepare_data_loader = of("_preparation", Preparation.prepare_data_loader)
     verify_device_map = of("_preparation", Preparation.verify_device_map)
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library that computes in fp8: ``TE``, ``MSAMP`` or ``AO``; `None` in any other precision."""
+        return getattr(getattr(self._precision, "backend", None), "name", None)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -323,7 +331,7 @@ class Accelerator(AcceleratorAttributes):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A block in mixed precision, or in what *autocast_handler* says."""
-        return autocast_for(self.mixed_precision, self.device, autocast_handler or self._options.autocast)
+        return self._precision.autocast(self.device, autocast_handler or self._options.autocast)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them."""

@@ -18,7 +18,8 @@ from orc.launchers.accelerate.notes import Note, Notes
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.load import validate
 from orc.launchers.spec.source import Document
-from orc.runtime.core.config import KEYS, ConfigError, check
+from orc.runtime.core import fp8_settings
+from orc.runtime.core.config import ConfigError, check
 
 _SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 _ON_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -99,11 +100,9 @@ def _short(launcher: Mapping[str, Any]) -> Any:
 def _runtime(draft: Draft) -> None:
     """Settings of the runtime that a file has outside its sections."""
     precision = draft.take("mixed_precision", "no")
-    if precision not in _precisions():
-        draft.notes.add("mixed_precision", f"orc.runtime does not train in {precision}; the job has bf16 instead")
-        precision = "bf16"
     if precision != "no":
         draft.runtime["mixed_precision"] = precision
+    _fp8(draft, precision)
     for name in ("cpu", "debug", "downcast_bf16"):
         if draft.take(name):
             draft.runtime[str(_setting(draft, name))] = True
@@ -118,14 +117,22 @@ def _runtime(draft: Draft) -> None:
         draft.env["ACCELERATE_CPU_AFFINITY"] = "1"
 
 
-def _precisions() -> tuple[str, ...]:
-    found = []
-    for name in ("no", "fp16", "bf16", "fp8"):
-        try:
-            found.append(str(KEYS["mixed_precision"].parse(name)))
-        except ValueError:
-            continue
-    return tuple(found)
+def _fp8(draft: Draft, precision: str) -> None:
+    """``fp8_config``, without what the chosen back end does not have."""
+    given = {option.name: draft.take(option.name) for option in of_group("fp8") if option.name in draft.config.given}
+    chosen = given.get("fp8_backend")
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        setting = fp8_settings.SPELLINGS[name]
+        if precision != "fp8":
+            draft.notes.add(name, f"has no effect: mixed_precision is {precision}, not fp8")
+        elif setting.backend not in (None, chosen) and chosen is not None:
+            draft.notes.add(name, f"has no effect: it belongs to the back end {setting.backend}, not to {chosen}")
+        elif value is not None:
+            value = value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+            settings[setting.key] = value.lower() if setting.key == "backend" else value
+    if precision == "fp8" and settings:
+        draft.runtime["fp8"] = settings
 
 
 def _setting(draft: Draft, name: str) -> str | None:

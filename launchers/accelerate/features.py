@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from orc.launchers.accelerate.option import Option, choice, mapping, number, text, whole
-from orc.runtime.core import deepspeed_keys, fsdp_settings
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings
 from orc.runtime.core.parsing import truth
 
 _FSDP = tuple(
@@ -102,37 +102,39 @@ def _parallelism() -> Iterator[Option]:
         )
 
 
-_NO_FP8 = "The runtime does not train in fp8; choose bf16, fp16 or no."
+def _spellings(one: fp8_settings.Setting) -> list[str]:
+    """Return the keys of a file; where there is a longer form the wizard's files have that."""
+    longer = [name for name in one.also if name.startswith("amax_")]
+    return list(dict.fromkeys([*longer, one.key, one.flag, *one.also]))
 
 
-def _fp8() -> Iterator[Option]:
-    rows: tuple[tuple[str, str, Callable[[Any], Any], str, bool], ...] = (
-        ("fp8_backend", "backend", choice("te", "msamp", "ao"), "Library that computes in fp8.", False),
-        ("fp8_use_autocast_during_eval", "use_autocast_during_eval", truth, "Evaluate in fp8 too.", True),
-        ("fp8_margin", "margin", whole(0), "Margin of the scaling factor.", False),
-        ("fp8_interval", "interval", whole(1), "Steps between two scaling factors.", False),
-        ("fp8_format", "fp8_format", choice("HYBRID", "E4M3", "E5M2"), "Format of the numbers.", False),
-        ("fp8_amax_history_len", "amax_history_len", whole(1), "Steps that the largest value is kept.", False),
-        ("fp8_amax_compute_algo", "amax_compute_algo", choice("max", "most_recent"), "Choice of that value.", False),
-        ("fp8_override_linear_precision", "override_linear_precision", _three, "Products in more precision.", False),
-        ("fp8_opt_level", "opt_level", choice("O1", "O2"), "Level of MS-AMP.", False),
-        ("fp8_enable_fsdp_float8_all_gather", "enable_fsdp_float8_all_gather", truth, "Gather in float8.", False),
-        ("fp8_pad_inner_dim", "pad_inner_dim", truth, "Pad the inner dimension of products.", False),
+def _listed(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return *parse* with lists, which files have, instead of tuples."""
+
+    def parsed(value: Any) -> Any:
+        found = parse(value)
+        return list(found) if isinstance(found, tuple) else found
+
+    return parsed
+
+
+_FP8 = tuple(
+    Option(
+        name=one.flag,
+        group="fp8",
+        doc=one.doc,
+        parse=_listed(one.parse),
+        effect="done",
+        does="Sets it, with --mixed_precision fp8.",
+        flags=(f"--{one.flag}",),
+        switch=one.key == "use_autocast_during_eval",
+        key=f"fp8_config.{_spellings(one)[0]}",
+        keys=tuple(f"fp8_config.{name}" for name in _spellings(one)[1:]),
+        variable=one.variable,
+        job=f"runtime.fp8.{one.key}",
     )
-    longer = {"amax_history_len": "amax_history_length", "amax_compute_algo": "amax_compute_algorithm"}
-    for name, key, parse, doc, switch in rows:
-        spellings = dict.fromkeys([longer.get(key, key), key, name])
-        first, *others = (f"fp8_config.{spelling}" for spelling in spellings)
-        yield Option(
-            name, "fp8", doc, parse, "refused", _NO_FP8, (f"--{name}",), switch=switch, key=first, keys=tuple(others)
-        )
-
-
-def _three(value: Any) -> Any:
-    """Parse one truth value, or three for fprop, dgrad and wgrad."""
-    if isinstance(value, str) and "," in value:
-        return [truth(part) for part in value.split(",")]
-    return [truth(part) for part in value] if isinstance(value, (list, tuple)) else truth(value)
+    for one in fp8_settings.SETTINGS.values()
+)
 
 
 _NO_MEGATRON = "The runtime has no Megatron-LM engine; tensor and sequence parallelism come with a ParallelismConfig."
@@ -177,4 +179,4 @@ _MEGATRON_TEXTS = (
     *("hidden_dropout", "expert_tensor_parallel_size"),
 )
 
-FEATURES: tuple[Option, ...] = (*_FSDP, *_deepspeed(), *_parallelism(), *_fp8(), *_megatron())
+FEATURES: tuple[Option, ...] = (*_FSDP, *_deepspeed(), *_parallelism(), *_FP8, *_megatron())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from orc.launchers.accelerate.features import FEATURES
 from orc.launchers.accelerate.option import GROUPS, Option, choice, mapping, number, text, texts, whole, words
+from orc.runtime.core import config
 from orc.runtime.core.parsing import nearest, truth
 
 COMPUTE_ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
@@ -27,7 +28,7 @@ PARADIGMS: Mapping[str, str] = {
     "TPU": "tpu",
     "XLA": "tpu",
 }
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
+PRECISIONS = tuple(config.PRECISIONS)
 
 _TPU_JOB = "a TPU is trained on by a job: `launcher: xla` in job.yaml and a cluster of kind tpu in clusters.yaml"
 _SAGEMAKER = "says where a job of Amazon SageMaker runs: `orc config convert` writes it into clusters.yaml"
@@ -79,7 +80,7 @@ _HARDWARE = (
 )  # fmt: skip
 _RESOURCE = (
     Option("mixed_precision", "resource", "Precision of forward and backward.", choice(*PRECISIONS), "done",
-           "Sets the precision for the script; fp8 is refused, because the runtime has none.", ("--mixed_precision",),
+           "Sets the precision for the script.", ("--mixed_precision",),
            key="mixed_precision", variable="ACCELERATE_MIXED_PRECISION", setting="mixed_precision",
            choices=PRECISIONS, default="no", job="runtime.mixed_precision"),
     Option("num_processes", "resource", "Number of processes, over all machines.", whole(1), "done",

@@ -12,6 +12,7 @@ from typing import Any
 
 from orc.launchers.accelerate.keys import OPTIONS, PARADIGMS, Option
 from orc.launchers.errors import LaunchError
+from orc.runtime.core import fp8_settings
 
 _KINDS = ("use_fsdp", "use_deepspeed", "use_megatron_lm")
 _HARDWARE = ("cpu", "multi_gpu", "tpu")
@@ -64,8 +65,7 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, s
         option = OPTIONS[name]
         if option.effect in ("refused", "job") and not option.says_nothing(value):
             _refuse(option, where if name not in given else "")
-    if found.get("mixed_precision") == "fp8":
-        _refuse(OPTIONS["mixed_precision"], where if "mixed_precision" not in given else "", "mixed_precision fp8")
+    _check_fp8(found, given, env)
     return Values(found, frozenset(given))
 
 
@@ -92,9 +92,32 @@ def _of_file(given: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str
     for name in list(found):
         option = OPTIONS[name]
         idle = (switch := NEEDS.get(option.group)) is not None and not chosen.get(switch)
-        if option.group in ("fp8", "sagemaker") or idle or found[name] is None or _is_set(option, env):
+        idle = idle or (option.group == "fp8" and _precision(chosen, given, env) != "fp8")
+        if option.group == "sagemaker" or idle or found[name] is None or _is_set(option, env):
             del found[name]
     return found
+
+
+def _precision(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[str, str]) -> str:
+    """Return the precision of the script: that of the flags, else of the environment, else of the file."""
+    said = (env.get(name) for name in ("ORC_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"))
+    chosen = given.get("mixed_precision") or next(filter(None, said), None) or found.get("mixed_precision")
+    return str(chosen or "no").lower()
+
+
+def _check_fp8(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    settings = {name: value for name, value in found.items() if OPTIONS[name].group == "fp8"}
+    if _precision(found, given, env) != "fp8":
+        if settings:
+            flag = next(iter(settings)).replace("_", "-")
+            raise LaunchError(f"--{flag} has no effect without --mixed-precision fp8")
+        return
+    try:
+        fp8_settings.check_with(
+            fp8_settings.normalise(settings), cpu=bool(found.get("cpu")), deepspeed=bool(found.get("use_deepspeed"))
+        )
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _is_set(option: Option, env: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from orc.launchers.accelerate.keys import OPTIONS
 from orc.launchers.accelerate.merge import Values
 from orc.launchers.errors import LaunchError
+from orc.runtime.core import fp8_settings
 from orc.runtime.core.config import ConfigError, to_env
 from orc.runtime.core.deepspeed_keys import KEYS
 
@@ -36,6 +37,7 @@ def variables(values: Values) -> dict[str, str]:
     if values.on("use_parallelism_config"):
         env[str(OPTIONS["use_parallelism_config"].variable)] = "true"
         env |= {str(OPTIONS[name].variable): str(value) for name, value in values.of_group("parallelism").items()}
+    env |= fp8_settings.variables(values.of_group("fp8"))
     for name in ("num_cpu_threads_per_process", "mpirun_ccl", "role"):
         if values.get(name) is not None:
             env[str(OPTIONS[name].variable)] = str(values.get(name))

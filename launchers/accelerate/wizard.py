@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from orc.launchers.accelerate.defaults import LOCAL_DEFAULTS
 from orc.launchers.accelerate.keys import OPTIONS, PRECISIONS
+from orc.runtime.core import fp8_settings
 from orc.runtime.core import fsdp_settings as settings
 
 HERE, SAGEMAKER = "This machine", "AWS (Amazon SageMaker)"
@@ -266,7 +267,11 @@ def _precision(ask: Asker, found: Answers) -> None:
     chosen = ask.choose("Do you wish to use mixed precision?", PRECISIONS, "no")
     found["mixed_precision"] = chosen
     if chosen == "fp8":
-        ask.say("orc.runtime does not train in fp8: orc refuses such a file, other programs read it")
+        names = [name.lower() for name in fp8_settings.BACKENDS]
+        backend = ask.choose("Which library do you want to compute in FP8 with?", names, "te")
+        found["fp8_config"] = {"backend": backend.upper()}
+        if backend == "msamp":
+            found["fp8_config"]["opt_level"] = ask.choose("Which optimization level?", fp8_settings.LEVELS, "O2")
     if chosen == "bf16" and found.get("distributed_type") == "TPU":
         found["downcast_bf16"] = (
             "yes"

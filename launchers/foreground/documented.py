@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from orc.launchers.foreground.gpus import visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.tee import Streams
 from orc.launchers.foreground.world import World, joined, of_machines
+from orc.runtime.core import fp8_settings
 
 
 @dataclass
@@ -47,6 +49,7 @@ def documented(
         LaunchError: settings that cannot be, or processes that do not fit the machines, the GPUs or an MPI step.
     """
     own = {**variables(values), **request.env}
+    _check_fp8(request, {**env, **own})
     found = Documented(request)
     if note := kernel_note(os.uname().release):
         found.notes.append(note)
@@ -64,6 +67,19 @@ def documented(
         max_restarts=values.get("max_restarts", 0),
     )
     return found
+
+
+def _check_fp8(request: LocalLaunch, env: Mapping[str, str]) -> None:
+    """Raise `LaunchError` when ranks are to train in fp8 and the library for it is not installed."""
+    if env.get("ORC_MIXED_PRECISION", env.get("ACCELERATE_MIXED_PRECISION")) != "fp8":
+        return
+    if request.python != sys.executable:  # another installation: its ranks know
+        return
+    try:
+        wanted = fp8_settings.from_environment(env).get("backend")
+        fp8_settings.choose(wanted, fp8_settings.installed())
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def kernel_note(release: str) -> str | None:

@@ -18,6 +18,7 @@ from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellL
 from orc.launchers.spec.relations import DependsOn, Inputs, Outputs
 from orc.launchers.spec.retry import Retry as Retry
 from orc.launchers.spec.sweep import Array, Sweep
+from orc.runtime.core import fp8_settings
 from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
@@ -242,6 +243,8 @@ class JobSpec(FrozenModel):
                     known.parse(self.env[known.variable])
                 except ValueError as error:
                     problems.append((("env", known.variable), str(error)))
+        if problem := self._precision_problem():
+            problems.append(problem)
         for index, name in enumerate(self.secrets):
             if name in self.env:
                 problems.append((("env", name), "is also listed in secrets"))
@@ -250,6 +253,20 @@ class JobSpec(FrozenModel):
         if problems:
             raise LocatedError(*problems)
         return self
+
+    def _precision_problem(self) -> tuple[grammar.Path, str] | None:
+        """Return what cannot be about fp8 in this job: ranks would refuse it later."""
+        fp8, precision = self.runtime.get("fp8"), self.runtime.get("mixed_precision") or "no"
+        if precision != "fp8":
+            said = "has no effect without `mixed_precision: fp8`"
+            return (("runtime", "fp8"), said) if fp8 else None
+        try:
+            fp8_settings.check_with(
+                fp8 or {}, cpu=bool(self.runtime.get("use_cpu")), deepspeed=self.runtime.get("deepspeed") is not None
+            )
+        except ValueError as error:
+            return ("runtime", "mixed_precision"), str(error)
+        return None
 
     def _starts(self, program: str) -> bool:
         """Return True when the first word of the command is *program*, by whatever path."""

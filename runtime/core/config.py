@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core import deepspeed_keys, fsdp_settings
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
@@ -78,7 +78,9 @@ def _text(value: Any) -> str:
     return value
 
 
-PRECISIONS = ("no", "fp16", "bf16")
+# Precisions, and the 16-bit type of what each does not compute otherwise. A new one is a line here and a module of
+# `orc.runtime.parallel.precision`.
+PRECISIONS: dict[str, str | None] = {"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 STAND_INS = ("accelerate",)  # packages that `orc.runtime.stand_ins` has a table of names for
@@ -93,12 +95,6 @@ def _packages(value: Any) -> str:
         if name not in STAND_INS:
             raise ValueError(f"there is no stand-in for {name!r}{nearest(name, STAND_INS)} ({', '.join(STAND_INS)})")
     return ",".join(dict.fromkeys(names))
-
-
-def _precision(value: Any) -> str:
-    if str(value).strip().lower() == "fp8":
-        raise ValueError("training in fp8 is not implemented in this version; choose bf16, fp16 or no")
-    return str(_choice(*PRECISIONS)(value))
 
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -133,7 +129,7 @@ KEYS: dict[str, Key] = {
     for key in (
         Key(
             "mixed_precision",
-            _precision,
+            _choice(*PRECISIONS),
             "no",
             "Precision of forward and backward.",
             "ACCELERATE_MIXED_PRECISION",
@@ -267,12 +263,16 @@ KEYS: dict[str, Key] = {
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Section:
-    """Settings of one feature: a mapping in the job file, variables of their own on the nodes."""
+    """Settings of one feature: a mapping in the job file, variables of their own on the nodes.
+
+    Those of a *precision* are refused with any other.
+    """
 
     name: str
     parse: Callable[[Any], dict[str, Any]]
     variables: Callable[[Any], dict[str, str]]
     doc: str
+    precision: str | None = None
 
 
 SECTIONS: dict[str, Section] = {
@@ -289,6 +289,13 @@ SECTIONS: dict[str, Section] = {
             deepspeed_keys.normalise,
             deepspeed_keys.deepspeed_to_env,
             "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config.",
+        ),
+        Section(
+            "fp8",
+            fp8_settings.normalise,
+            fp8_settings.variables,
+            "Options of mixed_precision: fp8: a mapping with the documented keys of fp8_config.",
+            precision="fp8",
         ),
     )
 }
@@ -340,6 +347,13 @@ def check(name: str, value: Any) -> Any:
 def to_env(values: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry *values*: ``ORC_*`` and those of sections; ``None`` is unset. Raises `ConfigError`."""
     env: dict[str, str] = {}
+    chosen = str(values.get("mixed_precision") or "no").lower()
+    for section in SECTIONS.values():
+        if section.precision is not None and values.get(section.name) and chosen != section.precision:
+            raise ConfigError(
+                f"{section.name} has no effect with mixed_precision: {chosen}; set mixed_precision: "
+                f"{section.precision}, or leave the section out"
+            )
     for name, value in values.items():
         if value is None:
             continue

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orc.runtime.core.compute import TORCH, Compute
-from orc.runtime.core.config import RuntimeConfig, check, resolve
+from orc.runtime.core.config import PRECISIONS, RuntimeConfig, check, resolve
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import ContextError, SettingConflict
 
@@ -357,8 +357,8 @@ class RunContext:
             raise ContextError("fsdp_plugin and DeepSpeed are two ways to train one model; choose one")
         if not self._settings.chosen:
             self.set_topology(layout(self, plugin), by="fsdp_plugin")
-        if self.config.mixed_precision != "no":
-            plugin.set_mixed_precision(self.config.mixed_precision)
+        if half := PRECISIONS[self.config.mixed_precision]:
+            plugin.set_mixed_precision(half)
         self._settings.fsdp_plugin = plugin
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.config import ConfigError
 from orc.runtime.core.enums import RNGType
+from orc.runtime.core.fp8_recipes import AORecipeKwargs, FP8Recipe, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from orc.runtime.core.fsdp_settings import USE_FSDP
 from orc.runtime.core.handlers import (
     AutocastKwargs,
@@ -53,6 +54,7 @@ _HANDLERS: tuple[type[KwargsHandler], ...] = (
     TorchDynamoPlugin,
     ProfileKwargs,
 )
+_RECIPES: tuple[type[FP8Recipe], ...] = (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs)
 
 H = TypeVar("H", bound=KwargsHandler)
 
@@ -80,6 +82,7 @@ class Options:
     process_group: InitProcessGroupKwargs
     dynamo: TorchDynamoPlugin
     profile: ProfileKwargs
+    recipe: KwargsHandler | None = None  # options of the precision
     fsdp_plugin: Any = None
     parallelism: ParallelismConfig | None = None
 
@@ -139,6 +142,7 @@ def gather_options(
         process_group=_take(handlers, InitProcessGroupKwargs),
         dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
         profile=_take(handlers, ProfileKwargs),
+        recipe=_recipe(handlers),
         fsdp_plugin=_fsdp(fsdp_plugin, os.environ),
         parallelism=parallelism,
     )
@@ -200,9 +204,9 @@ def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
 def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:
     found: dict[type[KwargsHandler], KwargsHandler] = {}
     for handler in handlers:
-        kind = next((kind for kind in _HANDLERS if isinstance(handler, kind)), None)
+        kind = next((kind for kind in (*_HANDLERS, *_RECIPES) if isinstance(handler, kind)), None)
         if kind is None:
-            names = ", ".join(kind.__name__ for kind in _HANDLERS)
+            names = ", ".join(kind.__name__ for kind in (*_HANDLERS, *_RECIPES))
             raise TypeError(f"kwargs_handlers: {handler!r} is not one of {names}")
         if kind in found:
             raise ValueError(f"kwargs_handlers: {kind.__name__} is given twice")
@@ -213,6 +217,14 @@ def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], Kwa
 def _take(handlers: Mapping[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:
     found = handlers.get(kind)
     return found if isinstance(found, kind) else kind()
+
+
+def _recipe(handlers: Mapping[type[KwargsHandler], KwargsHandler]) -> KwargsHandler | None:
+    given = [handlers[kind] for kind in _RECIPES if kind in handlers]
+    if len(given) > 1:
+        names = " and ".join(type(one).__name__ for one in given)
+        raise ValueError(f"kwargs_handlers: {names} choose different back ends of fp8; give one of them")
+    return given[0] if given else None
 
 
 def _accumulation(

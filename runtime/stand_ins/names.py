@@ -34,7 +34,6 @@ HERE: dict[str, str] = {
 
 _WHOLE = "Load the whole model with load_checkpoint_in_model and move it to the device, or shard it with FSDP."
 _LAUNCH = "Start ranks with `orc launch`."
-_FP8 = "Train in bf16: mixed_precision='bf16'."
 _MEGATRON = "Shard the model with FullyShardedDataParallelPlugin or DeepSpeedPlugin."
 _QUANTIZE = "Load the model quantized by its library, for example with the BitsAndBytesConfig of Transformers."
 
@@ -54,22 +53,7 @@ ABSENT: dict[str, str] = {
         ),
         _LAUNCH,
     ),
-    **dict.fromkeys(
-        (
-            "AORecipeKwargs",
-            "FP8RecipeKwargs",
-            "MSAMPRecipeKwargs",
-            "TERecipeKwargs",
-            "apply_fp8_autowrap",
-            "contextual_fp8_autocast",
-            "convert_model",
-            "convert_model_to_fp8_ao",
-            "filter_first_and_last_linear_layers",
-            "has_ao_layers",
-            "has_transformer_engine_layers",
-        ),
-        _FP8,
-    ),
+    "filter_first_and_last_linear_layers": "AORecipeKwargs leaves these as they are by itself.",
     **dict.fromkeys(
         (
             "AbstractTrainStep",

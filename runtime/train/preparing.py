@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from orc.runtime.parallel import Request, apply_all, chosen, extract_model_from_parallel, is_sharded
 from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.moving import follow, move
-from orc.runtime.parallel.precision import wrap_forward
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.handlers import TorchDynamoPlugin
     from orc.runtime.core.options import Options
     from orc.runtime.engine import Engine
+    from orc.runtime.parallel.precision import Precision
     from orc.runtime.preemption.watching import Watching
 
 
@@ -32,14 +32,18 @@ class Preparation:
         options: of the Accelerator.
         dynamo: how models are compiled, resolved.
         watching: is told of every optimizer and loader.
+        precision: in which models are trained.
     """
 
-    def __init__(self, engine: Engine, options: Options, dynamo: TorchDynamoPlugin, watching: Watching) -> None:
+    def __init__(
+        self, engine: Engine, options: Options, dynamo: TorchDynamoPlugin, watching: Watching, precision: Precision
+    ) -> None:
         self.ctx = engine.ctx
         self.engine = engine
         self.options = options
         self.prepared = engine.prepared
         self.dynamo = dynamo
+        self.precision = precision
         self._watching = watching
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -61,7 +65,7 @@ class Preparation:
             raise ValueError(f"device_placement has {len(device_placement)} elements for {len(args)} objects")
         else:
             placement = list(device_placement)
-        result = self.engine.prepare(args, placement, self)
+        result = self.engine.prepare(self.precision.together(args, self.ctx), placement, self)
         return result[0] if len(result) == 1 else tuple(result)
 
     def one_by_one(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
@@ -108,26 +112,35 @@ class Preparation:
                 "it without device_map, or start one process"
             )
         place = self._placing(device_placement) and not spread
-        precision = str(ctx.config.mixed_precision)
         request = Request(
             strategy=ctx.config.strategy,
             evaluation=evaluation_mode,
             options={"ddp": self.options.ddp, "fsdp": ctx.fsdp_plugin, **self._handlers()},
             placement=place,
-            mixed_precision=precision,
+            mixed_precision=self.precision.name,
         )
         applied = chosen(model, ctx, request)
         if place and not is_sharded(model) and not any(one.places_parameters for one in applied):
             model = move(model, ctx.device)
-        if precision != "no":
-            inner = extract_model_from_parallel(model, keep_torch_compile=False)
-            wrap_forward(inner, precision, ctx.device, self.options.autocast, compiled=compiles(self.dynamo))
+        model = self._in_precision(model, request)
         model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
         self.prepared.sharded = self.prepared.sharded or is_sharded(model)
         self.prepared.models.append(model)
         for optimizer in self.prepared.optimizers:  # it may have been prepared before
             follow(optimizer.optimizer)
         return model
+
+    def _in_precision(self, model: nn.Module, request: Request) -> nn.Module:
+        """Return *model* with the layers and the forward of the precision."""
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        converted = self.precision.convert(inner, self.ctx, request)
+        if converted is not inner and model is not inner:
+            raise ValueError(
+                f"mixed_precision={self.precision.name} replaces the whole model, which the script has wrapped "
+                "already: prepare it first, and wrap it then"
+            )
+        self.precision.wrap(converted, self.ctx.device, self.options.autocast, compiled=compiles(self.dynamo))
+        return model if converted is inner else converted
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Let *optimizer* step with the gradients' synchronisation."""

@@ -15,6 +15,7 @@ from orc.runtime import (
     AcceleratedScheduler,
     Accelerator,
     AcceleratorState,
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -571,8 +572,8 @@ def test_every_documented_option_of_data_parallel_training(run_ranks):
 
 
 def test_a_refused_accelerator_leaves_nothing_behind(monkeypatch):
-    with pytest.raises(ValueError, match="fp8"):
-        Accelerator(mixed_precision="fp8")
+    with pytest.raises(ValueError, match="needs mixed_precision='fp8'; it is 'fp16'"):
+        Accelerator(mixed_precision="fp16", kwargs_handlers=[AORecipeKwargs()])
     monkeypatch.setenv("ORC_DYNAMO_BACKEND", "inducter")
     with pytest.raises(ValueError, match="inducter"):
         Accelerator(mixed_precision="fp16")

@@ -41,6 +41,7 @@ def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch
         "local-sgd",
         "notebooks",
         "big-models",
+        "fp8",
         "test-distributed-code",
         "../reference/utilities",
         "../explanation/runtime-core",

@@ -155,6 +155,8 @@ class LocalBackend(Backend):
         elif python and (problem := _python_problem(python, environment=brings_python(config.get("environment")))):
             hint = "Correct `python:`, or give the job an `environment:`."
             findings.append(Finding("error", problem, self.cluster.name, hint))
+        elif not config.get("environment") and (problem := _fp8_problem(python or sys.executable, plan.env)):
+            findings.append(Finding("error", problem, self.cluster.name, "Install it there, or choose bf16."))
         processes = config["nnodes"] * config["nproc"]
         cores = len(os.sched_getaffinity(0))
         if processes > cores:
@@ -395,6 +397,27 @@ def _lost_reason(records: AttemptRecords) -> str:
         return "the agents were killed before they started anything"
     silent = [str(node) for node in range(records.nnodes) if node not in records.exits]
     return f"the agent of node {', '.join(silent)} was killed"
+
+
+def _fp8_problem(python: str, env: Mapping[str, str]) -> str | None:
+    """Return the reason why ranks under *python* cannot train in the fp8 that *env* asks for; `None` when they can."""
+    import subprocess
+
+    if env.get("ORC_MIXED_PRECISION", env.get("ACCELERATE_MIXED_PRECISION")) != "fp8":
+        return None
+    from orc.runtime.core import fp8_settings
+
+    modules = fp8_settings.BACKENDS
+    code = f"from importlib.util import find_spec as f; print(*[k for k, m in {dict(modules)!r}.items() if f(m)])"
+    try:
+        look = (python, "-c", code)
+        done = subprocess.run(look, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True)
+        fp8_settings.choose(env.get("ACCELERATE_FP8_BACKEND"), done.stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{python} cannot say which back ends of fp8 it has: {error}"
+    except ValueError as error:
+        return f"{python}: {error}"
+    return None
 
 
 def _python_problem(python: str, *, environment: bool) -> str | None:

@@ -115,7 +115,7 @@ def _inherit(
     "default", short_help="Write a file for this machine without asking.", context_settings=EITHER_SPELLING
 )
 @_file_option
-@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no", show_default=True)
+@click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no", show_default=True)
 @_force_option
 @json_option
 @click.pass_context

@@ -127,8 +127,9 @@ def test_what_has_no_equivalent_is_noted_with_its_place_and_in_the_file() -> Non
     assert notes["megatron_lm_config.megatron_lm_tp_degree"].where.endswith("megatron.yaml:16:26")
     assert "megatron_lm_config.megatron_lm_tp_degree" in made.job_text().replace("\n#  ", "")
     fp8 = conversion("fp8-transformer-engine")
-    assert fp8.job["runtime"]["mixed_precision"] == "bf16"
-    assert {"mixed_precision", "fp8_config.backend"} <= {note.key for note in fp8.notes}
+    assert fp8.job["runtime"]["mixed_precision"] == "fp8"
+    assert fp8.job["runtime"]["fp8"]["amax_history_len"] == 1024
+    assert not fp8.notes
 
 
 def test_every_value_is_in_the_job_the_cluster_or_a_note() -> None:

@@ -40,6 +40,30 @@ def test_the_distributed_type_of_a_file_is_its_flag_unless_flags_choose_another(
     assert merge({"cpu": True}, {"distributed_type": "MULTI_GPU", "gpu_ids": ["0"]}, {}).found.get("gpu_ids") is None
 
 
+def test_settings_of_fp8_reach_the_script_with_its_precision_only() -> None:
+    file = {
+        "mixed_precision": "fp8",
+        "fp8_backend": "TE",
+        "fp8_margin": 2,
+        "fp8_override_linear_precision": (True,) * 3,
+    }
+    assert variables(merge({"fp8_margin": 1}, file, {})) == {
+        "ORC_MIXED_PRECISION": "fp8",
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "TE",
+        "ACCELERATE_FP8_MARGIN": "1",
+        "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": "true,true,true",
+    }
+    assert variables(merge({"mixed_precision": "no"}, file, {})) == {
+        "ORC_MIXED_PRECISION": "no",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    assert variables(merge({}, file, {"ACCELERATE_MIXED_PRECISION": "bf16"})) == {}
+    assert variables(merge({"fp8_opt_level": "O1"}, {}, {"ORC_MIXED_PRECISION": "fp8"})) == {
+        "ACCELERATE_FP8_OPT_LEVEL": "O1"
+    }
+
+
 def test_sizes_of_parallelism_reach_the_script() -> None:
     values = merge({"use_parallelism_config": True, "parallelism_config_tp_size": 2, "role": "r"}, {}, {})
     assert variables(values) == {
@@ -58,8 +82,13 @@ def test_sizes_of_parallelism_reach_the_script() -> None:
         ({"tpu": True, "num_processes": 2}, "In a job file: launcher: xla"),
         ({"tpu_cluster": True}, "In a job file: resources.nodes"),
         ({"use_megatron_lm": True}, "no Megatron-LM engine"),
-        ({"mixed_precision": "fp8"}, "fp8 is refused"),
-        ({"fp8_backend": "te"}, "--fp8_backend cannot be done by orc launch: The runtime does not train in fp8"),
+        ({"mixed_precision": "fp8", "use_deepspeed": True}, "mixed_precision=fp8 and DeepSpeed do not go together"),
+        ({"mixed_precision": "fp8", "fp8_backend": "TE", "cpu": True}, "computes on NVIDIA GPUs, not on CPUs"),
+        (
+            {"mixed_precision": "fp8", "fp8_backend": "TE", "fp8_opt_level": "O1"},
+            "opt_level belongs to the back end msamp",
+        ),
+        ({"fp8_backend": "TE"}, "--fp8-backend has no effect without --mixed-precision fp8"),
         ({"aws_access_key_id": "x"}, "--aws_access_key_id cannot be done"),
         ({"deepspeed_hostfile": "hosts", "use_deepspeed": True}, "In a job file: launcher.options"),
         ({"fsdp_version": 2}, "--fsdp-version has no effect without --use-fsdp"),

@@ -152,17 +152,24 @@ WRONG = {
     ),
     "wrong runtime value": (
         "runtime:\n  mixed_precision: fp64",
-        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16",
+        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16, fp8",
     ),
-    "a precision that does not exist yet": (
-        "runtime:\n  mixed_precision: fp8",
-        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp8': training in fp8 is not implemented in this "
-        "version; choose bf16, fp16 or no",
+    "a back end of fp8 that there is not": (
+        "runtime:\n  mixed_precision: fp8\n  fp8: {backend: tee}",
+        "job.yaml:5:8: runtime.fp8: fp8: backend: 'tee': expected one of te, msamp, ao, did you mean 'te'?",
+    ),
+    "a level of fp8 that is not offered": (
+        "runtime:\n  mixed_precision: fp8\n  fp8: {backend: msamp, opt_level: O3}",
+        "job.yaml:5:8: runtime.fp8: fp8: opt_level: 'O3': O3 needs DeepSpeed 0.9.2 or older and is not offered; choose "
+        "O1 or O2",
+    ),
+    "settings of two back ends of fp8": (
+        "runtime:\n  mixed_precision: fp8\n  fp8: {backend: te, opt_level: O1}",
+        "job.yaml:5:8: runtime.fp8: fp8: opt_level belongs to the back end msamp, and te is chosen",
     ),
     "a variable that the runtime would refuse in every rank": (
-        "env:\n  ORC_MIXED_PRECISION: fp8",
-        "job.yaml:4:24: env.ORC_MIXED_PRECISION: training in fp8 is not implemented in this version; choose bf16, fp16 "
-        "or no",
+        "env:\n  ORC_MIXED_PRECISION: fp4",
+        "job.yaml:4:24: env.ORC_MIXED_PRECISION: expected one of no, fp16, bf16, fp8",
     ),
     "unknown runtime key": (
         "runtime:\n  mixed_precison: bf16",

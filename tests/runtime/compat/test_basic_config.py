@@ -55,6 +55,6 @@ def test_an_existing_file_stays(tmp_path, capsys):
 
 
 def test_an_unknown_precision_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="should be one of no, fp16, bf16; received fp4"):
+    with pytest.raises(ValueError, match="should be one of no, fp16, bf16, fp8; received fp4"):
         write_basic_config("fp4", tmp_path / "c.json")
     assert list(tmp_path.iterdir()) == []

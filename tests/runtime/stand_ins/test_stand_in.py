@@ -66,12 +66,12 @@ print(json.dumps({
     "strategies": FSDP_SHARDING_STRATEGY[:2],
     "peft": is_peft_model(linear),
     "instance": isinstance(linear, accelerate.utils.MegatronLMPlugin) or issubclass(ModelHook, AlignDevicesHook),
-    "star": {"ProjectConfiguration", "gather"} <= star.keys() and "FP8RecipeKwargs" not in star,
+    "star": {"ProjectConfiguration", "gather"} <= star.keys() and "filter_first_and_last_linear_layers" not in star,
     "hooks": [bool((doubled == 2 * plain).all()), bool((both == 4 * plain).all()), bool((again == plain).all())],
     "missing": importlib.util.find_spec("accelerate.nothing") is None and not hasattr(accelerate, "nothing"),
     "errors": [
         error(accelerate.utils.MegatronLMPlugin),
-        error(lambda: accelerate.utils.FP8RecipeKwargs.backend),
+        error(lambda: accelerate.utils.filter_first_and_last_linear_layers.backend),
         error(lambda: exec("from accelerate import Acelerator")),
         error(lambda: accelerate.utils.set_sed),
         error(lambda: orc.runtime.stand_in("acelerate")),
@@ -94,7 +94,7 @@ print(json.dumps({
     }
     assert errors[0].startswith("ImportError: accelerate.MegatronLMPlugin() is not in orc.runtime")
     assert "FullyShardedDataParallelPlugin" in errors[0]
-    assert errors[1].startswith("AttributeError: accelerate.FP8RecipeKwargs.backend")
+    assert errors[1].startswith("AttributeError: accelerate.filter_first_and_last_linear_layers.backend")
     assert errors[2].startswith("ImportError")
     assert "did you mean 'Accelerator'?" in errors[2]
     assert errors[3].startswith("AttributeError")

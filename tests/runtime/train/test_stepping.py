@@ -383,13 +383,8 @@ def test_precision_comes_from_the_environment_and_is_fixed(monkeypatch):
         Accelerator(mixed_precision="no")
 
 
-def test_precisions_that_do_not_work_are_refused():
-    with pytest.raises(ValueError, match="fp8 is not implemented in this version; choose bf16, fp16 or no"):
-        Accelerator(mixed_precision="fp8")
-
-
 def test_an_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="mixed_precision = 'fp4': expected one of no, fp16, bf16"):
+    with pytest.raises(ValueError, match="mixed_precision = 'fp4': expected one of no, fp16, bf16, fp8"):
         Accelerator(mixed_precision="fp4")
 
 

@@ -249,7 +249,7 @@ def test_the_default_file_is_written_once_and_never_over_another(orc: Run, home:
     assert "--force" in asked.err
     assert orc("config", "default", "--force").code == 0
     assert "debug: false" in file.read_text()
-    assert orc("config", "default", "--mixed-precision", "fp8").code == 2
+    assert orc("config", "default", "--mixed-precision", "fp4").code == 2
     assert [path.name for path in home.iterdir()] == ["default_config.yaml"]
 
 

@@ -1,0 +1,297 @@
+"""Settings of training in fp8 as texts: the documented keys, variables and values, and the back ends. Torch-free.
+
+The launch layer turns flags and ``runtime.fp8`` of a job file into ``ACCELERATE_FP8_*`` variables with `variables`; the
+recipes of a training script (`orc.runtime.core.fp8_recipes`) read these with `from_environment`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orc.runtime.core.parsing import nearest, truth
+
+# Back ends and the module that each needs; where nothing is said, the first whose module is there computes.
+BACKENDS: Mapping[str, str] = {"MSAMP": "msamp", "TE": "transformer_engine", "AO": "torchao"}
+PACKAGES: Mapping[str, str] = {"MSAMP": "ms-amp", "TE": "transformer_engine[pytorch]", "AO": "torchao"}
+_SPELLINGS = {
+    **{name.lower(): name for name in BACKENDS},
+    **dict.fromkeys(("transformerengine", "transformersengine"), "TE"),
+    "torchao": "AO",
+}
+FORMATS = ("HYBRID", "E4M3", "E5M2")
+ALGORITHMS = ("max", "most_recent")
+LEVELS = ("O1", "O2")
+
+
+def backend(value: Any) -> str:
+    """Return ``TE``, ``MSAMP`` or ``AO``, from either case and the names of the libraries. Raises `ValueError`."""
+    text = str(value).strip().lower().replace("-", "").replace("_", "")
+    if text not in _SPELLINGS:
+        raise ValueError(f"expected one of te, msamp, ao{nearest(str(value).lower(), ['te', 'msamp', 'ao'])}")
+    return _SPELLINGS[text]
+
+
+def level(value: Any) -> str:
+    """Return ``O1`` or ``O2``. Raises `ValueError`, for O3 with the reason."""
+    text = str(value).strip().upper()
+    if text == "O3":
+        raise ValueError("O3 needs DeepSpeed 0.9.2 or older and is not offered; choose O1 or O2")
+    return _one_of(*LEVELS)(text)
+
+
+def linear_precision(value: Any) -> tuple[bool, bool, bool]:
+    """Return three truth values, for fprop, dgrad and wgrad, from one for all or from three. Raises `ValueError`."""
+    if isinstance(value, str) and value.strip("() ").count(","):
+        value = value.strip("() ").split(",")
+    if not isinstance(value, (list, tuple)):
+        value = [value] * 3
+    if len(value) != 3:
+        raise ValueError("expected true, false, or three of them: for fprop, dgrad and wgrad")
+    fprop, dgrad, wgrad = (truth(one.strip() if isinstance(one, str) else one) for one in value)
+    return fprop, dgrad, wgrad
+
+
+def _one_of(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        text = str(value).strip()
+        for name in allowed:
+            if name.lower() == text.lower():
+                return name
+        raise ValueError(f"expected one of {', '.join(allowed)}")
+
+    return parse
+
+
+def _whole(minimum: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError("expected a whole number")
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError("expected a whole number") from None
+        if number < minimum:
+            raise ValueError(f"expected a whole number of at least {minimum}")
+        return number
+
+    return parse
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Setting:
+    """Setting: its key, its parser, its default, its description, and the back end that it belongs to.
+
+    Attributes:
+        flag: the documented flag of the launcher, without dashes; its variable is that in capitals.
+        also: other documented spellings of the key.
+    """
+
+    key: str
+    flag: str
+    parse: Callable[[Any], Any]
+    default: Any
+    doc: str
+    backend: str | None
+    also: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """The documented variable."""
+        return f"ACCELERATE_{self.flag.upper()}"
+
+
+SETTINGS: dict[str, Setting] = {
+    one.key: one
+    for one in (
+        Setting("backend", "fp8_backend", backend, None, "Library that computes in fp8: te, msamp or ao.", None),
+        Setting(
+            "use_autocast_during_eval",
+            "fp8_use_autocast_during_eval",
+            truth,
+            False,
+            "Compute in fp8 in evaluation too (te).",
+            "TE",
+        ),
+        Setting("margin", "fp8_margin", _whole(0), 0, "Margin of the scaling factor (te).", "TE"),
+        Setting("interval", "fp8_interval", _whole(1), 1, "Steps between two scaling factors (te).", "TE"),
+        Setting(
+            "fp8_format",
+            "fp8_format",
+            _one_of(*FORMATS),
+            "HYBRID",
+            "HYBRID (e4m3 forward, e5m2 backward), E4M3 or E5M2 (te).",
+            "TE",
+        ),
+        Setting(
+            "amax_history_len",
+            "fp8_amax_history_len",
+            _whole(1),
+            1024,
+            "Steps that largest values are kept for scaling factors (te).",
+            "TE",
+            ("amax_history_length",),
+        ),
+        Setting(
+            "amax_compute_algo",
+            "fp8_amax_compute_algo",
+            _one_of(*ALGORITHMS),
+            "most_recent",
+            "Choice among those values: max or most_recent (te).",
+            "TE",
+            ("amax_compute_algorithm",),
+        ),
+        Setting(
+            "override_linear_precision",
+            "fp8_override_linear_precision",
+            linear_precision,
+            (False, False, False),
+            "Products in more precision: fprop, dgrad, wgrad (te).",
+            "TE",
+        ),
+        Setting(
+            "use_mxfp8_block_scaling",
+            "fp8_use_mxfp8_block_scaling",
+            truth,
+            False,
+            "One scaling factor for each block of 32 numbers (te).",
+            "TE",
+        ),
+        Setting(
+            "opt_level",
+            "fp8_opt_level",
+            level,
+            "O2",
+            "Level of MS-AMP: O1 or O2 (msamp).",
+            "MSAMP",
+            ("optimization_level",),
+        ),
+        Setting(
+            "enable_fsdp_float8_all_gather",
+            "fp8_enable_fsdp_float8_all_gather",
+            truth,
+            False,
+            "Gather shards in float8, with version 2 of FSDP (ao).",
+            "AO",
+        ),
+        Setting(
+            "pad_inner_dim",
+            "fp8_pad_inner_dim",
+            truth,
+            False,
+            "Pad the inner dimension of products to a multiple of 16 (ao).",
+            "AO",
+        ),
+    )
+}
+SPELLINGS = {
+    name: one for one in SETTINGS.values() for name in (one.key, *one.also, one.flag, one.flag.removeprefix("fp8_"))
+}
+
+
+def normalise(values: Any) -> dict[str, Any]:
+    """Return the checked settings of a mapping with documented keys, by key. ``None`` means unset.
+
+    Raises:
+        ValueError: an unknown key (with the nearest), a bad value, or settings of different back ends.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError("expected a mapping like {backend: te, fp8_format: HYBRID}")
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        setting = SPELLINGS.get(str(given))
+        if setting is None:
+            raise ValueError(f"unknown key {given!r}{nearest(str(given), SPELLINGS)}")
+        if value is None:
+            continue
+        if setting.key in found:
+            raise ValueError(f"{setting.key} is given twice")
+        try:
+            found[setting.key] = setting.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{given}: {value!r}: {error}") from None
+    check_together(found)
+    return found
+
+
+def check_together(found: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for parsed settings, by key, of which one belongs to another back end than the rest."""
+    chosen = found.get("backend")
+    for key, value in found.items():
+        setting = SETTINGS[key]
+        if setting.backend is None or value == setting.default:
+            continue  # files are full of defaults
+        if chosen is not None and setting.backend != chosen:
+            raise ValueError(f"{key} belongs to the back end {setting.backend.lower()}, and {chosen.lower()} is chosen")
+        chosen = setting.backend
+
+
+def check_with(values: Mapping[str, Any], *, cpu: bool, deepspeed: bool) -> None:
+    """Raise `ValueError` where fp8 with the settings *values* cannot be, in a run on CPUs or with DeepSpeed."""
+    if deepspeed:
+        raise ValueError(
+            "mixed_precision=fp8 and DeepSpeed do not go together in this version of orc: shard with FSDP, or choose "
+            "bf16"
+        )
+    chosen = values.get("backend")
+    if cpu and chosen not in (None, "AO"):
+        raise ValueError(
+            f"the back end {str(chosen).lower()} of fp8 computes on NVIDIA GPUs, not on CPUs; ao emulates it"
+        )
+
+
+def variables(values: Any) -> dict[str, str]:
+    """Return the environment variables that carry *values*; see `normalise`."""
+    env: dict[str, str] = {}
+    for key, value in normalise(values).items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        env[SETTINGS[key].variable] = text.lower() if isinstance(value, (bool, tuple)) else text
+    return env
+
+
+def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parsed settings of *env* by key. Raises `ValueError` that names the variable."""
+    found: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        text = env.get(setting.variable, "")
+        if text.strip():
+            try:
+                found[setting.key] = setting.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{setting.variable}={text!r}: {error}") from None
+    return found
+
+
+def installed() -> list[str]:
+    """Return the back ends whose module is in this installation, in the order in which they are chosen."""
+    return [name for name, module in BACKENDS.items() if _is_there(module)]
+
+
+def choose(wanted: str | None, there: Collection[str]) -> str:
+    """Return the back end *wanted*, else the first that is *there*.
+
+    Raises:
+        ValueError: it is not there, or none is.
+    """
+    if wanted is None:
+        if found := next((name for name in BACKENDS if name in there), None):
+            return found
+        packages = ", ".join(PACKAGES.values())
+        raise ValueError(f"mixed_precision=fp8 needs one of the packages {packages}, and none is installed")
+    if wanted not in there:
+        others = f"; installed: {', '.join(name.lower() for name in BACKENDS if name in there)}" if there else ""
+        raise ValueError(
+            f"mixed_precision=fp8 with the back end {wanted.lower()} needs the package {PACKAGES[wanted]}, which is "
+            f"not installed{others}"
+        )
+    return wanted
+
+
+def _is_there(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,74 @@
+"""The contract of a precision, and what most of them have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
+from orc.runtime.parallel.precision.forward import AutocastForward, TraceableAutocastForward
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.base import Request
+
+
+class Precision:
+    """Precision of forward and backward. This one computes in what the model has; subclasses say what differs.
+
+    Args:
+        recipe: options of this precision, where it has any.
+
+    Attributes:
+        name: as scripts and configurations say it.
+        dtype: the type that autocast computes in; `None` without autocast.
+    """
+
+    name: str = "no"
+    dtype: torch.dtype | None = None
+
+    def __init__(self, recipe: KwargsHandler | None = None) -> None:
+        self.recipe = recipe
+
+    def check(self, ctx: RunContext) -> None:
+        """Raise `LaunchError` when the run *ctx* cannot train in this precision; before anything is allocated."""
+
+    def together(self, objects: Sequence[Any], ctx: RunContext) -> Sequence[Any]:
+        """Return the *objects* of one ``prepare``, with those that depend on each other replaced together."""
+        return objects
+
+    def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Return *model* with the layers that compute in this precision; before any parallelizer applies.
+
+        A model that is for evaluation only (``request.evaluation``) keeps its layers.
+        """
+        return model
+
+    def wrap(self, model: nn.Module, device: torch.device, options: AutocastKwargs, *, compiled: bool = False) -> None:
+        """Let the forward of *model* compute in this precision; a second time changes nothing."""
+        if self.dtype is not None and not isinstance(model.forward, AutocastForward):
+            kind = TraceableAutocastForward if compiled else AutocastForward
+            model.forward = kind(model.forward, self, device, options)
+
+    def autocast(
+        self, device: torch.device, options: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A fresh autocast context, or one that does nothing without mixed precision and nothing to disable."""
+        options = options or AutocastKwargs()
+        if self.dtype is None and options.enabled:
+            return contextlib.nullcontext()
+        kwargs = {} if options.cache_enabled is None else {"cache_enabled": options.cache_enabled}
+        return torch.autocast(device.type, dtype=self.dtype, enabled=options.enabled, **kwargs)
+
+    def scaler(
+        self, device: torch.device, options: GradScalerKwargs | None = None, *, flattened: bool = False
+    ) -> torch.amp.GradScaler | None:
+        """The loss scaler, or `None` where losses need no scaling.
+
+        With *flattened* parameters, as in FSDP version 1, an overflow in one rank's part makes all skip the step.
+        """
+        return None

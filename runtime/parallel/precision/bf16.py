@@ -1,0 +1,29 @@
+"""Mixed precision with bfloat16: the range of float32, so that nothing needs scaling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from orc.runtime.core.errors import LaunchError
+from orc.runtime.parallel.precision.base import Precision
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
+
+
+class BF16(Precision):
+    """Autocast to bfloat16."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    def check(self, ctx: RunContext) -> None:
+        """Raise `LaunchError` on a GPU that is too old for bfloat16."""
+        if ctx.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            gpu = torch.cuda.get_device_name(ctx.device)
+            raise LaunchError(f"mixed_precision={self.name} needs a newer GPU than {gpu}; use fp16")
+
+
+PRECISION = BF16
