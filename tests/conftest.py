@@ -81,10 +81,11 @@ def _signals_as_before() -> Generator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What tests/run.sh selects its parts by."""
-    room = Path(__file__).parent / "runtime"
+    rooms = {Path(__file__).parent / name: name for name in ("orchestrator", "runtime")}
     for item in items:
-        if room in item.path.parents:
-            item.add_marker("runtime")
+        for parent in item.path.parents:
+            if parent in rooms:
+                item.add_marker(rooms[parent])
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

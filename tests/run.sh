@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests: those on SSH hosts, and those on Slurm and of the runtime, beside the others
+# run.sh [PYTEST ARGS]   all tests, in four processes: those on SSH hosts; those on Slurm, then the runtime's; those of the
+#                        orchestrator; the others
 #
 # COVERAGE=1 measures which lines they run, and takes about a fifth longer.
 #
 # Most tests wait for something, so what runs side by side takes little longer than the longest of it. What a part beside
 # prints comes in one piece after the others'.
 #
-# Three at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
+# Four at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
 # themselves: those that fail again fail the run; those that pass are named as UNSTEADY, for each of them is a defect of
 # the test or of orc that somebody has to look for.
 #
@@ -51,7 +52,8 @@ trap 'exit 143' TERM
 part() { # part NAME COVERAGE [PYTEST ARGS]
   local command=("$python" -m pytest)
   case $1 in
-    main) command+=(-m "not hosts and not slurm and not runtime") ;;
+    main) command+=(-m "not hosts and not slurm and not runtime and not orchestrator") ;;
+    orchestrator) command+=(-m "orchestrator and not hosts and not slurm") ;;
     runtime) command+=(-m "runtime and not hosts and not slurm") ;;
     slurm) command+=(-m "slurm and not hosts") ;;
     hosts) command=(tests/testbed/hosts/pytest.sh) ;;
@@ -78,7 +80,7 @@ failures() { # failures NAME: the tests of this part that failed, a line each
 
 rm -f .coverage .coverage.*
 set -m # a process group each, so that it can be ended as a whole
-for parts in hosts "slurm runtime"; do
+for parts in hosts "slurm runtime" orchestrator; do
   lane "$parts" "$@" &
   beside[$parts]=$!
 done
@@ -86,7 +88,7 @@ set +m
 
 declare -A ended=([main]=0)
 part main main "$@" || ended[main]=$?
-for parts in "slurm runtime" hosts; do
+for parts in orchestrator "slurm runtime" hosts; do
   wait "${beside[$parts]}" || true
   unset "beside[$parts]"
   for name in $parts; do
