@@ -81,7 +81,7 @@ def _parallelism() -> Iterator[Option]:
         ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
         ("cp_backend", choice("torch"), "torch", "What computes context parallelism."),
         ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather", "How keys and values travel (cp)."),
-        ("sp_backend", choice("deepspeed"), "deepspeed", "What computes sequence parallelism."),
+        ("sp_backend", choice("deepspeed", "torch"), "deepspeed", "What computes sequence parallelism."),
         ("sp_seq_length", whole(1), None, "The length of all sequences (sp)."),
         ("sp_seq_length_is_variable", truth, True, "The length varies from batch to batch (sp)."),
         ("sp_attn_implementation", choice("sdpa", "flash_attention_2", "flash_attention_3"), "sdpa", "Attention (sp)."),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
 VARIABLES = {f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in DIMENSIONS}
-BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}  # the first is the default
+BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}  # the first is the default
 _HANDLERS = {
     "tp_handler": TorchTensorParallelConfig,
     "cp_handler": TorchContextParallelConfig,
@@ -51,7 +51,7 @@ class ParallelismConfig:
         cp_size: processes that share each sequence (context parallelism); they have the same batch.
         cp_backend: what computes it: ``torch``.
         sp_size: processes that share each sequence by attention heads (sequence parallelism); the same batch.
-        sp_backend: what computes it: ``deepspeed``.
+        sp_backend: what computes it: ``deepspeed``, or ``torch``, which needs no DeepSpeed.
         tp_handler: options of tensor parallelism; a handler has no effect where the size is 1.
         cp_handler: options of context parallelism.
         sp_handler: options of sequence parallelism.

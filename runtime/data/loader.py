@@ -42,6 +42,7 @@ class DataLoaderAdapter:
         simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
         events: are told when the loop asks for the next batch; the Accelerator puts its own here.
         steps: counts optimizer steps; the Accelerator puts its own here.
+        part: makes of a batch what this rank computes of it; `None` where that is all of it.
         meter: measures how long the loop waits for batches; the Accelerator puts its own here.
     """
 
@@ -51,6 +52,7 @@ class DataLoaderAdapter:
     events: Events
     steps: Callable[[], int] | None
     meter: Meter | None
+    part: Callable[[Any], Any] | None
 
     def _adopt(
         self,
@@ -86,6 +88,7 @@ class DataLoaderAdapter:
         self.events = Events()
         self.steps = None
         self.meter = None
+        self.part = None
         self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -289,12 +292,14 @@ class DataLoaderAdapter:
             )
 
     def _place(self, batch: Any) -> Any:
-        assert self.device is not None
-        return send_to_device(batch, self.device, self.non_blocking)
+        if self.part is not None:
+            batch = self.part(batch)
+        device = self.device
+        return batch if device is None or device.type == "cpu" else send_to_device(batch, device, self.non_blocking)
 
     @property
     def _moves(self) -> bool:
-        return self.device is not None and self.device.type != "cpu"
+        return self.part is not None or (self.device is not None and self.device.type != "cpu")
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):

@@ -76,6 +76,8 @@ class NativeEngine:
                 self._begin_iteration(self._scaler)
             loss = self._scaler.scale(loss)
         loss.backward(**kwargs)
+        if self.normalizer.due is not None:
+            self.normalizer.settle()
         if self.events.on_backward:
             for tell in self.events.on_backward:
                 tell(given, normalize_by is not None)

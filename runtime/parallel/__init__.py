@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS
-from orc.runtime.parallel.base import Parallelizer, Request
+from orc.runtime.parallel.base import ChecksModels, CutsBatches, Parallelizer, Request
 from orc.runtime.parallel.moving import named_parameters, replaced
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_MODULES = ("context", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "xla")
+_MODULES = ("context", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "sequence", "xla")
 
 
 @cache
@@ -50,6 +50,9 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
             raise ContextError(f"strategy {one.name} works only together with {' and '.join(missing)}")
         if clash := next((other for other in wanted if other is not one and _conflict(one, other)), None):
             raise ContextError(f"the strategies {one.name} and {clash.name} cannot be used together; choose one")
+    for one in wanted:
+        if isinstance(one, ChecksModels):
+            one.check(model, ctx, request)
     if not request.evaluation:
         refuse_unserved(ctx, {dim for one in wanted for dim in one.serves})
     return wanted
@@ -65,6 +68,12 @@ def refuse_unserved(ctx: RunContext, served: Collection[str] = ()) -> None:
             f"{topology.by} asks for {sizes}, and this version of orc cannot spread a model over it: shard the model "
             "over accelerator.torch_device_mesh before prepare, or leave it out"
         )
+
+
+def batch_cut(ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Return what makes this rank's part of each batch of a loader; `None` where all ranks of a share get it whole."""
+    cuts = [one.batch_cut(ctx, options) for one in parallelizers() if isinstance(one, CutsBatches)]
+    return next((cut for cut in cuts if cut is not None), None)
 
 
 def _conflict(one: Parallelizer, other: Parallelizer) -> bool:
@@ -131,6 +140,7 @@ __all__ = [
     "Parallelizer",
     "Request",
     "apply_all",
+    "batch_cut",
     "chosen",
     "extract_model_from_parallel",
     "is_sharded",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,4 +74,22 @@ class Parallelizer(Protocol):
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """A context whose backward synchronises although forward ran without; `None` for models not its own."""
+        ...
+
+
+@runtime_checkable
+class ChecksModels(Protocol):
+    """Parallelizer that refuses some models, before anything is moved or allocated."""
+
+    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
+        """Raise `ContextError`, the same on every rank, where it cannot be applied to *model*."""
+        ...
+
+
+@runtime_checkable
+class CutsBatches(Protocol):
+    """Parallelizer whose ranks compute parts of one batch, which their loaders yield."""
+
+    def batch_cut(self, ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+        """Return what makes this rank's part of a batch; `None` where loaders yield whole ones."""
         ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.parallel.base import Request
-from orc.runtime.parallel.pieces import Piece, watch_model
+from orc.runtime.parallel.pieces import Piece, check_model, watch_model
 from orc.runtime.parallel.ring import missing, ring
 
 if TYPE_CHECKING:
@@ -40,9 +40,13 @@ class ContextParallel:
         """A torch that has it for this device."""
         return missing(ctx.device.type)
 
+    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
+        """Refuse attention that cannot be spread."""
+        check_model(model, _KIND)
+
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Return *model*, which checks what it computes inside a block."""
-        watch_model(model, _KIND)
+        watch_model(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:

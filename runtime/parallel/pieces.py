@@ -1,7 +1,7 @@
 """Pieces of sequences: what holds while each process computes some of the tokens of every sequence.
 
 While a piece is in force, `torch.nn.functional.scaled_dot_product_attention` is attention over the whole sequence: keys
-and values of the other pieces take part. It computes causal attention without a mask and nothing else, and says so.
+and values of the other pieces take part. It computes attention without a mask and nothing else, and says so.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ class Piece:
         positions: places of the tokens here in the whole sequence, in the order in which they are here.
         length: tokens of a whole sequence.
         ranks: pieces of a sequence.
-        attend: attention of this piece's queries, given queries, keys, values, and ``scale``, ``dropout_p`` and
-            ``enable_gqa`` as for torch's; causal.
+        attend: attention of this piece's queries, given queries, keys, values, and ``is_causal``, ``scale``,
+            ``dropout_p`` and ``enable_gqa`` as for torch's.
+        causal: attention is causal only.
     """
 
     current: Piece | None = (
         None  # of this process: torch's function, which it takes the place of, is one for all threads
     )
 
-    def __init__(self, kind: str, positions: Tensor, length: int, ranks: int, attend: Attend) -> None:
+    def __init__(
+        self, kind: str, positions: Tensor, length: int, ranks: int, attend: Attend, *, causal: bool = True
+    ) -> None:
         self.kind, self.positions, self.length, self.ranks = kind, positions, length, ranks
-        self._attend = attend
+        self._attend, self._causal = attend, causal
         self._whole: list[tuple[Tensor, Tensor]] = []
         self._torch: Any = None
         self.calls = 0
@@ -86,10 +89,10 @@ class Piece:
         """
         if attn_mask is not None:
             raise ContextError(
-                f"{self.kind}: attention with a mask (attn_mask); sequences in pieces have causal attention without a "
-                "mask only: give sequences of one length, or padded on the right, without attention_mask"
+                f"{self.kind}: attention with a mask (attn_mask); sequences in pieces have attention without a mask "
+                "only: give sequences of one length, or padded on the right, without attention_mask"
             )
-        if not is_causal:
+        if self._causal and not is_causal:
             raise ContextError(
                 f"{self.kind}: attention that is not causal; sequences in pieces need is_causal=True, as decoders have"
             )
@@ -101,7 +104,8 @@ class Piece:
                 "the buffers of the block"
             )
         self.calls += 1
-        return self._attend(query, key, value, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
+        options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
+        return self._attend(query, key, value, **options)
 
 
 def repeated(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
@@ -112,7 +116,15 @@ def repeated(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
 
 
-def watch_model(model: nn.Module, kind: str) -> None:
+def check_model(model: nn.Module, kind: str) -> None:
+    """Raise `ContextError` where *model* says that its attention is another one than torch's SDPA."""
+    from orc.runtime.parallel.pieces_of_transformers import check_attention, is_transformers_model
+
+    if is_transformers_model(model):
+        check_attention(model, kind)
+
+
+def watch_model(model: nn.Module) -> None:
     """Let *model* find out, after a forward in pieces, that its attention is one that nobody replaced.
 
     Models of Transformers also get positions, labels and masks that are right for a piece.
@@ -120,7 +132,7 @@ def watch_model(model: nn.Module, kind: str) -> None:
     from orc.runtime.parallel.pieces_of_transformers import adapt, is_transformers_model
 
     if is_transformers_model(model):
-        adapt(model, kind)
+        adapt(model)
     model.register_forward_pre_hook(_begin_count)
     model.register_forward_hook(_check_count)
 

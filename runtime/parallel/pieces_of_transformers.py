@@ -23,18 +23,18 @@ def is_transformers_model(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def adapt(model: Any, kind: str) -> None:
-    """Let *model* compute pieces of sequences wherever one is in force; elsewhere it stays as it is.
-
-    Raises:
-        ContextError: its attention is not torch's SDPA.
-    """
+def check_attention(model: Any, kind: str) -> None:
+    """Raise `ContextError` unless the attention of *model* is torch's SDPA."""
     name = model.config._attn_implementation
     if name not in ("sdpa", _ATTENTION):
         raise ContextError(
             f"{kind}: {type(model).__name__} has attn_implementation={name!r}, and only 'sdpa' can be spread over "
             "processes: load the model with attn_implementation='sdpa'"
         )
+
+
+def adapt(model: Any) -> None:
+    """Let *model* compute pieces of sequences wherever one is in force; elsewhere it stays as it is."""
     _register()
     model.set_attn_implementation(_ATTENTION)
     model.register_forward_pre_hook(_whole_inputs, with_kwargs=True)

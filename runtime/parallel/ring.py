@@ -68,7 +68,7 @@ def _by_torch() -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
         key, value = repeated(query, key, value, enable_gqa)
-        return attention(query, key, value, is_causal=True, **options)
+        return attention(query, key, value, **options)
 
     return attend
 
@@ -77,7 +77,14 @@ def _on_cpu(mesh: DeviceMesh) -> Attend:
     group = mesh.get_group()
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout_p: float, enable_gqa: bool
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        enable_gqa: bool,
     ) -> Tensor:
         if dropout_p:
             raise ContextError(

@@ -26,10 +26,12 @@ Count = int | float | Tensor
 class LossNormalizer:
     """The counts of the current window; ``open`` while it has batches that wait for its last.
 
+    ``due`` is what gradients are to be multiplied by after backward: FSDP version 2 keeps those that wait to itself.
+
     ``uneven`` says that processes may have run out of batches: nobody would answer the all-reduce of the counts.
     """
 
-    __slots__ = ("_count", "_ctx", "_gradient", "_parameters", "_unit", "open", "uneven")
+    __slots__ = ("_count", "_ctx", "_gradient", "_parameters", "_unit", "due", "open", "uneven")
 
     def __init__(self, ctx: RunContext, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._ctx = ctx
@@ -41,6 +43,7 @@ class LossNormalizer:
     def reset(self) -> None:
         """Forget the window."""
         self.open = False
+        self.due: Any = None
         self._count: Any = 0
         self._unit: Any = 1
 
@@ -69,10 +72,21 @@ class LossNormalizer:
         total = self._total(self._count)
         factor = self._ctx.topology.loss_size / total
         if self.open:
-            _multiply([p.grad for p in self._parameters() if p.grad is not None], self._unit * factor)
+            unit, parameters = self._unit, list(self._parameters())
+            if any(hasattr(one, "full_tensor") for one in parameters):
+                self.reset()
+                self.due = unit * factor
+                unsettled: Tensor = loss / unit
+                return unsettled
+            _multiply([p.grad for p in parameters if p.grad is not None], unit * factor)
         self.reset()
         scaled: Tensor = loss * factor
         return scaled
+
+    def settle(self) -> None:
+        """Multiply the gradients of this window, which are synchronised now, by what is ``due``."""
+        due, self.due = self.due, None
+        _multiply([_local(p.grad) for p in self._parameters() if p.grad is not None], due)
 
     def _total(self, count: Any) -> Any:
         """The sum of *count* over the processes, 1 where it is 0. Stays on the device that it came on."""
@@ -119,3 +133,8 @@ def _multiply(grads: list[Tensor], factor: Any) -> None:
         for device, dtype in {(grad.device, grad.dtype) for grad in grads}:
             same = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
             torch._foreach_mul_(same, factor.reshape(()).to(device, torch.float32))
+
+
+def _local(grad: Any) -> Tensor:
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from orc.runtime.parallel import Request, apply_all, chosen, extract_model_from_parallel, is_sharded
+from orc.runtime.parallel import Request, apply_all, batch_cut, chosen, extract_model_from_parallel, is_sharded
 from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.moving import follow, move
 from orc.runtime.train.optimizer import AcceleratedOptimizer
@@ -201,6 +201,8 @@ class Preparation:
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             **vars(self.options.dataloader),
         )
+        if self.options.parallelism is not None:
+            prepared.part = batch_cut(self.ctx, self._handlers())
         self._watching.attach(prepared)
         self.prepared.dataloaders.append(prepared)
         return prepared
@@ -210,7 +212,8 @@ class Preparation:
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _handlers(self) -> dict[str, Any]:
-        return {} if self.options.parallelism is None else self.options.parallelism.handlers
+        config = self.options.parallelism
+        return {} if config is None else {**config.handlers, "sp_backend": config.sp_backend}
 
     def _placing(self, device_placement: bool | None) -> bool:
         return self.options.device_placement if device_placement is None else device_placement

@@ -1,0 +1,198 @@
+"""Sequence parallelism: the processes along ``sp`` share out the tokens of each sequence, and in attention the heads.
+
+Loaders yield pieces of sequences. In attention an all-to-all exchanges them for whole sequences of some of the heads,
+as DeepSpeed Ulysses does, and another one exchanges them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.pieces import Attend, Piece, check_model, repeated, watch_model
+from orc.runtime.parallel.sequence_batches import SequenceCut
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from orc.runtime.core.context import RunContext
+
+_KIND = "sequence parallelism"
+_TORCH = functional.scaled_dot_product_attention
+
+
+class SequenceParallel:
+    """Models that compute a piece of every sequence that their loaders yield. Parameters stay, as those of replicas."""
+
+    name = "sequence"
+    order = 200
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("deepspeed", "fsdp1", "xla")
+    places_parameters = False
+    serves: tuple[str, ...] = ("sp",)
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """Where there are several processes along ``sp``."""
+        return ctx.topology.size("sp") > 1
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """Nothing else."""
+        return None
+
+    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
+        """Refuse what this back end does not compute, and heads that cannot be shared out."""
+        handler = request.options.get("sp")
+        asked = "sdpa" if handler is None else handler.sp_attn_implementation
+        if asked != "sdpa":
+            raise ContextError(
+                f"{_KIND}: sp_attn_implementation={asked!r} is not computed by sp_backend='torch', which has 'sdpa'"
+            )
+        if request.options.get("sp_backend") == "deepspeed":
+            raise ContextError(
+                f"{_KIND}: sp_backend='deepspeed' (the default) is computed by DeepSpeed, and there is no "
+                "deepspeed_plugin: pass one, or choose ParallelismConfig(sp_backend='torch')"
+            )
+        _check_heads(model, ctx.topology.size("sp"))
+        check_model(model, _KIND)
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Let the attention of *model* go over all pieces, in its forward and backward."""
+        ranks = ctx.topology.size("sp")
+        watch_model(model)
+        group = ctx.topology.group("sp")
+        assert group is not None
+        _Region(ctx.topology.place("sp"), ranks, _by_heads(group, ranks), ctx.device).watch(model)
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module | None:
+        """It wraps nothing."""
+        return None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Left to what averages the gradients."""
+        return None
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """Left to what averages the gradients."""
+        return None
+
+    def batch_cut(self, ctx: RunContext, options: Mapping[str, Any]) -> SequenceCut | None:
+        """Return what cuts the batches of loaders to this rank's piece; `None` with one process along ``sp``."""
+        ranks = ctx.topology.size("sp")
+        if ranks == 1:
+            return None
+        handler = options.get("sp")
+        fixed = None if handler is None or handler.sp_seq_length_is_variable else handler.sp_seq_length
+        return SequenceCut(ctx.topology.place("sp"), ranks, fixed)
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    """Raise `ContextError` where *model* says how many heads it has, and *ranks* processes cannot share them out."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        _refuse_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+
+
+def _refuse_heads(heads: int, of_keys: int, ranks: int) -> None:
+    if heads % ranks:
+        raise ContextError(
+            f"{_KIND}: {heads} attention heads cannot be shared out to sp_size={ranks} processes equally"
+        )
+    if of_keys % ranks and ranks % of_keys:
+        raise ContextError(
+            f"{_KIND}: {of_keys} heads of keys and values can neither be shared out to sp_size={ranks} processes nor "
+            "repeated for them"
+        )
+
+
+class _Region:
+    """Forward and backward of a model, in which its piece is in force."""
+
+    def __init__(self, place: int, ranks: int, attend: Attend, device: torch.device) -> None:
+        self.place, self.ranks, self.attend, self.device = place, ranks, attend, device
+        self._piece: Piece | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._piece is not None and Piece.current is self._piece:  # a backward that broke off
+            self._piece.end()
+        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        if tokens is None:
+            tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1), None)
+        if tokens is None:
+            raise ContextError(f"{_KIND}: {type(model).__name__} was given no tensor with tokens along dimension 1")
+        here = tokens.shape[1]
+        positions = torch.arange(self.place * here, (self.place + 1) * here, device=tokens.device)
+        self._piece = Piece(_KIND, positions, here * self.ranks, self.ranks, self.attend, causal=False)
+        self._piece.begin()
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        piece = self._piece
+        if piece is None or Piece.current is not piece:
+            return
+        piece.end()
+        for leaf in torch.utils._pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: _during_backward(piece))
+
+
+def _during_backward(piece: Piece) -> None:
+    """Let *piece* be in force until the end of this backward, which may compute parts of the forward again."""
+    if Piece.current is None:
+        piece.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: piece.end())
+
+
+def _by_heads(group: ProcessGroup, ranks: int) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        heads, of_keys = query.shape[1], key.shape[1]
+        _refuse_heads(heads, of_keys, ranks)
+        if of_keys % ranks:
+            key, value = (one.repeat_interleave(ranks // of_keys, 1) for one in (key, value))
+        query, key, value = (_exchange(one, 1, 2, group, ranks) for one in (query, key, value))
+        key, value = repeated(query, key, value, enable_gqa)
+        return _exchange(_TORCH(query, key, value, **options), 2, 1, group, ranks)
+
+    return attend
+
+
+def _exchange(tensor: Tensor, cut: int, join: int, group: ProcessGroup, ranks: int) -> Tensor:
+    """Return *tensor*, cut along one dimension for the ranks of *group*, with theirs joined along the other."""
+    parts = torch.stack(tensor.chunk(ranks, cut))
+    received: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
+    return torch.cat(received.unbind(0), join)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part r of the first dimension to rank r; gradients go back. torch's own has two names, depending on its age."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        returned = torch.empty_like(gradient)
+        dist.all_to_all_single(returned, gradient, group=ctx.group)
+        return returned, None
+
+
+PARALLELIZER = SequenceParallel()

@@ -1,0 +1,190 @@
+"""Sequence parallelism: pieces of sequences, and in attention heads, over real ranks learn what one process learns."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY, LENGTH = 32, 16
+
+
+class Decoder(nn.Module):
+    """Two layers of attention, causal ones computed again in backward."""
+
+    def __init__(self, heads=4, size=16):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, size), nn.Embedding(LENGTH, size)
+        self.mixed = nn.ModuleList(nn.Linear(size, 3 * size, bias=False) for _ in range(2))
+        self.out = nn.Linear(size, VOCABULARY)
+        self.heads = heads
+
+    def attend(self, mixed, hidden):
+        query, key, value = mixed(hidden).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return hidden + attended.transpose(1, 2).flatten(2)
+
+    def forward(self, input_ids, position_ids):
+        hidden = self.tokens(input_ids) + self.places(position_ids)
+        for mixed in self.mixed:
+            hidden = torch.utils.checkpoint.checkpoint(self.attend, mixed, hidden, use_reentrant=False)
+        return self.out(hidden)
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **options}))
+
+
+def rows_of(samples):
+    rows = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = rows.clone()
+    labels[:, :5] = -100  # a prompt: pieces have different numbers of labels
+    return [{"input_ids": row, "labels": marked} for row, marked in zip(rows, labels, strict=True)]
+
+
+def aggregated(loss, shift_labels, group, ranks):
+    """The loss over all pieces, as the documentation of sequence parallelism has it."""
+    from torch.distributed.nn.functional import all_gather
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it
+        losses = all_gather(loss, group=group)
+        counts = all_gather((shift_labels != -100).sum(), group=group)
+    total = sum(losses[rank] * counts[rank] for rank in range(ranks) if counts[rank] > 0)
+    return total / max(sum(counts), 1)
+
+
+def trained(sizes, shard, whose, folder, steps=2):
+    from orc.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if shard else None
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(sp_backend="torch", **sizes),
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=2,
+    )
+    topology = accelerator.ctx.topology
+    shares, group, ranks = topology.data_size, topology.group("sp"), topology.size("sp")
+    data = rows_of(4 * steps * shares)
+
+    def one():
+        torch.manual_seed(0)
+        return llama() if whose == "transformers" else Decoder()
+
+    def loss_of(model, batch, reduction="mean"):
+        labels = batch.pop("shift_labels")
+        logits = model(**batch)
+        logits = getattr(logits, "logits", logits)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    model = one()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=2))
+    norms, seen = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            seen.append({name: list(value.shape) for name, value in batch.items()})
+            labels = batch["shift_labels"]
+            if shares == 1:
+                accelerator.backward(aggregated(loss_of(model, dict(batch)), labels, group, ranks))
+            else:  # over gloo torch's differentiable all_gather knows no groups
+                accelerator.backward(loss_of(model, dict(batch), "sum"), normalize_by=(labels != -100).sum())
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    plain, expected = one(), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(steps):
+        for batch in range(2 * shares):
+            at = 2 * (2 * step * shares + batch)
+            given = torch.utils.data.default_collate(data[at : at + 2])
+            following = functional.pad(given.pop("labels"), (0, 1), value=-100)[:, 1:]
+            given |= {"shift_labels": following, "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}
+            (loss_of(plain, given) / (2 * shares)).backward()
+        expected.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in plain.state_dict().items() if state else ():
+        torch.testing.assert_close(state[name], value, rtol=2e-4, atol=2e-5)
+    return seen[0], norms, expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shard", "whose"),
+    [
+        ({"sp_size": 2}, False, "torch"),
+        ({"sp_size": 2, "dp_replicate_size": 2}, False, "transformers"),
+        ({"sp_size": 2, "dp_shard_size": 2}, True, "torch"),
+    ],
+)
+def test_pieces_and_heads_teach_what_whole_sequences_teach(run_ranks, tmp_path, sizes, shard, whose):
+    ranks = 2 * sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    for seen, norms, expected in run_ranks(ranks, trained, sizes, shard, whose, str(tmp_path / "saved")):
+        assert seen == {"input_ids": [2, 8], "position_ids": [2, 8], "shift_labels": [2, 8]}
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
+def refusals():
+    """What is refused on this rank before anything is computed."""
+    from orc.runtime import Accelerator, ContextError, DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from orc.runtime.parallel.sequence_batches import SequenceCut
+
+    def accelerator(**options):
+        return Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2, **options))
+
+    def batch(**options):
+        fixed = DeepSpeedSequenceParallelConfig(8, False)
+        tokens = torch.arange(32).view(2, 16)
+        config = {"sp_handler": fixed} if options.pop("fixed", False) else {}
+        given = [options.pop("instead")] if "instead" in options else [{"input_ids": tokens, **options}]
+        loader = torch.utils.data.DataLoader(given, batch_size=None)
+        return next(iter(accelerator(sp_backend="torch", **config).prepare(loader)))
+
+    class Meta(Decoder):  # not even moved to the device
+        def _apply(self, *args, **kwargs):
+            raise AssertionError("the model was moved before it was refused")
+
+    def prepared(model, **options):
+        return accelerator(sp_backend="torch", **options).prepare_model(model)
+
+    unmoved = Meta()
+    unmoved.config = type("Config", (), {"num_attention_heads": 3})
+    flash = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+    marked = torch.ones(2, 16, dtype=torch.long)
+    marked[:, 0] = 0
+    odd = prepared(Decoder(heads=1))
+    wrong = [
+        ("there is no deepspeed_plugin: pass one, or choose", lambda: accelerator().prepare(Decoder())),
+        ("3 attention heads cannot be shared out to sp_size=2", lambda: prepared(unmoved)),
+        ("1 attention heads cannot be shared out", lambda: odd(torch.ones(2, 8).long(), torch.arange(8))),
+        ("sp_attn_implementation='flash_attention_2' is not computed", lambda: prepared(Decoder(), sp_handler=flash)),
+        ("did not call torch.nn.functional.scaled_dot", lambda: prepared(nn.Linear(4, 4))(torch.ones(2, 4))),
+        ("input_ids of shape .batch, tokens., not a list", lambda: batch(instead=[torch.ones(2, 2)])),
+        ("16 tokens, and sp_seq_length=8", lambda: batch(fixed=True)),
+        ("hides more than padding on the right", lambda: batch(attention_mask=marked)),
+        ("packed sequences would attend to each other", lambda: batch(position_ids=torch.arange(32).view(2, 16))),
+    ]
+    for message, call in wrong:
+        with pytest.raises(ContextError, match=message):
+            call()
+    four = SequenceCut(0, 4)
+    with pytest.raises(ContextError, match=r"6 tokens cannot be cut into sp_size=4 equal pieces.*multiple of 4 \(8\)"):
+        four({"input_ids": torch.ones(2, 6)})
+    kept = batch(attention_mask=marked.flip(1), name="a")
+    return {name: getattr(value, "shape", value) for name, value in kept.items()}
+
+
+def test_what_heads_and_sequences_do_not_allow_is_refused_on_every_rank(run_ranks):
+    for kept in run_ranks(2, refusals):
+        assert kept == {"input_ids": (2, 8), "name": "a", "position_ids": (2, 8)}
