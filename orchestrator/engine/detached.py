@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import fault_points, schedules
+from orc.orchestrator.engine import fault_points, late_copies, schedules
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
     from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.workspace import Workspace
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
 LOG_NAME = "reconciler.log"
@@ -172,7 +173,7 @@ def run(open_client: Callable[[], Client], report_line: Callable[[str], None]) -
             # replaced, by `orc adopt` for one.
             if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
                 return
-            if why is StopReason.IDLE and not ws.ledger.active() and schedules.next_due(ws) is None:
+            if why is StopReason.IDLE and not ws.ledger.active() and _next_duty(ws) is None:
                 return
 
 
@@ -205,7 +206,7 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
         trouble, now = found, ws.clock()
         if jobs is not None:
             _describe(descriptor, Process(me.pid, me.host, me.started_at, now, len(jobs)))
-            scheduled = schedules.next_due(ws)
+            scheduled = _next_duty(ws)
             if not jobs and scheduled is None:
                 report_line("no job is live")
                 return StopReason.IDLE
@@ -220,6 +221,11 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
             return StopReason.LEDGER_GONE
         if _stamp(client.clusters_file) != described:
             return StopReason.CLUSTERS_CHANGED
+
+
+def _next_duty(ws: Workspace) -> float | None:
+    """Return when something is due although no job is live: a schedule, or the look for a late copy."""
+    return min((at for at in (schedules.next_due(ws), late_copies.next_due(ws)) if at is not None), default=None)
 
 
 def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:

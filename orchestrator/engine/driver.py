@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine import schedules
+from orc.orchestrator.engine import late_copies, schedules
 from orc.orchestrator.engine.detached import PATIENCE_S, SHORTEST_S, pause
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
@@ -115,6 +115,8 @@ class Driver:
                 f"WHERE state IN ({states}) GROUP BY cluster"
             )
         self._note(looked_at=ledger.now(), error="")
+        live = {cluster for cluster, _, _ in rows}
+        rows += [(cluster, 0, 0) for cluster in sorted(late_copies.due_clusters(client.workspace) - live)]
         for cluster, count, revisions in rows:
             worker = self._workers.get(cluster)
             if worker is None or not worker.thread.is_alive():

@@ -17,6 +17,7 @@ from orc.orchestrator.engine import (
     dependencies,
     job_files,
     job_secrets,
+    late_copies,
     schedules,
     submission,
 )
@@ -90,6 +91,8 @@ def reconcile(
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
     driven = {job.id for job in due if job.cluster not in crowded} - held
     _drive_in_turn(ws, [job for job in live() if job.id not in driven and is_due(job)], report)
+    if job_ids is None:
+        late_copies.end_due(ws, report, cluster)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
 
@@ -314,6 +317,8 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
     handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
     visibility_s = backend.visibility_s
+    if handle is None and (visibility_s <= 0 or job.attempt.first_negative_at is not None):
+        late_copies.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt

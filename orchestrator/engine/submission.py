@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom, SpecError
 from orc.launchers.ids import AttemptId
 from orc.launchers.secrets import redact, resolve_secrets
-from orc.orchestrator.engine import claims, job_files, job_secrets
+from orc.orchestrator.engine import claims, job_files, job_secrets, late_copies
 from orc.orchestrator.engine.admission import Admission
 from orc.orchestrator.engine.deadlines import deadline_at
 from orc.orchestrator.engine.fault_points import fault_point
@@ -526,7 +526,7 @@ def _release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence
 
 def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
     """Store the handle. Another process may have been faster; that is recorded, not repaired, because
-    the agents' lease lets only one copy run."""
+    the agents' lease lets only one copy run. Where the attempt was given up meanwhile, this copy is told to end."""
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
@@ -534,9 +534,13 @@ def _accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
             return accepted(Kind.ACCEPTED, current, handle, now)
         if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
             return JobUpdate()
+        if attempt is not None and late_copies.is_given_up(attempt):
+            return JobUpdate()
         return JobUpdate((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
 
-    return apply(ws, job, lambda _: True, change)
+    stored = apply(ws, job, lambda _: True, change)
+    late_copies.end_if_given_up(ws, stored, handle)
+    return stored
 
 
 def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> JobUpdate:

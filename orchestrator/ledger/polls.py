@@ -1,4 +1,7 @@
-"""Polls of clusters: whose turn it is to ask one, and when it has last answered."""
+"""Polls of clusters: whose turn it is to ask one, and when it has last answered.
+
+Where users have accounts of their own on a cluster, it is asked about the jobs of each account by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 
 from orc.orchestrator.ledger.database import Connection
 
-_COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error"
+_COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error, account"
 
 
 @dataclass(frozen=True)
@@ -21,32 +24,46 @@ class ClusterPoll:
     polled_at: float | None = None  # when it was asked last
     answered_at: float | None = None  # when it has answered last
     error: str | None = None  # why it did not answer the last time
+    account: str = ""  # about whose jobs it was asked; empty where it has no accounts of users
 
 
-def find(connection: Connection, cluster: str) -> ClusterPoll | None:
+def find(connection: Connection, cluster: str, account: str = "") -> ClusterPoll | None:
     """Return what is known of *cluster*; `None` before it was asked for the first time."""
-    rows = connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls WHERE cluster = :c", {"c": cluster})  # noqa: S608
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM cluster_polls WHERE cluster = :c AND account = :a",  # noqa: S608
+        {"c": cluster, "a": account},
+    )
     return ClusterPoll(*rows[0]) if rows else None
 
 
 def all_polls(connection: Connection) -> list[ClusterPoll]:
-    """Return what is known of all clusters, by name."""
+    """Return what is known of all clusters, by name and account."""
     return [
         ClusterPoll(*row)
-        for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster")  # noqa: S608
+        for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster, account")  # noqa: S608
     ]
 
 
-def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float) -> bool:
+def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float, account: str = "") -> bool:
     """Take the turn to ask *cluster*; False while another owner has it."""
     connection.execute(
-        "INSERT INTO cluster_polls (cluster) VALUES (:cluster) ON CONFLICT (cluster) DO NOTHING", {"cluster": cluster}
+        "INSERT INTO cluster_polls (cluster, account) VALUES (:cluster, :account) "
+        "ON CONFLICT (cluster, account) DO NOTHING",
+        {"cluster": cluster, "account": account},
     )
     # A lease that ends later than any lease given now was given before the clock was set back.
     taken = connection.execute(
-        "UPDATE cluster_polls SET lease_owner = :owner, lease_expires_at = :expires WHERE cluster = :cluster AND "
+        "UPDATE cluster_polls SET lease_owner = :owner, lease_expires_at = :expires "
+        "WHERE cluster = :cluster AND account = :account AND "
         "(lease_owner IS NULL OR lease_owner = :owner OR lease_expires_at <= :now OR lease_expires_at > :latest)",
-        {"cluster": cluster, "owner": owner, "expires": now + ttl_s, "now": now, "latest": now + 10 * ttl_s},
+        {
+            "cluster": cluster,
+            "account": account,
+            "owner": owner,
+            "expires": now + ttl_s,
+            "now": now,
+            "latest": now + 10 * ttl_s,
+        },
     )
     return taken == 1
 
@@ -56,9 +73,10 @@ def record(connection: Connection, poll: ClusterPoll, owner: str) -> bool:
     stored = connection.execute(
         "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL, next_at = :next_at, "
         "interval_s = :interval_s, polled_at = :polled_at, answered_at = :answered_at, error = :error "
-        "WHERE cluster = :cluster AND lease_owner = :owner",
+        "WHERE cluster = :cluster AND account = :account AND lease_owner = :owner",
         {
             "cluster": poll.cluster,
+            "account": poll.account,
             "owner": owner,
             "next_at": poll.next_at,
             "interval_s": poll.interval_s,
@@ -70,10 +88,10 @@ def record(connection: Connection, poll: ClusterPoll, owner: str) -> bool:
     return stored == 1
 
 
-def release(connection: Connection, cluster: str, owner: str) -> None:
+def release(connection: Connection, cluster: str, owner: str, account: str = "") -> None:
     """Give the turn back without a result, if it is still *owner*'s."""
     connection.execute(
         "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL "
-        "WHERE cluster = :cluster AND lease_owner = :owner",
-        {"cluster": cluster, "owner": owner},
+        "WHERE cluster = :cluster AND account = :account AND lease_owner = :owner",
+        {"cluster": cluster, "account": account, "owner": owner},
     )

@@ -17,7 +17,7 @@ _ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL_JOB))
 # In the order in which nothing refers to what is gone.
 _OF_JOBS = (
     *("reservations", "culprits", "attempts", "job_tags", "sightings", "sealed_secrets", "notifications"),
-    *("dependencies", "events"),
+    *("dependencies", "late_copies", "events"),
 )
 _UNNEEDED = (
     "NOT EXISTS (SELECT 1 FROM dependencies d JOIN jobs l ON l.id = d.job_id "  # noqa: S608

@@ -189,11 +189,12 @@ schedules = sa.Table(
     sa.Index(None, "next_at"),
 )
 
-# Turn of one process to ask a cluster, and what is known of its answers.
+# Turn of one process to ask a cluster about the jobs of an account there, and what is known of its answers.
 cluster_polls = sa.Table(
     "cluster_polls",
     metadata,
     sa.Column("cluster", sa.String(255), primary_key=True),
+    sa.Column("account", sa.String(255), primary_key=True),  # "": that of whoever runs the passes
     sa.Column("lease_owner", sa.String(255)),
     sa.Column("lease_expires_at", _TIME),
     sa.Column("next_at", _TIME),
@@ -201,6 +202,37 @@ cluster_polls = sa.Table(
     sa.Column("polled_at", _TIME),
     sa.Column("answered_at", _TIME),
     sa.Column("error", sa.Text),
+)
+
+# Work that one process at a time does, and not before its time.
+duties = sa.Table(
+    "duties",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("lease_owner", sa.String(255)),
+    sa.Column("lease_expires_at", _TIME),
+    sa.Column("next_at", _TIME),
+    sa.Column("done_at", _TIME),
+)
+
+# Attempts that were given up while a copy of them may still have been on its way to their cluster.
+late_copies = sa.Table(
+    "late_copies",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True),
+    sa.Column("hosts", _JSON, nullable=False),  # on which it may appear
+    sa.Column("next_at", _TIME, nullable=False, index=True),  # when it is looked for again
+    sa.Column("until", _TIME, nullable=False),  # after that nobody looks any more
+)
+
+# Users of a service who have had a tree in their hands: uploaded it, or collected it from a job of theirs.
+tree_holders = sa.Table(
+    "tree_holders",
+    metadata,
+    sa.Column("digest", sa.String(64), primary_key=True),
+    sa.Column("username", sa.String(255), primary_key=True),
+    sa.Column("at", _TIME, nullable=False),
 )
 
 tokens = sa.Table(

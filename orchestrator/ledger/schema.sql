@@ -16,6 +16,7 @@ CREATE INDEX ix_audit_username_id ON audit (username, id);
 
 CREATE TABLE cluster_polls (
   cluster VARCHAR(255) NOT NULL,
+  account VARCHAR(255) NOT NULL,
   lease_owner VARCHAR(255),
   lease_expires_at DOUBLE,
   next_at DOUBLE,
@@ -23,7 +24,16 @@ CREATE TABLE cluster_polls (
   polled_at DOUBLE,
   answered_at DOUBLE,
   error TEXT,
-  CONSTRAINT pk_cluster_polls PRIMARY KEY (cluster)
+  CONSTRAINT pk_cluster_polls PRIMARY KEY (cluster, account)
+);
+
+CREATE TABLE duties (
+  name VARCHAR(64) NOT NULL,
+  lease_owner VARCHAR(255),
+  lease_expires_at DOUBLE,
+  next_at DOUBLE,
+  done_at DOUBLE,
+  CONSTRAINT pk_duties PRIMARY KEY (name)
 );
 
 CREATE TABLE groups (
@@ -152,6 +162,13 @@ CREATE TABLE tokens (
   CONSTRAINT uq_tokens_hash UNIQUE (hash)
 );
 
+CREATE TABLE tree_holders (
+  digest VARCHAR(64) NOT NULL,
+  username VARCHAR(255) NOT NULL,
+  at DOUBLE NOT NULL,
+  CONSTRAINT pk_tree_holders PRIMARY KEY (digest, username)
+);
+
 CREATE TABLE attempts (
   job_id VARCHAR(64) NOT NULL,
   number INTEGER NOT NULL,
@@ -210,6 +227,18 @@ CREATE TABLE job_tags (
 
 CREATE INDEX ix_job_tags_key_value ON job_tags ("key", value);
 
+CREATE TABLE late_copies (
+  job_id VARCHAR(64) NOT NULL,
+  attempt INTEGER NOT NULL,
+  hosts TEXT NOT NULL,
+  next_at DOUBLE NOT NULL,
+  until DOUBLE NOT NULL,
+  CONSTRAINT pk_late_copies PRIMARY KEY (job_id, attempt),
+  CONSTRAINT fk_late_copies_job_id FOREIGN KEY(job_id) REFERENCES jobs (id)
+);
+
+CREATE INDEX ix_late_copies_next_at ON late_copies (next_at);
+
 CREATE TABLE sealed_secrets (
   job_id VARCHAR(64) NOT NULL,
   sealed TEXT NOT NULL,
@@ -262,4 +291,4 @@ CREATE TABLE alembic_version (
   CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
 
-INSERT INTO alembic_version (version_num) VALUES ('0004');
+INSERT INTO alembic_version (version_num) VALUES ('0005');

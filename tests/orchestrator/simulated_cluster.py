@@ -28,6 +28,7 @@ from orc.launchers.plan import Plan, PlanFile
 from orc.launchers.spec.clusters import Cluster
 
 ALIVE = (Phase.PENDING, Phase.RUNNING)
+OVERDUE = 3.0  # of the visibility window: so late comes what nobody expects any more
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class Habits:
     arrays: bool = False
     steps: int = 0  # of `advance` until the machines are there
     requeues: bool = False
+    lost_after_s: float = 0.0  # for which an attempt that is lost may come back
 
 
 LOCAL = Habits("local", visibility_s=5.0, self_driving=True)
 SSH = Habits("ssh", visibility_s=10.0, hosts={"n1": 2, "n2": 1, "n3": 1})
 SLURM = Habits("slurm", visibility_s=20.0, avoids=True, arrays=True, requeues=True)
-SAGEMAKER = Habits("sagemaker", visibility_s=30.0)
+SAGEMAKER = Habits("sagemaker", visibility_s=30.0, lost_after_s=60.0)
 TPU = Habits("tpu", visibility_s=15.0, steps=2)
 
 
@@ -66,6 +68,8 @@ class Run:
     cause: Cause | None = None
     restarts: int = 0
     cancelled: bool = False
+    lost_at: float = 0.0  # true time
+    is_overdue: bool = False  # it comes when its cluster has promised that nothing comes any more
     failed_hosts: tuple[str, ...] = ()
     has_been: set[Phase] = field(default_factory=lambda: {Phase.PENDING})
 
@@ -102,21 +106,32 @@ class World:
 
     def is_quiet(self) -> bool:
         """Return True when nothing is on its way and nothing is hidden."""
-        return all(max(run.arrives_at, run.shown_at) <= self.now for run in self.runs.values())
+        on_its_way = any(max(run.arrives_at, run.shown_at) > self.now for run in self.runs.values())
+        return not on_its_way and not any(self.may_come_back(run) for run in self.runs.values())
 
-    def start(self, plan: Plan, secrets: Mapping[str, str], *, late: bool = False) -> None:
+    def may_come_back(self, run: Run) -> bool:
+        """Return True for a run that is gone, but not for so long that it can be taken for lost."""
+        return run.phase is Phase.LOST and self.now < run.lost_at + self.habits.lost_after_s
+
+    def start(self, plan: Plan, secrets: Mapping[str, str], *, late: bool = False, overdue: bool = False) -> None:
         if plan.marker in self.runs:
-            return  # the agents' lease: a second copy exits before any user code
+            # The agents' lease: a second copy exits before any user code; one that overtakes the first is the first.
+            run = self.runs[plan.marker]
+            if run.arrives_at > self.now and not late:
+                run.arrives_at = run.shown_at = self.now
+                run.is_overdue = False
+            return
         content = json.loads(plan.files[0].content)
-        delay = self.habits.visibility_s * self.slowness
+        delay = self.habits.visibility_s * (OVERDUE if overdue else self.slowness)
         self.runs[plan.marker] = Run(
             plan.marker,
             tuple(content.get("hosts", ())),
             content.get("slots", 0),
-            arrives_at=self.now + (delay if late else 0.0),
+            arrives_at=self.now + (delay if late or overdue else 0.0),
             shown_at=self.now + delay,
             steps=self.habits.steps,
             secrets=dict(secrets),
+            is_overdue=overdue,
         )
 
 
@@ -138,6 +153,7 @@ class SimulatedCluster(Backend):
         self.hosts = dict(world.habits.hosts)
         self.visibility_s, self.avoids = world.habits.visibility_s, world.habits.avoids
         self.self_driving = world.habits.self_driving
+        self.lost_after_s = world.habits.lost_after_s
 
     def render(self, job: Any, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         content: dict[str, Any] = {"command": job.command or job.script}
@@ -186,9 +202,9 @@ class SimulatedCluster(Backend):
                 raise BackendUnreachable("no answer", where=host).of(host)
         if how != "swallowed":
             for plan in plans:
-                self.world.start(plan, secrets, late=how == "late")
+                self.world.start(plan, secrets, late=how == "late", overdue=how == "overdue")
         self.pause("submit: done")
-        if how in ("ambiguous", "swallowed", "late"):
+        if how in ("ambiguous", "swallowed", "late", "overdue"):
             raise AmbiguousSubmit("the connection broke", where="simulated")
         return [self._handle(plan.marker) for plan in plans]
 

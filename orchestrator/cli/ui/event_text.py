@@ -53,6 +53,12 @@ def _requeued(data: Data) -> str:
     return "put back into its queue by the cluster" + (f", for the {times}. time" if times else "") + why
 
 
+def _duplicate(data: Data) -> str:
+    if data.get("cancelled"):
+        return _with("a copy came after it was given up, and was told to end", "native_id")(data)
+    return _with("a second copy was sent, which does not run", "native_id")(data)
+
+
 def _cancel(data: Data) -> str:
     grace = data.get("grace_s")
     return "cancellation asked for" + (f", with {duration(grace)} of grace" if grace is not None else "")
@@ -73,7 +79,7 @@ _SAY: Mapping[str, Callable[[Data], str]] = {
     Kind.REQUEUED: _requeued,
     Kind.STALLED: _with("the training has stalled"),
     Kind.CANCEL_SENT: lambda data: "the cluster was told to stop it",
-    Kind.DUPLICATE: _with("a second copy was sent, which does not run", "native_id"),
+    Kind.DUPLICATE: _duplicate,
     Kind.SUCCEEDED: lambda data: "ended well",
     Kind.FAILED: _ended("failed"),
     Kind.PREEMPTED: _ended("preempted"),

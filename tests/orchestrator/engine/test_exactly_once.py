@@ -42,9 +42,12 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import fault_points, late_copies
+from orc.orchestrator.engine.dependencies import is_met
+from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
-from orc.orchestrator.engine.submission import start, start_array
+from orc.orchestrator.engine.submission import start_array
+from orc.orchestrator.ledger import dependencies
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
 JOB = """\
@@ -56,7 +59,7 @@ retry: {max_attempts: 3, on: [crash, preempted, node_failure], backoff: 5}
 """
 SECRET = {"TOKEN": "hunter2-hunter2"}
 TROUBLE = {
-    "submit": [None, None, "refuse", "unreachable", "ambiguous", "swallowed", "late", "bug"],
+    "submit": [None, None, "refuse", "unreachable", "ambiguous", "swallowed", "late", "overdue", "bug"],
     "poll": [None, None, "unreachable", "bug", "unknown", "partly"],
     "find": [None, None, "unreachable"],
     "stage": [None, None, "unreachable"],
@@ -149,7 +152,16 @@ class Lives(RuleBasedStateMachine):
             nodes, slots = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), ("2:3", 1), (3, 1)]))
             resources = spec.resources.model_copy(update={"nodes": nodes, "procs_per_node": slots})
             spec = spec.model_copy(update={"resources": resources})
-        if self.habits.arrays and data.draw(st.booleans()):
+        wishes: dict[str, Any] = {"priority": data.draw(st.sampled_from([0, 0, 5]))}
+        wishes["deadline"] = data.draw(st.sampled_from([None, None, None, 300.0]))
+        if self.ids and data.draw(st.sampled_from([False, False, True])):
+            on, condition = (
+                data.draw(st.sampled_from(self.ids)),
+                data.draw(st.sampled_from(["success", "any", "failure"])),
+            )
+            wishes["depends_on"] = [f"{on}:{condition}"]
+        spec = spec.model_copy(update=wishes)
+        if self.habits.arrays and not spec.depends_on and data.draw(st.booleans()):
 
             def work(client: Client) -> list[str]:
                 made = start_array(client.workspace, [spec] * 2, self.snapshot, source="", given=SECRET)
@@ -161,7 +173,7 @@ class Lives(RuleBasedStateMachine):
         self.go_on(data)
 
     def submission_of(self, spec: JobSpec) -> Callable[[Client], list[str]]:
-        return lambda client: [start(client.workspace, spec, self.snapshot, source="", given=SECRET).id]
+        return lambda client: [start_job(client.workspace, spec, self.snapshot, source="", given=SECRET).id]
 
     @precondition(lambda self: len(self.processes) < 4)
     @rule(
@@ -252,9 +264,20 @@ class Lives(RuleBasedStateMachine):
         if run.phase is Phase.PENDING and end[0] is Phase.SUCCEEDED:
             run.becomes(Phase.RUNNING)
         run.becomes(*end)
+        run.lost_at = self.world.now
         if end[1] is Cause.NODE_FAILURE:
             run.failed_hosts = run.hosts[:1]
         self.counted[f"truth: {end[1] or end[0]}"] += 1
+
+    @precondition(lambda self: any(map(self.world.may_come_back, self.world.runs.values())))
+    @rule(data=st.data())
+    def comes_back(self, data: Any) -> None:
+        """What was gone is there again, unless somebody had asked to end it and did not wait."""
+        gone = [run for run in self.world.runs.values() if self.world.may_come_back(run)]
+        run = data.draw(st.sampled_from(gone))
+        if not {a.marker: a for a in self.observer.workspace.ledger.attempts(run.job)}[run.marker].state.terminal:
+            run.becomes(Phase.RUNNING)
+            self.counted["truth: comes back"] += 1
 
     @precondition(lambda self: self.habits.requeues and self.world.alive())
     @rule(data=st.data())
@@ -288,6 +311,12 @@ class Lives(RuleBasedStateMachine):
                 assert (attempt.cause is None) == (not ended_badly)
                 assert self.is_true(attempt), (attempt, self.world.runs.get(attempt.marker))
             assert SECRET["TOKEN"] not in repr((job, attempts, events))
+            if attempts:
+                with ledger.database.read() as connection:
+                    needs = dependencies.of_jobs(connection, [job_id])
+                assert all(is_met(one.condition, state) for one, state in needs), needs
+            if events[-1].kind == Kind.CANCEL_REQUESTED and events[-1].data.get("reason") == "deadline":
+                assert job.deadline_at <= events[-1].at
             self.counted[f"event {events[-1].kind}"] += 1
 
     def is_true(self, attempt: Any) -> bool:
@@ -302,16 +331,21 @@ class Lives(RuleBasedStateMachine):
             case "SUCCEEDED":
                 return run is not None and run.phase is Phase.SUCCEEDED
             case "LOST":
-                return run is not None and run.phase is Phase.LOST
+                return run is not None and run.phase is Phase.LOST and self.is_over(run)
             case "PREEMPTED":
                 return run is not None and (run.phase, run.cause) == (Phase.FAILED, Cause.PREEMPTED)
             case "FAILED" if attempt.cause == "launch":
-                return run is None
+                return run is None or run.is_overdue
             case "FAILED":
                 return run is not None and (run.phase, run.cause) == (Phase.FAILED, attempt.cause)
             case "CANCELLED":
-                return run is None or run.phase is Phase.CANCELLED
+                return run is None or run.phase is Phase.CANCELLED or (run.is_overdue and not attempt.handle)
         raise AssertionError(attempt.state)
+
+    def is_over(self, run: Run) -> bool:
+        """True for a lost run that was waited for; what is to be cancelled need not be."""
+        job = self.observer.workspace.ledger.job(run.job)
+        return not self.world.may_come_back(run) or job.cancel_requested_at is not None
 
     @invariant()
     def never_two_attempts_of_a_job_at_once(self) -> None:
@@ -320,10 +354,19 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def what_has_ended_runs_no_more(self) -> None:
+        """But for a copy that came against its cluster's promise: that one is ended when it has been seen."""
         if self.processes:
             return
         ended = {job.id for job in self.observer.workspace.ledger.jobs(self.ids) if job.state.terminal}
-        assert not [run for run in self.world.runs.values() if run.job in ended and run.phase in ALIVE]
+        alive = [run for run in self.world.runs.values() if run.job in ended and run.phase in ALIVE]
+        assert not [run for run in alive if not self.is_unexpected(run)]
+
+    def is_unexpected(self, run: Run) -> bool:
+        """True for a copy that came after its attempt had been given up."""
+        if not run.is_overdue:
+            return False
+        attempts = {attempt.marker: attempt for attempt in self.observer.workspace.ledger.attempts(run.job)}
+        return attempts[run.marker].state.terminal and not attempts[run.marker].handle
 
     @invariant()
     def hosts_are_kept_for_what_may_use_them_and_never_twice(self) -> None:
@@ -335,7 +378,8 @@ class Lives(RuleBasedStateMachine):
             promised[reservation.host] += reservation.slots
             held.setdefault(reservation.marker, []).append(reservation.host)
         for run in self.world.alive():
-            used.update(dict.fromkeys(run.hosts, run.slots))
+            if not self.is_unexpected(run):  # a host whose slots are taken starts nothing
+                used.update(dict.fromkeys(run.hosts, run.slots))
         for host, slots in self.habits.hosts.items():
             assert promised[host] <= slots
             assert used[host] <= slots
@@ -369,13 +413,15 @@ class Lives(RuleBasedStateMachine):
                 process.go()
                 self.reap(process)
             for run in self.world.alive():
-                if not run.steps:
+                if not run.steps and not self.is_unexpected(run):
                     run.becomes(Phase.RUNNING)
                     run.becomes(Phase.SUCCEEDED)
             self.world.pass_time(700)
             self.never_two_attempts_of_a_job_at_once()
-            if all(job.state.terminal for job in self.observer.workspace.ledger.jobs(self.ids)):
+            ended = all(job.state.terminal for job in self.observer.workspace.ledger.jobs(self.ids))
+            if ended and late_copies.next_due(self.observer.workspace) is None:
                 break
+        assert not self.world.alive(), "nobody has ended a copy that came late"
         for machine in self.machines.values():
             for file in machine.state_dir.glob("job-secrets/*"):
                 os.utime(file, (0, 0))

@@ -299,6 +299,66 @@ def test_whoever_was_taken_for_dead_while_submitting_changes_nothing_but_tells_o
     assert told == ["submitting", "ambiguous", "adopted"] + ([] if same else ["duplicate"])
 
 
+def test_a_copy_that_was_sent_after_its_job_had_been_cancelled_is_told_to_end(
+    client, other, backend, clock, job_file, monkeypatch
+):
+    submit = backend.submit
+
+    def slow_submit(plan, secrets):
+        clock.now += 301
+        backend.behave(submit="unreachable")
+        monkeypatch.setattr(backend, "submit", type(backend).submit.__get__(backend))
+        other.refresh()
+        other.cancel([plan.attempt.job])
+        backend.behave(submit=None)
+        return submit(plan, secrets)
+
+    monkeypatch.setattr(backend, "submit", slow_submit)
+    view = client.submit(job_file())
+    assert view.state == "CANCELLED"
+    assert backend.calls("cancel") == [f"{backend.calls('run')[0]} 0"]
+    assert client.events(view.id)[-1].data == {"native_id": f"native-{backend.calls('run')[0]}", "cancelled": True}
+
+
+@pytest.mark.parametrize("comes_after_s", [31, 870])
+def test_a_copy_that_comes_after_its_job_has_ended_is_looked_for_and_told_to_end(
+    client, backend, clock, job_file, comes_after_s
+):
+    backend.behave(submit="swallowed")
+    view = client.submit(job_file())
+    backend.behave(submit="unreachable")
+    client.refresh()
+    assert client.cancel([view.id])[0].state == "CANCELLED"
+    (marker,) = {one.split()[0] for one in backend.calls("find")}
+    clock.now += comes_after_s
+    backend._start(marker, {})
+    backend.behave(cancel="unreachable")
+    assert client.refresh().unreachable == {"local": "no answer while cancelling"}
+    backend.behave(cancel=None)
+    clock.now += 31
+    client.refresh()
+    assert backend.calls("cancel") == [f"{marker} 0"]
+    looks = len(backend.calls("find"))
+    clock.now += 31
+    client.refresh()
+    assert len(backend.calls("find")) == looks, "nobody looks any more"
+    assert client.job(view.id).state == "CANCELLED"
+
+
+def test_nobody_looks_for_a_copy_for_ever(client, backend, clock, job_file):
+    backend.behave(submit="swallowed")
+    view = client.submit(job_file())
+    backend.behave(submit="unreachable")
+    client.refresh()
+    client.cancel([view.id])
+    clock.now += 1000
+    client.refresh()
+    looks = len(backend.calls("find"))
+    clock.now += 1000
+    client.refresh()
+    assert len(backend.calls("find")) == looks
+
+
 def test_a_defect_while_looking_for_a_cut_off_submission_is_said_and_fails_nothing(
     client, backend, job_file, monkeypatch
 ):

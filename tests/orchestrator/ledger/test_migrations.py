@@ -81,13 +81,19 @@ def test_each_migration_goes_up_and_down_again_with_what_is_in_it(engine):
     migrate(engine, "0001")
     run(engine, OLD_JOB, OLD_ATTEMPT, OLD_EVENT)
     shapes = {"0001": shape(engine)}
-    for revision in ("0002", "0003", HEAD):
+    for revision in ("0002", "0003", "0004", HEAD):
         migrate(engine, revision)
         shapes[revision] = shape(engine)
     told = rows(engine, "SELECT id, spec, owner, project, priority, group_id, not_before FROM jobs")
     assert told == [("old-1", '{"name":"d"}', "", "", 0, None, None)]
-    run(engine, "UPDATE jobs SET owner = 'ann'")
-    for revision in ("0003", "0002", "0001"):
+    run(
+        engine,
+        "UPDATE jobs SET owner = 'ann'",
+        "INSERT INTO late_copies (job_id, attempt, hosts, next_at, until) VALUES ('old-1', 1, '[]', 1, 2)",
+        "INSERT INTO tree_holders (digest, username, at) VALUES ('d', 'ann', 1)",
+        "INSERT INTO cluster_polls (cluster, account) VALUES ('lab', 'ann'), ('lab', 'bob')",
+    )
+    for revision in ("0004", "0003", "0002", "0001"):
         migrate(engine, revision)
         assert shape(engine) == shapes[revision]
         assert rows(engine, "SELECT id, spec, state FROM jobs") == [("old-1", '{"name":"d"}', "PREPARED")]

@@ -16,7 +16,7 @@ const WORDS = {
   requeued: "put back into its queue by the cluster",
   cancel_requested: "cancellation asked for",
   cancel_sent: "the cluster was told to stop it",
-  duplicate: "a second copy was sent, which does not run",
+  duplicate: "a second copy was sent, which does not run or was told to end",
   poll_error: "the cluster could not be asked",
   retry: "another attempt follows",
   job_succeeded: "the job has succeeded",

@@ -1,0 +1,129 @@
+"""Late copies: what a cut-off submission brings to its cluster after its job was refused or cancelled is cancelled.
+
+A submission that nobody could find was given up (`RELEASED`), and its job may have ended before anything else was sent.
+The agents' lease keeps two copies of one attempt from running, but of such an attempt the late copy is the first. So
+it is looked for by its marker for some time, and told to end as soon as it shows itself.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError
+from orc.launchers.ids import AttemptId
+from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.ledger import late_copies as rows
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.lifecycle import Event, Kind
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Handle
+    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.ledger.late_copies import LateCopy
+    from orc.orchestrator.ledger.records import AttemptRecord, JobRecord
+    from orc.orchestrator.workspace import Workspace
+
+WATCH_S = 900.0  # for which a copy is looked for after its attempt was last in doubt
+LOOK_S = 30.0  # between two looks
+
+
+def expect(ws: Workspace, job: JobRecord, hosts: list[str]) -> None:
+    """Have the newest attempt of *job* looked for, which is about to be given up. Raises `LedgerError`."""
+    now = ws.clock()
+    with ws.ledger.transaction() as tx:
+        rows.expect(tx.connection, job.id, job.number, hosts=hosts, next_at=now + LOOK_S, until=now + WATCH_S)
+
+
+def next_due(ws: Workspace) -> float | None:
+    """Return when the next look is due; `None` where no copy is expected."""
+    with ws.ledger.database.read() as connection:
+        return rows.next_due(connection)
+
+
+def due_clusters(ws: Workspace) -> set[str]:
+    """Return the clusters at which a look is due."""
+    return {copy.cluster for copy in _due(ws)}
+
+
+def is_given_up(attempt: AttemptRecord) -> bool:
+    """Return True for an attempt that is over and of which its cluster, as far as anybody knew, had nothing."""
+    return attempt.state.terminal and not attempt.handle
+
+
+def end_if_given_up(ws: Workspace, job: JobRecord, handle: Handle) -> None:
+    """End the copy that *handle* names, where the newest attempt of *job* was given up before it came.
+
+    What cannot be told now is left to passes: an attempt is expected from the moment at which it is given up.
+    """
+    if job.attempt is None or not is_given_up(job.attempt) or job.attempt.marker != handle.marker:
+        return
+    try:
+        _end(ws, job.id, job.number, handle)
+    except LedgerError:
+        raise
+    except LaunchError:
+        pass
+
+
+def end_due(ws: Workspace, report: PassReport, cluster: str | None = None) -> None:
+    """Look for the copies that are due (at *cluster*, if given), and end those that are there. Raises `LedgerError`."""
+    for copy in _due(ws):
+        if cluster is not None and copy.cluster != cluster:
+            continue
+        try:
+            _look(ws, copy)
+        except LedgerError:
+            raise
+        except LaunchError as error:
+            report.unreachable.setdefault(copy.cluster, error.what)
+            _look_later(ws, copy, copy.until)
+        except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
+            report.unreachable.setdefault(copy.cluster, f"{type(error).__name__}: {error}")
+            _look_later(ws, copy, copy.until)
+
+
+def _due(ws: Workspace) -> list[LateCopy]:
+    now = ws.clock()
+    with ws.ledger.database.read() as connection:
+        return rows.due(connection, now, now + WATCH_S)
+
+
+def _look(ws: Workspace, copy: LateCopy) -> None:
+    attempt = next((one for one in ws.ledger.attempts(copy.job_id) if one.number == copy.attempt), None)
+    if attempt is None or attempt.handle:  # it was sent again, and the lease of that one keeps others away
+        _forget(ws, copy)
+        return
+    if not attempt.state.terminal:
+        _look_later(ws, copy, ws.clock() + WATCH_S)
+        return
+    marker = AttemptId(copy.job_id, copy.attempt).marker
+    handle = ws.backend(copy.cluster).find(marker, copy.hosts, complete=False)
+    if handle is not None:
+        _end(ws, copy.job_id, copy.attempt, handle)
+    elif copy.until - ws.clock() >= 0:
+        _look_later(ws, copy, min(copy.until, ws.clock() + WATCH_S))
+    else:
+        _forget(ws, copy)
+
+
+def _end(ws: Workspace, job_id: str, number: int, handle: Handle) -> None:
+    """Cancel the copy, and say so in the job's history, once."""
+    ws.backend(handle.cluster).cancel([handle], timedelta(0))
+    with ws.ledger.transaction() as tx:
+        if not rows.forget(tx.connection, job_id, number):
+            return
+    told = Event(Kind.DUPLICATE, number, {"native_id": handle.native_id, "cancelled": True})
+    if (job := ws.ledger.job(job_id)) is not None:
+        apply(ws, job, lambda current: current.number == number, lambda _, __: JobUpdate((told,)))
+
+
+def _look_later(ws: Workspace, copy: LateCopy, until: float) -> None:
+    with ws.ledger.transaction() as tx:
+        rows.expect(tx.connection, copy.job_id, copy.attempt, hosts=copy.hosts, next_at=tx.now + LOOK_S, until=until)
+
+
+def _forget(ws: Workspace, copy: LateCopy) -> None:
+    with ws.ledger.transaction() as tx:
+        rows.forget(tx.connection, copy.job_id, copy.attempt)
