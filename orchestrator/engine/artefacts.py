@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
+from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger.records import dump
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def collected(ws: Workspace, job: JobRecord, spec: JobSpec, snapshot: Snapshot) 
         tx.connection.execute(
             "UPDATE jobs SET digests = :digests WHERE id = :id", {"digests": dump(whole.digests), "id": job.id}
         )
+        content_holders.add(tx.connection, job.owner, [bundle.digest for bundle in found.values()], tx.now)
     return whole
 
 

@@ -226,12 +226,12 @@ late_copies = sa.Table(
     sa.Column("until", _TIME, nullable=False),  # after that nobody looks any more
 )
 
-# Users of a service who have had a tree in their hands: uploaded it, or collected it from a job of theirs.
-tree_holders = sa.Table(
-    "tree_holders",
+# Users of a service who have had a content or a tree in their hands: uploaded it, or collected it for a job of theirs.
+content_holders = sa.Table(
+    "content_holders",
     metadata,
-    sa.Column("digest", sa.String(64), primary_key=True),
     sa.Column("username", sa.String(255), primary_key=True),
+    sa.Column("digest", sa.String(64), primary_key=True),
     sa.Column("at", _TIME, nullable=False),
 )
 

@@ -27,6 +27,13 @@ CREATE TABLE cluster_polls (
   CONSTRAINT pk_cluster_polls PRIMARY KEY (cluster, account)
 );
 
+CREATE TABLE content_holders (
+  username VARCHAR(255) NOT NULL,
+  digest VARCHAR(64) NOT NULL,
+  at DOUBLE NOT NULL,
+  CONSTRAINT pk_content_holders PRIMARY KEY (username, digest)
+);
+
 CREATE TABLE duties (
   name VARCHAR(64) NOT NULL,
   lease_owner VARCHAR(255),
@@ -160,13 +167,6 @@ CREATE TABLE tokens (
   last_used_at DOUBLE,
   CONSTRAINT pk_tokens PRIMARY KEY (id),
   CONSTRAINT uq_tokens_hash UNIQUE (hash)
-);
-
-CREATE TABLE tree_holders (
-  digest VARCHAR(64) NOT NULL,
-  username VARCHAR(255) NOT NULL,
-  at DOUBLE NOT NULL,
-  CONSTRAINT pk_tree_holders PRIMARY KEY (digest, username)
 );
 
 CREATE TABLE attempts (

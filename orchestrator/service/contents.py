@@ -1,4 +1,8 @@
-"""Contents that clients send: written beside the store, checked, and made visible together."""
+"""Contents that clients send: written beside the store, checked, and made visible together.
+
+The store is one for all, by digest. Whoever wants to use a content has to have sent it, so that nobody gets what others
+have left by asking for its digest, which job views show.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,42 @@ from typing import TYPE_CHECKING, BinaryIO
 from orc.launchers.errors import BundleError, LaunchError
 from orc.launchers.snapshot.manifest import FILE, Entry
 from orc.launchers.snapshot.tree_store import CONTENT_TIME_NS, FULL
+from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.service.errors import ApiError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from orc.launchers.snapshot.content_store import ContentStore
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.ledger.store import Ledger
 
 
-def missing_contents(store: ContentStore, hashes: Sequence[str]) -> list[str]:
-    """Return those of *hashes* whose contents are not in *store*, each once."""
-    return [one for one in dict.fromkeys(hashes) if not _is_there(store, one)]
+def missing_contents(store: ContentStore, ledger: Ledger, user: str, hashes: Sequence[str]) -> list[str]:
+    """Return those of *hashes* whose contents *user* has to send, each once: they are not in *store*, or the user has
+    never had them, as far as is known. Which of the two it is, nobody is told.
+    """
+    wanted = list(dict.fromkeys(hashes))
+    known = held_by(ledger, user, wanted)
+    return [one for one in wanted if one not in known or not _is_there(store, one)]
+
+
+def missing_trees(client: Client, user: str, digests: Sequence[str]) -> list[str]:
+    """Return those of the trees *digests* that *user* has to send; those that are here stay for a while."""
+    known = held_by(client.workspace.ledger, user, digests)
+    return [digest for digest in digests if digest not in known or not client.workspace.store.use(digest)]
+
+
+def held_by(ledger: Ledger, user: str, digests: Sequence[str]) -> set[str]:
+    """Return those of *digests* whose contents *user* is known to have had."""
+    with ledger.database.read() as connection:
+        return content_holders.held(connection, user, digests)
+
+
+def note_holder(ledger: Ledger, user: str, digests: Sequence[str]) -> None:
+    """Remember that *user* has what *digests* name. Raises `LedgerError`."""
+    with ledger.transaction() as tx:
+        content_holders.add(tx.connection, user, digests, tx.now)
 
 
 def _is_there(store: ContentStore, sha256: str) -> bool:
@@ -97,6 +126,11 @@ class ReceivedContents:
         self._file.close()
         self._file = None
         self._entries.append(self._entry)
+
+    @property
+    def hashes(self) -> list[str]:
+        """Hashes of the contents that were taken."""
+        return [entry.sha256 for entry in self._entries]
 
     def publish(self) -> int:
         """Make all contents visible; return their number."""

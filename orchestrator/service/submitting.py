@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from orc.orchestrator.views import JobView
 
 _LONGEST_SECRET = 64 << 10
-
-
-def missing_trees(client: Client, digests: Iterable[str]) -> list[str]:
-    """Return those of the trees *digests* that are not in the store; those that are stay there for a while."""
-    store = client.workspace.store
-    return [digest for digest in digests if not store.use(digest)]
 
 
 class Submitter:

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.manifest import Bundle
+from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.orchestrator.clients.content_stream import Decoder
-from orc.orchestrator.service.contents import ReceivedContents, missing_contents
+from orc.orchestrator.service.auth import PrincipalDep
+from orc.orchestrator.service.contents import ReceivedContents, missing_contents, note_holder
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
 
@@ -50,15 +51,16 @@ class Received(BaseModel):
 
 
 @router.post("/bundles/missing", response_model=Missing)
-def find_missing(service: ServiceDep, wanted: Hashes) -> Any:
-    """Return the contents that are not here."""
+def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -> Any:
+    """Return the contents that are to be sent: they are not here, or who asks has never sent them."""
     with service.clients.client() as client:
-        missing = missing_contents(client.workspace.store, wanted.hashes)
+        ws = client.workspace
+        missing = missing_contents(ws.store, ws.ledger, principal.user, wanted.hashes)
     return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
 
 
 @router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
-async def receive_contents(request: Request, service: ServiceDep) -> Any:
+async def receive_contents(request: Request, service: ServiceDep, principal: PrincipalDep) -> Any:
     """Take contents, each of which is what its hash says; all of them or, where one is wrong, none."""
     store = await anyio.to_thread.run_sync(_store, service)
     with ExitStack() as stack:
@@ -68,14 +70,20 @@ async def receive_contents(request: Request, service: ServiceDep) -> Any:
             await anyio.to_thread.run_sync(decoder.feed, piece)
         decoder.finish()
         count = await anyio.to_thread.run_sync(received.publish)
+        await anyio.to_thread.run_sync(_note_holder, service, principal.user, received.hashes)
     return JSONResponse({"contents": count})
 
 
 @router.put("/bundles/trees/{digest}", response_model=Missing, openapi_extra=_READS)
 async def receive_tree(
-    request: Request, service: ServiceDep, digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
+    request: Request,
+    service: ServiceDep,
+    principal: PrincipalDep,
+    digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")],
 ) -> Any:
-    """Make a tree of contents that are here; the answer names those that are not, and then there is no tree."""
+    """Make a tree of contents that who asks has sent; the answer names those still to be sent, and then there is no
+    tree.
+    """
     parts: list[bytes] = []
     taken = 0
     async for piece in request.stream():
@@ -83,7 +91,7 @@ async def receive_tree(
         if taken > _LARGEST_MANIFEST:
             raise ApiError(413, f"a manifest has {_LARGEST_MANIFEST} bytes at most")
         parts.append(piece)
-    missing = await anyio.to_thread.run_sync(_make_tree, service, digest, b"".join(parts))
+    missing = await anyio.to_thread.run_sync(_make_tree, service, principal.user, digest, b"".join(parts))
     return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
 
 
@@ -92,7 +100,12 @@ def _store(service: Service) -> ContentStore:
         return client.workspace.store
 
 
-def _make_tree(service: Service, digest: str, text: bytes) -> list[str]:
+def _note_holder(service: Service, user: str, hashes: list[str]) -> None:
+    with service.clients.client(writes=True) as client:
+        note_holder(client.workspace.ledger, user, hashes)
+
+
+def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[str]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -105,16 +118,23 @@ def _make_tree(service: Service, digest: str, text: bytes) -> list[str]:
         raise ApiError(422, error.what, where=error.where, hint=error.hint) from None
     if bundle.digest != digest:
         raise ApiError(422, "the manifest is that of another tree", where=digest)
-    with service.clients.client() as client:
-        store = client.workspace.store
-        if store.use(digest):
-            return []
-        if missing := [entry.sha256 for entry in store.missing([bundle])]:
+    wanted = [entry.sha256 for entry in bundle.entries if entry.mode != SYMLINK]
+    with service.clients.client(writes=True) as client:
+        store, ledger = client.workspace.store, client.workspace.ledger
+        if missing := missing_contents(store, ledger, user, wanted):
             return missing
-        with store.staging(digest[:16]) as staging:
-            if missing := [entry.sha256 for entry in store.missing([bundle])]:  # a collection was faster
-                return missing
-            store.build(bundle, staging)
+        if not store.use(digest) and (missing := _build(store, bundle)):
+            return missing
+        note_holder(ledger, user, [digest])
+    return []
+
+
+def _build(store: ContentStore, bundle: Bundle) -> list[str]:
+    """Make the tree; return the contents that are not there any more, and then there is none."""
+    with store.staging(bundle.digest[:16]) as staging:
+        if missing := [entry.sha256 for entry in store.missing([bundle])]:  # a collection was faster
+            return missing
+        store.build(bundle, staging)
     return []
 
 

@@ -96,7 +96,7 @@ def submit_group(
         for one in new.members
     ]
     with service.clients.client(writes=True) as client:
-        if (missing := refusal_of_missing(client, [member.digests for member in members])) is not None:
+        if (missing := refusal_of_missing(client, principal, [member.digests for member in members])) is not None:
             return missing
         submitter = GroupSubmitter(client, principal.user, idempotency_key, principal.may_change)
         view = submitter.submit_group(new.kind, new.name, new.max_parallel, members, new.source, values_of(new.secrets))

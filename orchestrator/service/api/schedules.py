@@ -59,7 +59,7 @@ def create_schedule(
         "overlap": new.overlap,
     }
     with service.clients.client(writes=True) as client:
-        if (missing := refusal_of_missing(client, [digests])) is not None:
+        if (missing := refusal_of_missing(client, principal, [digests])) is not None:
             return missing
         submitter = GroupSubmitter(client, principal.user, idempotency_key, principal.may_change)
         view = submitter.create_schedule(new.spec, digests, new.source, values_of(new.secrets), when)

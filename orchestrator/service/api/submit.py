@@ -13,10 +13,11 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.api.jobs import JobId
 from orc.orchestrator.service.audit import note_subject
-from orc.orchestrator.service.auth import PrincipalDep
+from orc.orchestrator.service.auth import Principal, PrincipalDep
+from orc.orchestrator.service.contents import missing_trees
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import JobModel
-from orc.orchestrator.service.submitting import Submitter, missing_trees
+from orc.orchestrator.service.submitting import Submitter
 
 router = APIRouter(tags=["jobs"])
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -78,10 +79,12 @@ def values_of(secrets: Mapping[str, SecretStr]) -> dict[str, str]:
     return {name: value.get_secret_value() for name, value in secrets.items()}
 
 
-def refusal_of_missing(client: Client, digests: Sequence[Mapping[str, str]]) -> JSONResponse | None:
-    """Return the answer that names the trees which have not been uploaded; `None` where all are here."""
+def refusal_of_missing(
+    client: Client, principal: Principal, digests: Sequence[Mapping[str, str]]
+) -> JSONResponse | None:
+    """Return the answer that names the trees which who asks has not uploaded; `None` where all are here."""
     trees = list(dict.fromkeys(digest for of_one in digests for digest in of_one.values()))
-    missing = missing_trees(client, trees)
+    missing = missing_trees(client, principal.user, trees)
     if not missing:
         return None
     error = {"what": "the service lacks the code of the job", "where": "digests", "hint": "upload it first"}
@@ -94,11 +97,11 @@ def submit_job(
 ) -> Any:
     """Submit a job; a second request with the same `Idempotency-Key` answers with the same job.
 
-    Where a tree has not been uploaded it is 409, and ``missing`` names it.
+    Where a tree has not been uploaded by who asks it is 409, and ``missing`` names it.
     """
     digests = new.digests.given()
     with service.clients.client(writes=True) as client:
-        if (missing := refusal_of_missing(client, [digests])) is not None:
+        if (missing := refusal_of_missing(client, principal, [digests])) is not None:
             return missing
         submitter = Submitter(client, principal.user, idempotency_key, principal.may_change)
         view = submitter.submit(new.spec, digests, new.source, values_of(new.secrets))

@@ -14,7 +14,7 @@ from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.clients import requests
-from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn
+from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.engine import sealing
 from orc.orchestrator.ledger import groups
@@ -36,6 +36,7 @@ def test_the_same_key_is_the_same_job_however_often_and_at_once(served: Served, 
             views = list(pool.map(lambda one: one.ask(request), [client, another] * 4))
         assert len({view.id for view in views}) == 1
         assert views[0].owner == "grace"
+        alan.submit(project())  # code goes by digest to those who have it
         theirs = alan.ask(request)
         assert (theirs.owner, theirs.id == views[0].id) == ("alan", False)
         other = client.ask(requests.submit(request.body["spec"], request.body["digests"], "", {}, "another-key"))
@@ -163,6 +164,13 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
         assert shown(alan, alan.resubmit(own.id).id) == b"of alan\n"
         admins = ada.resubmit(own.id, overrides=[f"inputs.data={hers.id}.model"])
         assert shown(ada, admins.id) == b"of grace\n"  # not what the first job had collected
+        artefact = ada.job(admins.id).digests["input:data"]  # which everybody sees
+        taken = {**own.spec, "inputs": {}, "script": None, "command": ["cat", "model.txt"]}
+        ask_for = requests.submit(taken, {"code": artefact}, "", {}, requests.new_key())
+        with pytest.raises(SnapshotMissing) as asked:
+            alan.ask(ask_for)
+        assert list(asked.value.digests) == [artefact]
+        assert shown(ada, ada.ask(ask_for).id) == b"of grace"  # who has collected it, has it
         after = alan.submit(project(depends_on=[hers.id]))
         assert shown(alan, after.id) == b"hello\n"
 

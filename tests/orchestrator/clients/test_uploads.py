@@ -128,5 +128,13 @@ def test_a_manifest_makes_a_tree_once_its_contents_are_there(served, http):
     assert http.post(f"{API}/bundles/missing", json={"hashes": [_sha(data)]}).json()["missing"] == []
     assert send()["missing"] == []
     assert (served.state_dir / "store" / "trees" / bundle.digest / "a" / "b.txt").read_bytes() == data
+    theirs = {"Authorization": f"Bearer {served.tokens['alan']}"}  # who knows all digests, and has nothing
+    for _ in range(2):
+        answer = http.put(f"{API}/bundles/trees/{bundle.digest}", content=json.dumps(bundle.to_dict()), headers=theirs)
+        assert answer.json()["missing"] == [_sha(data)]
+        asked = http.post(f"{API}/bundles/missing", json={"hashes": [_sha(data), "0" * 64]}, headers=theirs).json()
+        assert asked["missing"] == [_sha(data), "0" * 64], "nobody is told what others have"
+    http.put(f"{API}/bundles/content", content=_framed((_sha(data), data)), headers=theirs).raise_for_status()
+    assert http.put(answer.url, content=json.dumps(bundle.to_dict()), headers=theirs).json()["missing"] == []
     other = http.put(f"{API}/bundles/trees/{'0' * 64}", content=json.dumps(bundle.to_dict()))
     assert other.status_code == 422

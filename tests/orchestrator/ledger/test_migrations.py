@@ -90,7 +90,7 @@ def test_each_migration_goes_up_and_down_again_with_what_is_in_it(engine):
         engine,
         "UPDATE jobs SET owner = 'ann'",
         "INSERT INTO late_copies (job_id, attempt, hosts, next_at, until) VALUES ('old-1', 1, '[]', 1, 2)",
-        "INSERT INTO tree_holders (digest, username, at) VALUES ('d', 'ann', 1)",
+        "INSERT INTO content_holders (username, digest, at) VALUES ('ann', 'd', 1)",
         "INSERT INTO cluster_polls (cluster, account) VALUES ('lab', 'ann'), ('lab', 'bob')",
     )
     for revision in ("0004", "0003", "0002", "0001"):

@@ -1,4 +1,4 @@
-"""Holders of trees, copies of jobs that may come late, duties that one process does, and polls for each account."""
+"""Holders of contents, copies of jobs that may come late, duties that one process does, and polls for each account."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ down_revision = "0004"
 def upgrade() -> None:
     """Make the tables. What was seen of clusters is seen again with the next poll."""
     op.create_table(
-        "tree_holders",
-        sa.Column("digest", sa.String(64), nullable=False),
+        "content_holders",
         sa.Column("username", sa.String(255), nullable=False),
+        sa.Column("digest", sa.String(64), nullable=False),
         sa.Column("at", sa.Double, nullable=False),
-        sa.PrimaryKeyConstraint("digest", "username", name="pk_tree_holders"),
+        sa.PrimaryKeyConstraint("username", "digest", name="pk_content_holders"),
     )
     op.create_table(
         "late_copies",
@@ -44,7 +44,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Remove the tables; what only they know is lost."""
     _make_polls("cluster")
-    for table in ("duties", "late_copies", "tree_holders"):
+    for table in ("duties", "late_copies", "content_holders"):
         op.drop_table(table)
 
 
