@@ -681,4 +681,4 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
             raise JobNotFound(f"{job_id} has no attempt {number}", hint=f"it has {len(attempts)}")
         chosen = attempts.get(number or job.number)
         handle = Handle.from_dict(chosen.handle) if chosen and chosen.handle else None
-        return self.workspace.backend(job.cluster), handle
+        return self.workspace.backend_of_user(job.cluster, job.owner), handle

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.ids import new_job_id
 from orc.orchestrator.engine.claims import Owner, abandon
 from orc.orchestrator.ledger.errors import LedgerError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from orc.launchers.errors import LaunchError
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec import JobSpec
-    from orc.launchers.spec.clusters import Limits
+    from orc.launchers.spec.clusters import Cluster, Limits
 
 
 def login_name() -> str:
@@ -39,6 +40,7 @@ class Workspace:
     state_dir: Path
     ledger: Ledger
     backend_of: Callable[[str], Backend]
+    backend_for: Callable[[Cluster], Backend] | None = None  # that of a cluster as a user's account has it
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=lambda: str(Owner.new()))
@@ -54,7 +56,7 @@ class Workspace:
     head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on
     spent: tuple[float, Mapping[tuple[str, str], float]] | None = None  # by users and projects, with its age
-    _backends: dict[str, Backend] = field(default_factory=dict)
+    _backends: dict[tuple[str, str], Backend] = field(default_factory=dict)
 
     @cached_property
     def origin(self) -> str:
@@ -74,10 +76,54 @@ class Workspace:
             raise
 
     def backend(self, cluster: str) -> Backend:
-        """Return the backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured."""
-        if cluster not in self._backends:
-            self._backends[cluster] = self.backend_of(cluster)
-        return self._backends[cluster]
+        """Return the backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured.
+
+        It reaches the cluster as whoever runs this process. What concerns jobs goes through `backend_of_user`.
+        """
+        return self._opened(cluster, "")
+
+    def backend_of_user(self, cluster: str, user: str) -> Backend:
+        """Return the backend of *cluster* for jobs of *user*: it reaches the cluster with the account of that user.
+
+        Raises `LaunchError` for a cluster that is not configured, or where the user has no account.
+        """
+        return self._opened(cluster, self.account(cluster, user))
+
+    def account(self, cluster: str, user: str) -> str:
+        """Return *user* where jobs of that user run with an account of their own on *cluster*, and "" where they run as
+        whoever runs this process. Raises `LaunchError` where they must not run at all.
+        """
+        accounts = self.backend(cluster).cluster.run_as
+        if not isinstance(accounts, dict):
+            return ""
+        if user in accounts:
+            return user
+        if user in ("", login_name()):  # jobs without an owner were submitted before there were owners
+            return ""
+        raise no_account(cluster, user)
+
+    def _opened(self, cluster: str, user: str) -> Backend:
+        key = cluster, user
+        if key not in self._backends:
+            self._backends[key] = self._of_account(cluster, user) if user else self.backend_of(cluster)
+        return self._backends[key]
+
+    def _of_account(self, cluster: str, user: str) -> Backend:
+        plain = self.backend(cluster)
+        if not plain.logs_in:
+            raise SpecError(
+                f"nobody logs in on clusters of kind {plain.kind}, so that users have no accounts of their own there",
+                where=f"cluster {cluster}: run_as",
+                hint="write `run_as: service` where everybody's jobs may run as the service's account",
+            )
+        accounts = plain.cluster.run_as
+        assert isinstance(accounts, dict)
+        described = plain.cluster.of_account(accounts[user])
+        if self.backend_for is not None:
+            return self.backend_for(described)
+        from orc.launchers.backends import open_backend
+
+        return open_backend(described, self.state_dir)
 
     def limits(self, cluster: str) -> Limits | None:
         """Return the limits of *cluster*; `None` where it has none, or is not configured any more."""
@@ -114,6 +160,16 @@ class Workspace:
         from orc.launchers.snapshot.content_store import ContentStore
 
         return ContentStore(store_path(self.state_dir))
+
+
+def no_account(cluster: str, user: str) -> RenderError:
+    """Return the error for a user whose jobs have no account on *cluster*."""
+    return RenderError(
+        f"jobs of {user} have no account on the cluster {cluster}",
+        where=f"cluster {cluster}: run_as",
+        hint=f"an administrator writes the account of {user} below `run_as` of clusters.yaml, or `run_as: service` "
+        f"where everybody's jobs may run as the service's own account ({login_name()})",
+    )
 
 
 def store_path(state_dir: Path) -> Path:

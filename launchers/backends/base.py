@@ -141,6 +141,7 @@ class Backend(abc.ABC):
     lost_after_s: float = 0.0
     avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
     passes_artefacts: bool = False  # outputs of its jobs can be fetched from here, and inputs be brought to them
+    logs_in: bool = False  # users may have accounts of their own on its clusters (``run_as`` of clusters.yaml)
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:

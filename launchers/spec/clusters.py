@@ -7,19 +7,63 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from orc.launchers.errors import SpecError
 from orc.launchers.paths import clusters_file, refuse_untrusted
 from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
+from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, Number, ShellLines, Variables, Whole
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+
+
+def _absolute(root: str | None) -> str | None:
+    if root is not None and not root.startswith(("/", "~")):
+        raise ValueError(f"{root!r} is not an absolute path")
+    return root
+
+
+def _login_name(user: str) -> str:
+    from orc.launchers.remote.ssh.hosts import is_user
+
+    if not is_user(user):
+        raise ValueError(f"{user!r} is not the name of a user")
+    return user
+
+
+def _said(error: Any) -> str:
+    """Return what pydantic has against a part of an account, in the words of other complaints."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        return "an account has user, root and options"
+    return str(error["msg"]).lower()
+
+
+def _run_as(given: Any) -> Any:
+    if isinstance(given, dict):
+        # By itself, because the complaints of a union name every form that it might have had.
+        try:
+            return TypeAdapter(dict[str, Account]).validate_python(given)
+        except ValidationError as error:
+            raise LocatedError(*[(one["loc"], _said(one)) for one in error.errors(include_url=False)]) from None
+    if given is None or given == "service":
+        return given
+    raise ValueError(f"expected `service` or a mapping of users to their accounts, not {given!r}")
 
 
 class Limits(FrozenModel):
@@ -42,6 +86,21 @@ class Prices(FrozenModel):
     currency: Name = Field("USD", description="Their currency.")
 
 
+class Account(FrozenModel):
+    """Account of a user on a cluster. ``name`` alone is short for ``{user: name}``."""
+
+    short_form = "user"
+
+    user: Annotated[str, AfterValidator(_login_name)] = Field(description="Name that the user's jobs log in with.")
+    root: Line | None = Field(None, description="Absolute path of orc's files there, unless it is the cluster's.")
+    options: dict[str, Any] = Field({}, description="Settings of the kind, over the cluster's.")
+
+    @field_validator("root")
+    @classmethod
+    def _absolute(cls, root: str | None) -> str | None:
+        return _absolute(root)
+
+
 class Cluster(FrozenModel):
     """A place where jobs can run. Without `root` its backend has a default."""
 
@@ -57,8 +116,9 @@ class Cluster(FrozenModel):
     network: Network = Field(
         default_factory=Network.model_construct, description="Which network its nodes use, unless the job says so."
     )
-    run_as: Literal["service"] | None = Field(
-        None, description="`service`: with `orc serve`, everybody's jobs run as the service's account."
+    run_as: Annotated[Literal["service"] | dict[str, Account] | None, BeforeValidator(_run_as)] = Field(
+        None,
+        description="With `orc serve`: `service`, everybody's jobs run as the service's account, or that of each user.",
     )
     limits: Limits = Field(default_factory=Limits.model_construct, description="What orc has there at one time.")
     lost_after: Duration | None = Field(
@@ -67,12 +127,26 @@ class Cluster(FrozenModel):
     prices: Prices | None = Field(None, description="What its hours cost.")
     options: dict[str, Any] = Field({}, description="Settings of the kind.")
 
+    _login: str | None = PrivateAttr(None)
+
     @field_validator("root")
     @classmethod
     def _absolute(cls, root: str | None) -> str | None:
-        if root is not None and not root.startswith(("/", "~")):
-            raise ValueError(f"{root!r} is not an absolute path")
-        return root
+        return _absolute(root)
+
+    @property
+    def login(self) -> str | None:
+        """Name to log in with on all of its machines, whatever else is configured; `None` for what is configured."""
+        return self._login
+
+    def of_account(self, account: Account) -> Cluster:
+        """Return the cluster as *account* has it."""
+        changes: dict[str, Any] = {"run_as": None, "root": account.root or self.root}
+        if account.options:
+            changes["options"] = {**self.options, **account.options}
+        made = self.model_copy(update=changes)
+        made._login = account.user
+        return made
 
 
 def options_document(cluster: Cluster) -> Document:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import limits
-from orc.orchestrator.engine.dependencies import waiting_reason
+from orc.orchestrator.engine.dependencies import impossible_reason, waiting_reason
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
 
@@ -103,8 +103,12 @@ def _not_before(look: Admission, job: JobRecord) -> Hold | None:
 
 
 def _dependencies(look: Admission, job: JobRecord) -> Hold | None:
-    reason = waiting_reason(look.dependencies.get(job.id, ()))
-    return Hold(reason) if reason else None
+    found = look.dependencies.get(job.id, ())
+    if reason := waiting_reason(found):
+        return Hold(reason)
+    # It has ended otherwise since this pass has looked for jobs that cannot start any more; the next one cancels this.
+    never = impossible_reason(found)
+    return Hold(f"waiting to be cancelled: {never}") if never else None
 
 
 def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:

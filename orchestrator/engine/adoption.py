@@ -70,7 +70,7 @@ def _handles(ws: Workspace, job: NewJob, spec: JobSpec) -> Sequence[Handle]:
     """Return its attempts, as far as its cluster has them. Raises `LaunchError` when it does not answer."""
     from orc.launchers.backends.base import SupportsPlacement
 
-    backend = ws.backend(job.cluster)
+    backend = ws.backend_of_user(job.cluster, job.owner)
     hosts = backend.candidates(spec) if isinstance(backend, SupportsPlacement) else ()
     handles: list[Handle] = []
     while True:
@@ -84,7 +84,7 @@ def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Pla
     """Return the hosts that the attempt holds, where hosts are reserved in the ledger."""
     from orc.launchers.backends.base import Placement, SupportsPlacement
 
-    backend = ws.backend(job.cluster)
+    backend = ws.backend_of_user(job.cluster, job.owner)
     if not isinstance(backend, SupportsPlacement):
         return None
     try:

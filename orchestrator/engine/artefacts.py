@@ -74,7 +74,7 @@ def _collect(ws: Workspace, name: str, text: str) -> Bundle:
     record = ws.ledger.job(source.job)
     if record is None or record.attempt is None or record.attempt.handle is None:
         raise LaunchError(f"inputs.{name}: {source.job} has left nothing", where=text)
-    backend = ws.backend(record.cluster)
+    backend = ws.backend_of_user(record.cluster, record.owner)
     transport, attempt_dir = backend.files(Handle.from_dict(record.attempt.handle))
     layout = Layout.at(PurePosixPath(attempt_dir).parents[2])  # the root: jobs/<job>/a<n> are below it
     path = output_path(stored_spec(ws, record.id), source.output, AttemptId(record.id, record.number), layout)

@@ -52,7 +52,7 @@ def _snapshot(ws: Workspace, job: JobRecord) -> Snapshot:
 def _recalled(ws: Workspace, job: JobRecord) -> bool:
     from orc.launchers.backends.base import Handle, SupportsRecall
 
-    backend = ws.backend(job.cluster)
+    backend = ws.backend_of_user(job.cluster, job.owner)
     handles = [Handle.from_dict(a.handle) for a in reversed(ws.ledger.attempts(job.id)) if a.handle]
     if not isinstance(backend, SupportsRecall):
         return False

@@ -60,7 +60,7 @@ def end_if_given_up(ws: Workspace, job: JobRecord, handle: Handle) -> None:
     if job.attempt is None or not is_given_up(job.attempt) or job.attempt.marker != handle.marker:
         return
     try:
-        _end(ws, job.id, job.number, handle)
+        _end(ws, job.id, job.number, job.owner, handle)
     except LedgerError:
         raise
     except LaunchError:
@@ -99,18 +99,18 @@ def _look(ws: Workspace, copy: LateCopy) -> None:
         _look_later(ws, copy, ws.clock() + WATCH_S)
         return
     marker = AttemptId(copy.job_id, copy.attempt).marker
-    handle = ws.backend(copy.cluster).find(marker, copy.hosts, complete=False)
+    handle = ws.backend_of_user(copy.cluster, copy.owner).find(marker, copy.hosts, complete=False)
     if handle is not None:
-        _end(ws, copy.job_id, copy.attempt, handle)
+        _end(ws, copy.job_id, copy.attempt, copy.owner, handle)
     elif copy.until - ws.clock() >= 0:
         _look_later(ws, copy, min(copy.until, ws.clock() + WATCH_S))
     else:
         _forget(ws, copy)
 
 
-def _end(ws: Workspace, job_id: str, number: int, handle: Handle) -> None:
+def _end(ws: Workspace, job_id: str, number: int, owner: str, handle: Handle) -> None:
     """Cancel the copy, and say so in the job's history, once."""
-    ws.backend(handle.cluster).cancel([handle], timedelta(0))
+    ws.backend_of_user(handle.cluster, owner).cancel([handle], timedelta(0))
     with ws.ledger.transaction() as tx:
         if not rows.forget(tx.connection, job_id, number):
             return

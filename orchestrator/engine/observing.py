@@ -1,5 +1,7 @@
 """Observing: cancellations are passed on, each cluster is asked once about all its jobs, and what it says is stored.
 
+Where users have accounts of their own, it is asked once for each account, about the jobs of its owner.
+
 A cluster that is asked over a network is asked by one process at a time, and not more often than its interval says
 (`orc.orchestrator.engine.polling`); the lease and the interval are its row of ``cluster_polls``.
 """
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orc.launchers.errors import LaunchError, PartlyUnreachable
 from orc.launchers.ids import AttemptId
@@ -49,19 +51,36 @@ class Urgency:
 
 def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgency: Urgency) -> None:
     """Ask the clusters of *jobs* about those that they have, and store what they say."""
-    for cluster, there in _by_cluster(jobs).items():
-        if ws.ledger.volatile or not _takes_turns(ws, cluster, urgency):
-            _poll_cluster(ws, cluster, there, report)
+    for access, there in _by_access(ws, jobs, report).items():
+        if ws.ledger.volatile or not _takes_turns(ws, access.cluster, urgency):
+            _poll_cluster(ws, access, there, report)
         else:
-            _poll_in_turn(ws, cluster, there, report, urgency)
+            _poll_in_turn(ws, access, there, report, urgency)
 
 
-def _by_cluster(jobs: Iterable[JobRecord]) -> dict[str, list[JobRecord]]:
-    by_cluster: dict[str, list[JobRecord]] = defaultdict(list)
+class Access(NamedTuple):
+    """Way to a cluster: with the account of a user, or ("") as whoever runs this process."""
+
+    cluster: str
+    user: str
+
+
+def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> dict[Access, list[JobRecord]]:
+    """Return the jobs that are at their clusters; those of users who have lost their account there say so."""
+    found: dict[Access, list[JobRecord]] = defaultdict(list)
+    without: dict[tuple[str, str], list[JobRecord]] = defaultdict(list)
     for job in jobs:
-        if job.attempt is not None and job.attempt.handle and not job.attempt.state.terminal:
-            by_cluster[job.cluster].append(job)
-    return by_cluster
+        if job.attempt is None or not job.attempt.handle or job.attempt.state.terminal:
+            continue
+        try:
+            found[Access(job.cluster, ws.account(job.cluster, job.owner))].append(job)
+        except LaunchError as error:
+            without[job.cluster, error.what].append(job)
+        except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
+            without[job.cluster, f"{type(error).__name__}: {error}"].append(job)
+    for (cluster, what), those in without.items():
+        note_unreachable(ws, cluster, those, what, report)
+    return found
 
 
 def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
@@ -78,33 +97,37 @@ def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
     return not backend.self_driving and not (urgency.some_jobs and isinstance(backend, SupportsPlacement))
 
 
-def _poll_in_turn(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport, urgency: Urgency) -> None:
-    jobs = _cancel_at(ws, cluster, jobs, report)
-    before = _poll_of(ws, cluster)
+def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport, urgency: Urgency) -> None:
+    cluster = access.cluster
+    jobs = _cancel_at(ws, access, jobs, report)
+    before = _poll_of(ws, access)
     moved_at = max(job.updated_at for job in jobs)
     if not polling.is_due(before, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s):
         if before is not None and before.error:
             report.unreachable.setdefault(cluster, before.error)
         return
-    if not _take_lease(ws, cluster):
+    if not _take_lease(ws, access):
         if urgency.max_age_s is not None:
-            _await_answer(ws, cluster, before, report)
+            _await_answer(ws, access, before, report)
         return
-    last = _poll_of(ws, cluster) or polls.ClusterPoll(cluster)
+    last = _poll_of(ws, access) or polls.ClusterPoll(cluster)
     if last.polled_at != (before.polled_at if before else None) and not polling.is_due(
         last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
     ):
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner)  # somebody was faster
+            polls.release(connection, cluster, ws.owner, access.user)  # somebody was faster
         return
+    own = PassReport()
     try:
-        everything = _by_cluster(ws.ledger.active())[cluster]
-        changed = _poll_cluster(ws, cluster, everything, report)
+        everything = _by_access(ws, [job for job in ws.ledger.active() if job.cluster == cluster], own)[access]
+        own = PassReport()
+        changed = _poll_cluster(ws, access, everything, own)
     except BaseException:
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner)
+            polls.release(connection, cluster, ws.owner, access.user)
         raise
-    now, error = ws.clock(), report.unreachable.get(cluster)
+    now, error = ws.clock(), own.unreachable.get(cluster)
+    report.unreachable.update(own.unreachable)
     interval = polling.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
     done = polls.ClusterPoll(
         cluster,
@@ -113,68 +136,70 @@ def _poll_in_turn(ws: Workspace, cluster: str, jobs: list[JobRecord], report: Pa
         polled_at=now,
         answered_at=last.answered_at if error else now,
         error=error,
+        account=access.user,
     )
     with ws.ledger.database.write() as connection:
         polls.record(connection, done, ws.owner)
 
 
-def _poll_of(ws: Workspace, cluster: str) -> polls.ClusterPoll | None:
+def _poll_of(ws: Workspace, access: Access) -> polls.ClusterPoll | None:
     with ws.ledger.database.read() as connection:
-        return polls.find(connection, cluster)
+        return polls.find(connection, *access)
 
 
-def _take_lease(ws: Workspace, cluster: str) -> bool:
+def _take_lease(ws: Workspace, access: Access) -> bool:
+    cluster, user = access
     with ws.ledger.database.write() as connection:
-        holder = polls.find(connection, cluster)
+        holder = polls.find(connection, cluster, user)
         if holder is not None and holder.lease_owner and claims.owner_is_gone(holder.lease_owner):
-            polls.release(connection, cluster, holder.lease_owner)
-        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S)
+            polls.release(connection, cluster, holder.lease_owner, user)
+        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S, user)
 
 
-def _await_answer(ws: Workspace, cluster: str, before: polls.ClusterPoll | None, report: PassReport) -> None:
-    """Wait until the process that asks *cluster* at this moment has its answer."""
+def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | None, report: PassReport) -> None:
+    """Wait until the process that asks the cluster at this moment has its answer."""
     until = ws.clock() + _ANSWER_S
     while ws.clock() < until:
-        now = _poll_of(ws, cluster)
+        now = _poll_of(ws, access)
         if now is None or now.polled_at != (before.polled_at if before else None) or now.lease_owner is None:
             if now is not None and now.error:
-                report.unreachable.setdefault(cluster, now.error)
+                report.unreachable.setdefault(access.cluster, now.error)
             return
         ws.sleep(_LOOK_S)
 
 
-def _cancel_at(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
+def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
     """Pass requests to cancel on; that needs no turn, and waits for none."""
     from orc.launchers.backends.base import Handle
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
     try:
-        return _cancel(ws, ws.backend(cluster), jobs, handles, report)
+        return _cancel(ws, ws.backend_of_user(*access), jobs, handles, report)
     except LedgerError:
         raise
     except LaunchError as error:
-        note_unreachable(ws, cluster, jobs, error.what, report)
+        note_unreachable(ws, access.cluster, jobs, error.what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, access.cluster, jobs, f"{type(error).__name__}: {error}", report)
     return jobs
 
 
-def _poll_cluster(ws: Workspace, cluster: str, jobs: list[JobRecord], report: PassReport) -> bool:
+def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> bool:
     """Send cancellations, poll the cluster once for all its jobs, and store the observations; True if some are new."""
     from orc.launchers.backends.base import Handle
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
     try:
-        backend = ws.backend(cluster)
+        backend = ws.backend_of_user(*access)
         jobs = _cancel(ws, backend, jobs, handles, report)
         seen = backend.poll([handles[job.id] for job in jobs])
     except LedgerError:
         raise
     except LaunchError as error:
-        note_unreachable(ws, cluster, jobs, error.what, report)
+        note_unreachable(ws, access.cluster, jobs, error.what, report)
         return False
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, access.cluster, jobs, f"{type(error).__name__}: {error}", report)
         return False
     answers = [(job, seen[handles[job.id]]) for job in jobs if handles[job.id] in seen]
     changed, all_lost = _write(ws, backend, answers)
@@ -284,7 +309,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
         return
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
-        plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number)).render(None)
+        plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number), owner=job.owner).render(None)
         told = ""
         for _ in range(_STEPS):
             fault_point("advancing")

@@ -52,14 +52,15 @@ class PlacementPlanner:
     snapshot: Snapshot
     attempt: AttemptId
     progress: Progress = lambda _step, _values: None
+    owner: str | None = None  # of the job; `None` for a new one of the workspace's user
     unusable: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
     _behind: Place | None = None
     _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
 
     @property
     def backend(self) -> Backend:
-        """The backend of the job's cluster."""
-        return self.ws.backend(self.spec.cluster)
+        """The backend of the job's cluster, as the owner of the job reaches it."""
+        return self.ws.backend_of_user(self.spec.cluster, self.ws.user if self.owner is None else self.owner)
 
     @property
     def places(self) -> bool:

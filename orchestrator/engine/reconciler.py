@@ -284,9 +284,9 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
         if job.state is JobState.QUEUED:
-            reap(ws.backend(job.cluster), job)
+            reap(ws.backend_of_user(job.cluster, job.owner), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
-        planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number))
+        planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), owner=job.owner)
         prepared = planner.prepare(job)
     except NoRoom as error:
         submission.wait_for_room(ws, job, planner.waiting_reason(error))
@@ -313,7 +313,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     """Adopt what a cut-off submission left behind; let go of it once it is certainly not there."""
     if job.attempt is None:
         raise ValueError(f"{job.id} has no attempt to look for")
-    backend = ws.backend(job.cluster)
+    backend = ws.backend_of_user(job.cluster, job.owner)
     given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
     handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
     visibility_s = backend.visibility_s

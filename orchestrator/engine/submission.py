@@ -124,7 +124,7 @@ def start_array(
     """
     from orc.launchers.backends.base import SupportsArrays
 
-    backend = ws.backend(jobs[0].cluster)
+    backend = ws.backend_of_user(jobs[0].cluster, ws.user)
     if not isinstance(backend, SupportsArrays):
         raise TypeError(f"{backend.kind} has no arrays")
     secrets = resolve_secrets(jobs[0].secrets, {**os.environ, **(given or {})})
@@ -181,7 +181,7 @@ def _deliver_array(
 ) -> None:
     is_submitting = _attempt_is(AttemptState.SUBMITTING)
     try:
-        ws.backend(jobs[0].cluster).stage(snapshot, plans[0])
+        ws.backend_of_user(jobs[0].cluster, jobs[0].owner).stage(snapshot, plans[0])
         fault_point("staged")
         begun = [(_begin(ws, job, plan), plan) for job, plan in zip(jobs, plans, strict=True)]
         begun = [(job, plan) for job, plan in begun if is_submitting(job)]  # others were cancelled meanwhile
@@ -384,7 +384,7 @@ def deliver(
     the end of the job, and is raised unless *patient*. *plain* makes a plan that keeps away from no host; it is sent
     instead when the backend refuses *plan*.
     """
-    backend = ws.backend(job.cluster)
+    backend = ws.backend_of_user(job.cluster, job.owner)
     try:
         progress("stage", {})
         _stage(backend, snapshot, plan)
@@ -425,7 +425,7 @@ def deliver(
 
 def send_cancel(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
     """Pass a durable request to cancel on to the backend, and remember that it was passed on."""
-    ws.backend(job.cluster).cancel([handle], timedelta(seconds=job.cancel_grace_s or 0.0))
+    ws.backend_of_user(job.cluster, job.owner).cancel([handle], timedelta(seconds=job.cancel_grace_s or 0.0))
     return apply(
         ws,
         job,

@@ -36,7 +36,7 @@ class Reader:
         job = self._ws.ledger.job(self._job_id)
         if job is None:
             return []
-        backend = self._ws.backend(job.cluster)
+        backend = self._ws.backend_of_user(job.cluster, job.owner)
         places: dict[tuple[str, ...], Handle] = {}
         for attempt in self._ws.ledger.attempts(self._job_id):
             if attempt.handle:

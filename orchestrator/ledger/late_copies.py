@@ -17,6 +17,7 @@ class LateCopy:
     job_id: str
     attempt: int
     cluster: str
+    owner: str
     hosts: tuple[str, ...]  # on which it may appear
     until: float  # after that nobody looks any more
 
@@ -36,12 +37,13 @@ def expect(
 def due(connection: Connection, now: float, latest: float) -> list[LateCopy]:
     """Return those that are to be looked for now. One due after *latest* was written before the clock was set back."""
     rows = connection.tuples(
-        "SELECT l.job_id, l.attempt, j.cluster, l.hosts, l.until FROM late_copies l JOIN jobs j ON j.id = l.job_id "
-        "WHERE l.next_at <= :now OR l.next_at > :latest ORDER BY l.next_at, l.job_id",
+        "SELECT l.job_id, l.attempt, j.cluster, j.owner, l.hosts, l.until FROM late_copies l "
+        "JOIN jobs j ON j.id = l.job_id WHERE l.next_at <= :now OR l.next_at > :latest ORDER BY l.next_at, l.job_id",
         {"now": now, "latest": latest},
     )
     return [
-        LateCopy(job, attempt, cluster, tuple(json.loads(hosts)), until) for job, attempt, cluster, hosts, until in rows
+        LateCopy(job, attempt, cluster, owner, tuple(json.loads(hosts)), until)
+        for job, attempt, cluster, owner, hosts, until in rows
     ]
 
 

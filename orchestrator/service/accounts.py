@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orc.launchers.errors import RenderError
-from orc.orchestrator.workspace import login_name
+from orc.orchestrator.workspace import login_name, no_account
 
 if TYPE_CHECKING:
-    from orc.launchers.spec.clusters import Cluster
+    from orc.orchestrator.workspace import Workspace
 
 
-def refuse_without_account(cluster: Cluster, user: str) -> None:
-    """Raise `RenderError` where jobs of *user* have no account on *cluster*.
+def refuse_without_account(ws: Workspace, cluster: str, user: str) -> None:
+    """Raise `LaunchError` where jobs of *user* have no account on *cluster*.
 
-    With ``run_as: service`` everybody's jobs run as the account of the service. Without it only the user who has that
-    account may use the cluster: a job can do whatever its account can, so lending it has to be said.
+    With ``run_as: service`` everybody's jobs run as the account of the service, with a mapping each as the account of
+    its owner. Without either only the user who has the service's account may use the cluster: a job can do whatever its
+    account can, so lending it has to be said.
     """
-    if cluster.run_as == "service" or user == login_name():
-        return
-    raise RenderError(
-        f"jobs of {user} have no account on the cluster {cluster.name}",
-        where=f"cluster {cluster.name}: run_as",
-        hint="an administrator writes `run_as: service` into clusters.yaml where everybody's jobs may run as the "
-        f"service's own account ({login_name()})",
-    )
+    run_as = ws.backend(cluster).cluster.run_as
+    if isinstance(run_as, dict):
+        ws.backend_of_user(cluster, user)  # opened, so that an account that cannot be used is known now
+    elif run_as != "service" and user != login_name():
+        raise no_account(cluster, user)

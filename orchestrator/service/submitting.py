@@ -145,7 +145,7 @@ class Submitter:
         job = self._with_allowed_inputs(job, has, stages)
         _check_secrets(job, secrets)
         cluster = self._client.workspace.backend(job.cluster).cluster
-        refuse_without_account(cluster, self._user)
+        refuse_without_account(self._client.workspace, job.cluster, self._user)
         trees = snapshot()
         _check_environment(job, trees, cluster)
         return job, trees

@@ -31,7 +31,8 @@ from orc.launchers.backends.slurm.login import (
     root_of,
 )
 from orc.launchers.backends.slurm.lookup import JobLookup, of_handles
-from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, read_options, read_settings
+from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, SlurmSettings, read_options, read_settings
+from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -67,10 +68,11 @@ class SlurmBackend(Backend):
     visibility_s = 20.0
     loss_window_s = 0.0  # `poll` itself waits for the cluster's ``lost_after``, from the last sign of an agent on
     avoids = True
+    logs_in = True
 
     def __init__(self, cluster: Cluster, transport: Transport | None = None, *, state_dir: Path | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)
-        self._settings = read_settings(cluster.options, where=self._options_where)
+        self._settings = _of_login(read_settings(cluster.options, where=self._options_where), cluster)
         self._transport = transport or open_transport(cluster, self._settings)
         # Behind SSH the home directory is known over there alone; rendering contacts no machine.
         root = root_of(cluster, self._settings, state_dir)
@@ -359,6 +361,19 @@ class SlurmBackend(Backend):
         if running:
             client.cancel(running, "--signal=URG")  # the steps: wakes the agents, does nothing to the ranks
             client.cancel(running, "--batch", "--signal=URG")  # the batch script
+
+
+def _of_login(settings: SlurmSettings, cluster: Cluster) -> SlurmSettings:
+    """Return *settings* for the account that *cluster* is used with. Raises `SpecError` where nobody logs in."""
+    if cluster.login is None:
+        return settings
+    if settings.login is None:
+        raise SpecError(
+            "users have accounts of their own only behind a login node: sbatch here would run as this account",
+            where=f"cluster {cluster.name}: run_as",
+            hint="set options.login, or `run_as: service`",
+        )
+    return settings.model_copy(update={"login": settings.login.model_copy(update={"user": cluster.login})})
 
 
 def _witness(records: AttemptRecords) -> AgentEvidence:

@@ -47,6 +47,7 @@ class SshBackend(Backend):
 
     kind = "ssh"
     passes_artefacts = True
+    logs_in = True
     visibility_s = 10.0
 
     def __init__(

@@ -98,9 +98,12 @@ def read_settings(cluster: Cluster) -> Settings:
         )
     _refuse_doubles(hosts, document)
     given = cluster.root or DEFAULT_ROOT
-    return Settings(
-        options, tuple(_completed(host, options) for host in hosts), given.rstrip("/") or "/", cluster.python
-    )
+    completed = tuple(_completed(host, options) for host in hosts)
+    if cluster.login is not None:
+        # A root of its own on a host is that of the account which is configured for it.
+        own = {"user": cluster.login, "root": None}
+        completed = tuple(host.model_copy(update=own) for host in completed)
+    return Settings(options, completed, given.rstrip("/") or "/", cluster.python)
 
 
 def read_job_options(job: JobSpec, settings: Settings) -> JobOptions:

@@ -53,6 +53,6 @@ def checkpoint_dir(client: JobsClient, view: JobView) -> str | None:
     if not isinstance(client, Client):
         return None  # the service's clusters are not known here
     try:
-        return client.workspace.backend(view.cluster).checkpoint_dir(view.spec, view.id)
+        return client.workspace.backend_of_user(view.cluster, view.owner).checkpoint_dir(view.spec, view.id)
     except LaunchError:
         return None

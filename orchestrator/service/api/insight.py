@@ -85,6 +85,8 @@ def read_plan(service: ServiceDep, job_id: JobId) -> Any:
         job = client.job(job_id)
         ws = client.workspace
         attempt = AttemptId(job_id, max(len(job.attempts), 1))
-        planner = PlacementPlanner(ws, stored_spec(ws, job_id), stored_snapshot(ws, job.digests), attempt)
+        planner = PlacementPlanner(
+            ws, stored_spec(ws, job_id), stored_snapshot(ws, job.digests), attempt, owner=job.owner
+        )
         hosts = job.attempt.hosts if job.attempt and planner.places else ()
         return JSONResponse(planner.render(Placement(hosts) if hosts else None).to_dict())

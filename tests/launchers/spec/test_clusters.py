@@ -124,6 +124,16 @@ WRONG = {
         "a/b: {kind: local}",
         "{file}:1:1: a/b: a cluster's name is made of letters, digits, dots, dashes and underscores, 63 at most",
     ),
+    "another's account": (
+        "lab: {kind: ssh, run_as: grace}",
+        "{file}:1:26: lab.run_as: expected `service` or a mapping of users to their accounts, not 'grace'",
+    ),
+    "no login name": (
+        "lab: {kind: ssh, run_as: {ada: '-x y', bob: {usr: b}}}",
+        "{file}:1:32: lab.run_as.ada.user: '-x y' is not the name of a user\n"
+        "{file}:1:45: lab.run_as.bob.user: field required\n"
+        "{file}:1:51: lab.run_as.bob.usr: an account has user, root and options",
+    ),
     "name inside": ("lab: {kind: local, name: x}", "{file}:1:1: lab: a cluster's name is its key; remove `name`"),
     "other local": (
         "local: {kind: slurm}",

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
+from orc.launchers.spec.clusters import Account, Cluster
 
 
 def job_options(**values: Any):
@@ -206,3 +208,14 @@ def test_a_bad_login_node_is_refused(given: dict[str, Any], message: str) -> Non
 def test_a_misspelt_setting_is_found_among_the_cluster_s_options() -> None:
     with pytest.raises(SpecError, match="did you mean 'query_timeout'"):
         read_options({"query_timeuot": 3}, {})
+
+
+def test_an_account_logs_in_on_the_login_node_and_nowhere_else() -> None:
+    options = {"login": "orc@login1", "account": "shared"}
+    shared = Cluster(name="lab", kind="slurm", root="/shared/orc", options=options)
+    account = Account(user="ada", root="~/orc", options={"account": "physics"})
+    own = SlurmBackend(shared.of_account(account))
+    assert (own._settings.login.user, own._settings.login.name, own.root) == ("ada", "login1", "~/orc")
+    assert own.cluster.options["account"] == "physics"
+    with pytest.raises(SpecError, match="only behind a login node"):
+        SlurmBackend(Cluster(name="lab", kind="slurm").of_account(account))

@@ -11,7 +11,7 @@ from orc.launchers.backends.ssh.hostfile import Host, parse_hostfile
 from orc.launchers.backends.ssh.settings import read_job_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
-from orc.launchers.spec.clusters import get_cluster
+from orc.launchers.spec.clusters import Account, get_cluster
 
 LAB = """\
 lab:
@@ -40,6 +40,13 @@ def complaint(clusters_yaml: Path, text: str) -> str:
     with pytest.raises(SpecError) as caught:
         read_settings(get_cluster("lab"))
     return str(caught.value).replace(f"{clusters_yaml.parent}/", "")
+
+
+def test_an_account_logs_in_as_itself_everywhere(cluster) -> None:
+    shared = cluster(user="orc", hosts=["a", "me@b", {"name": "c", "user": "you", "root": "/c"}])
+    own = read_settings(shared.of_account(Account(user="ada", root="~/orc")))
+    assert [(host.user, own.root_of(host.name)) for host in own.hosts] == [("ada", "~/orc")] * 3
+    assert [host.user for host in read_settings(shared).hosts] == ["orc", "me", "you"]
 
 
 def test_hosts_are_listed_by_name_by_range_or_in_full(clusters_yaml: Path) -> None:

@@ -1,0 +1,133 @@
+"""Accounts of users on a cluster: jobs are sent, asked about and ended with the connection of their owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_backend import FakeBackend
+from fake_clock import Clock
+
+from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.backends.base import Phase
+from orc.launchers.errors import LaunchError, RenderError, SpecError
+from orc.launchers.spec import LoadedJob
+from orc.launchers.spec.clusters import Cluster
+from orc.orchestrator.client import Client
+from orc.orchestrator.engine.groups import start_job
+from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.ledger import polls
+from orc.orchestrator.workspace import login_name
+
+JobFile = Callable[..., LoadedJob]
+RUN_AS = {"ada": "a-lovelace", "grace": {"user": "hopper", "root": "~/orc", "options": {"account": "navy"}}}
+
+
+class Accounts:
+    """A client, and what each account of a cluster has: the first is that of the service itself."""
+
+    def __init__(self, root: Path, clock: Clock) -> None:
+        self.clusters: dict[str, Cluster] = {}
+        self.own = self.made(root / "own")
+        self.fakes = {login: self.made(root / login) for login in ("a-lovelace", "hopper")}
+        self.map(RUN_AS)
+        self.client = Client(backend_of=lambda _: self.own, clock=clock, sleep=clock.sleep)
+        self.client.workspace.backend_for = self.open
+
+    def made(self, root: Path) -> FakeBackend:
+        made = FakeBackend(root)
+        made.logs_in, made.self_driving = True, False
+        return made
+
+    def map(self, run_as: dict[str, Any]) -> None:
+        self.own.cluster = Cluster(name="local", kind="ssh", root="/shared", options={"slots": 2}, run_as=run_as)
+
+    def open(self, cluster: Cluster) -> FakeBackend:
+        assert cluster.login is not None
+        self.clusters[cluster.login] = cluster
+        return self.fakes[cluster.login]
+
+    def submit(self, user: str, loaded: LoadedJob) -> str:
+        ws = self.client.workspace
+        ws.user = user
+        snapshot = take(ws.store, loaded, lambda *_: None, self.own)
+        return start_job(ws, loaded.spec, snapshot, source="").id
+
+
+@pytest.fixture
+def accounts(orc_home: Path, tmp_path: Path, clock: Clock) -> Iterator[Accounts]:
+    made = Accounts(tmp_path, clock)
+    with made.client:
+        yield made
+
+
+def polled(accounts: Accounts) -> dict[str, str | None]:
+    with accounts.client.workspace.ledger.database.read() as connection:
+        return {poll.account: poll.error for poll in polls.all_polls(connection)}
+
+
+def test_jobs_are_sent_seen_and_ended_with_the_account_of_their_owner(accounts, clock, job_file: JobFile) -> None:
+    client, fakes = accounts.client, accounts.fakes
+    hers, his = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
+    assert [len(fakes[login].calls("run")) for login in ("a-lovelace", "hopper")] == [1, 1]
+    assert accounts.clusters["hopper"].options == {"slots": 2, "account": "navy"}
+    assert (accounts.clusters["hopper"].root, accounts.clusters["a-lovelace"].root) == ("~/orc", "/shared")
+    fakes["a-lovelace"].set(fakes["a-lovelace"].calls("run")[0], Phase.RUNNING)
+    fakes["hopper"].behave(poll="unreachable")
+    clock.now += 5
+    assert client.refresh().unreachable == {"local": "controller is down"}
+    assert (client.job(hers).state, client.job(his).state) == ("RUNNING", "PENDING")
+    assert polled(accounts) == {"ada": None, "grace": "controller is down"}
+    assert b"".join(c.data for c in client.read_log(hers, LogSelector(rank=0))).startswith(b"log of")
+    client.cancel([his], grace_s=1)
+    assert fakes["hopper"].calls("cancel") == [f"{fakes['hopper'].calls('run')[0]} 1"]
+    fakes["hopper"].behave(poll=None)
+    clock.now += 5
+    client.refresh()
+    assert client.job(his).state == "CANCELLED"
+    assert not any(accounts.own.calls(name) for name in ("run", "poll", "cancel", "stage"))
+
+
+def test_a_retry_and_a_cut_off_submission_go_to_the_same_account(accounts, job_file: JobFile) -> None:
+    client, fake = accounts.client, accounts.fakes["hopper"]
+    fake.behave(submit="ambiguous")
+    his = accounts.submit("grace", job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    client.workspace.user = "somebody who passes by"
+    client.refresh()
+    assert client.job(his).state == "PENDING"
+    fake.behave(submit=None)
+    fake.set(fake.calls("run")[0], Phase.FAILED, cause="crash")
+    client.refresh()
+    assert [fake.calls("reap"), len(fake.calls("run"))] == [fake.calls("run")[:1], 2]
+    assert not accounts.own.calls("run") + accounts.fakes["a-lovelace"].calls("run")
+
+
+def test_who_has_no_account_gets_none(accounts, job_file: JobFile) -> None:
+    with pytest.raises(RenderError, match="jobs of eve have no account on the cluster local"):
+        accounts.submit("eve", job_file())
+    own = accounts.submit(login_name(), job_file())  # whose connection it is
+    assert accounts.own.calls("run") == [f"orc-{own}-a1"]
+
+
+def test_jobs_of_a_user_whose_account_was_taken_away_stay_as_they_are(accounts, clock, job_file: JobFile) -> None:
+    client = accounts.client
+    hers, his = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
+    accounts.map({"grace": "hopper"})
+    clock.now += 5
+    assert client.refresh().unreachable == {"local": "jobs of ada have no account on the cluster local"}
+    assert "have no account" in client.job(hers).reason
+    assert client.job(his).reason == ""
+    with pytest.raises(LaunchError, match="no account"):
+        list(client.read_log(hers, LogSelector(rank=0)))
+    assert client.cancel([hers])[0].state == "PENDING"
+    accounts.map(RUN_AS)
+    client.refresh()
+    assert client.job(hers).state == "CANCELLED"
+
+
+def test_a_kind_without_logins_has_no_accounts_of_users(accounts, job_file: JobFile) -> None:
+    accounts.own.logs_in = False
+    with pytest.raises(SpecError, match="nobody logs in on clusters of kind fake"):
+        accounts.submit("ada", job_file())
