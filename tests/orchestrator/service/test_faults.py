@@ -31,6 +31,7 @@ from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
+from orc.orchestrator.service.contents import note_holder
 
 pytestmark = pytest.mark.timeout(300)
 JOB = """\
@@ -52,6 +53,7 @@ class Storm:
         loaded = load_job(directory / "project" / "job.yaml")
         with services[0].open_client() as client:
             snapshot = take(client.workspace.store, loaded, lambda *_: None, self.backend)
+            note_holder(client.workspace.ledger, getpass.getuser(), [snapshot.code.digest])  # as if it was uploaded
         self.body = {"spec": loaded.spec.model_dump(mode="json"), "digests": {"code": snapshot.code.digest}}
         self.over = threading.Event()
         self.tries = Counter[str]()

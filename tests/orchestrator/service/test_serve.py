@@ -184,7 +184,7 @@ def test_a_request_that_is_under_way_is_finished_before_the_end(capsys: pytest.C
                 assert time.monotonic() < until
                 try:
                     socket.create_connection(where, timeout=60).close()
-                except ConnectionRefusedError:
+                except (ConnectionRefusedError, ConnectionResetError):
                     break
             connection.sendall(body)
             assert connection.recv(65536).startswith(b"HTTP/1.1 201")
