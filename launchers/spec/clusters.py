@@ -28,6 +28,7 @@ from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, Number
 from orc.launchers.spec.source import Document, KeyPath, Reading
 
 LOCAL = "local"
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 
 
@@ -38,9 +39,7 @@ def _absolute(root: str | None) -> str | None:
 
 
 def _login_name(user: str) -> str:
-    from orc.launchers.remote.ssh.hosts import is_user
-
-    if not is_user(user):
+    if not re.fullmatch(_USER, user):
         raise ValueError(f"{user!r} is not the name of a user")
     return user
 
