@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,20 @@ def _recipe(options: TERecipeKwargs) -> Any:
     return recipe.DelayedScaling(**arguments)
 
 
+_SCALING = "._extra_state"  # keys under which its layers keep the history of their scaling factors
+
+
+def _drop_scaling(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave out of *state* what only Transformer Engine knows: checkpoints are the same in every precision."""
+    for name in [name for name in state if name.endswith(_SCALING)]:
+        del state[name]
+
+
+def _take_without_scaling(model: nn.Module, found: Any) -> None:
+    """Take a state without it: the history begins anew."""
+    found.missing_keys[:] = [name for name in found.missing_keys if not name.endswith(_SCALING)]
+
+
 class TE(FP8Backend):
     """Transformer Engine."""
 
@@ -198,8 +213,17 @@ class TE(FP8Backend):
         return has_transformer_engine_layers(model)
 
     def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-        """Return *model* with layers of Transformer Engine."""
+        """Return *model* with layers of Transformer Engine, and the state dict that it had without them."""
         convert_model(model)
+        if self.has_layers(model):
+            model._register_state_dict_hook(_drop_scaling)  # the public name is newer than the oldest torch
+            model.register_load_state_dict_post_hook(_take_without_scaling)
+        else:
+            warnings.warn(
+                "mixed_precision=fp8: no layer of the model computes in fp8; linear layers do whose sizes are "
+                "multiples of 16",
+                stacklevel=2,
+            )
         return model
 
     def wrap(self, model: nn.Module) -> None:
