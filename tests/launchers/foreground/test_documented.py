@@ -99,6 +99,13 @@ def test_below_mpirun_and_srun_a_launch_is_one_process_of_the_run(env: dict[str,
         ({"num_processes": 3}, OPEN_MPI, 0, "has started 2 of these launches, and 3 processes were asked for"),
         ({"tee": "4"}, {}, 0, "--tee '4': expected 0, 1, 2 or 3"),
         ({"env": ["NAME"]}, {}, 0, "--env takes NAME=VALUE, not 'NAME'"),
+        (
+            {"mixed_precision": "fp8", "fp8_backend": "TE"},
+            {},
+            0,
+            "needs the package transformer_engine[pytorch], which is",
+        ),
+        ({"mixed_precision": "fp8"}, {"ACCELERATE_FP8_BACKEND": "msamp"}, 0, "needs the package ms-amp, which is not"),
     ],
 )
 def test_processes_that_cannot_be_are_refused(

@@ -325,6 +325,30 @@ def test_gpus_are_counted_without_a_library(tmp_path):
     assert _gpu_count(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("there", "fp8", "said"),
+    [
+        ("AO", {}, None),
+        (
+            "AO",
+            {"backend": "te"},
+            "fp8 with the back end te needs the package transformer_engine[pytorch], which is not",
+        ),
+        ("", {}, "needs one of the packages ms-amp, transformer_engine[pytorch], torchao, and none is installed"),
+    ],
+)
+def test_fp8_without_its_library_is_refused_before_anything_is_submitted(plan, backend, tmp_path, there, fp8, said):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncase $* in *find_spec*) echo {there};; *) echo 3 12 0;; esac\n")
+    python.chmod(0o755)
+    rendered = plan("pass", runtime={"mixed_precision": "fp8", "fp8": fp8})
+    config = {**json.loads(rendered.files[0].content), "python": str(python)}
+    file = type(rendered.files[0])(rendered.files[0].path, json.dumps(config), 0o600)
+    errors = [f.what for f in backend.preflight(Plan(**{**vars(rendered), "files": (file,)})) if f.level == "error"]
+    assert len(errors) == (said is not None)
+    assert all(said in what and str(python) in what for what in errors)
+
+
 def test_a_root_elsewhere_gets_its_own_copy_of_the_snapshot(plan, backend, tmp_path):
     rendered = plan("pass")
     elsewhere = LocalBackend(Cluster(name="scratch", kind="local", root=str(tmp_path / "scratch")))
