@@ -316,6 +316,12 @@ def _refuse_simulated(ctx: RunContext) -> None:
         )
 
 
+def dimension_of(name: str) -> str | None:
+    """Return the dimension that scripts call *name* in a mesh of their own; `None` for a name that there is not."""
+    known = _ALSO.get(name, name)
+    return known if known in DIMENSIONS else None
+
+
 def _known(name: str) -> str:
     if name not in DIMENSIONS:
         raise TopologyError(f"there is no dimension {name!r}; there are {', '.join(DIMENSIONS)}")

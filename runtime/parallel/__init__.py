@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS
+from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, LOSS_DIMENSIONS
 from orc.runtime.parallel.base import ChecksModels, CutsBatches, Parallelizer, Request
 from orc.runtime.parallel.moving import named_parameters, replaced
+from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_MODULES = ("context", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "sequence", "xla")
+_MODULES = ("context", "copies", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "sequence", "tensor", "xla")
 
 
 @cache
@@ -37,7 +38,7 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     Raises:
         ContextError: one that was called for cannot work here, or not with another; the same on all processes.
     """
-    if is_sharded(model):
+    if is_sharded(model) and not _only_part(model, ctx):
         return []
     wanted = [one for one in parallelizers() if one.wanted(model, ctx, request)]
     asked = [one for one in wanted if not one.default]
@@ -56,6 +57,12 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     if not request.evaluation:
         refuse_unserved(ctx, {dim for one in wanted for dim in one.serves})
     return wanted
+
+
+def _only_part(model: nn.Module, ctx: RunContext) -> bool:
+    """Return whether *model* came cut over dimensions that are not of the data, and the others are left to do."""
+    spread = spread_over(model.parameters())
+    return bool(spread) and not spread & {*LOSS_DIMENSIONS} and all(ctx.topology.size(dim) > 1 for dim in spread)
 
 
 def refuse_unserved(ctx: RunContext, served: Collection[str] = ()) -> None:

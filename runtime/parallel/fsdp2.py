@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.core.topology import LOSS_DIMENSIONS
 from orc.runtime.parallel.fsdp import FullySharded, inside, is_instance
+from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +43,6 @@ class FSDP2(FullySharded):
 
     def _shard(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from torch.distributed.tensor import DTensor
 
         from orc.runtime.parallel import sharding
 
@@ -51,7 +52,7 @@ class FSDP2(FullySharded):
         sharding.prepare_values(model, ctx, plugin, request.mixed_precision)
         chosen = sharding.choose_units(model, plugin, ignored)
         whole = {parameter for module in ignored for parameter in module.parameters()}
-        synchronise = bool(plugin.sync_module_states)
+        synchronise, averaged = bool(plugin.sync_module_states), {*LOSS_DIMENSIONS}
         buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
         sharding.place([*whole, *buffers], ctx.device, ctx, synchronise=synchronise)
         options: dict[str, Any] = {
@@ -63,7 +64,7 @@ class FSDP2(FullySharded):
         if whole:
             options["ignored_params"] = whole
         for unit in chosen:
-            own = [one for one in unit.parameters() if not isinstance(one, DTensor) and one not in whole]
+            own = [one for one in unit.parameters() if not averaged & spread_over([one]) and one not in whole]
             sharding.place(own, ctx.device, ctx, synchronise=synchronise)
             fully_shard(unit, **options)
         if plugin.forward_prefetch:

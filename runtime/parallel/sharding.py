@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.core.topology import LOSS_DIMENSIONS
 from orc.runtime.parallel.materialize import agree, allocate, initialize
+from orc.runtime.parallel.shards import local_part
 from orc.runtime.parallel.wrap_policy import units
 
 if TYPE_CHECKING:
@@ -85,16 +87,22 @@ def prepare_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataPa
 
     agree(model, ctx.topology.data_context, values_of_rank_0)  # those that share the shards of these parameters
     allocate(model)
-    if precision != "no":
-        low = [one for one in model.parameters() if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16)]
-        if low:
-            warnings.warn(
-                f"{len(low)} parameters of 16 bits are trained in mixed precision: they become float32, and "
-                "checkpoints have them so",
-                stacklevel=2,
-            )
-        for parameter in low:
-            parameter.data = parameter.data.float()
+    to_full_precision(model, precision)
+
+
+def to_full_precision(model: nn.Module, precision: str) -> None:
+    """Make trained parameters of 16 bits float32 where *precision* is mixed: the optimizer steps in full precision."""
+    if precision == "no":
+        return
+    low = [one for one in model.parameters() if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16)]
+    if low:
+        warnings.warn(
+            f"{len(low)} parameters of 16 bits are trained in mixed precision: they become float32, and "
+            "checkpoints have them so",
+            stacklevel=2,
+        )
+    for parameter in low:
+        parameter.data = parameter.data.float()
 
 
 def choose_units(
@@ -139,16 +147,24 @@ def _checkpointed(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     return [wrappers.get(unit, unit) for unit in chosen]
 
 
-def place(tensors: Iterable[Tensor], device: torch.device, ctx: RunContext, *, synchronise: bool) -> None:
-    """Put *tensors* on *device*, in place; with *synchronise* with the values of the first rank that has a copy."""
+def place(
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    ctx: RunContext,
+    *,
+    synchronise: bool,
+    dims: Collection[str] = LOSS_DIMENSIONS,
+) -> None:
+    """Put *tensors* on *device*, in place; with *synchronise* with the values of the first rank along *dims*."""
     kept = list(tensors)
     for tensor in kept:
-        if tensor.device != device or not tensor.is_contiguous():
+        if tensor.device != device or not (hasattr(tensor, "to_local") or tensor.is_contiguous()):
             tensor.data = tensor.data.to(device).contiguous()
-    group = ctx.topology.loss_group if synchronise and ctx.world_size > 1 else None
+    group = ctx.topology.group(*dims) if synchronise and ctx.world_size > 1 else None
     if group is None:
         return
     source = dist.get_global_rank(group, 0)
-    works: list[Any] = [dist.broadcast(one.data, source, group, async_op=True) for one in kept]
+    held = [local_part(one) for one in kept]
+    works: list[Any] = [dist.broadcast(one, source, group, async_op=True) for one in held]
     for work in works:
         work.wait()

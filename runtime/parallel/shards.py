@@ -1,11 +1,13 @@
-"""Parameters that are cut over a process group without saying so themselves, as those of FSDP version 1."""
+"""Parameters that are cut over ranks: DTensors, and those that do not say so themselves, as of FSDP version 1."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
+
+from orc.runtime.core.topology import dimension_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,25 @@ def note_shards(parameters: Iterable[Tensor], group: ProcessGroup | None) -> Non
     if group is not None:
         for parameter in parameters:
             _groups[parameter] = group
+
+
+def spread_over(parameters: Iterable[Tensor]) -> set[str]:
+    """Return the dimensions of the topology over which some of *parameters* are cut or copied as DTensors.
+
+    A mesh without names, or with others than a topology's, is one of data, as scripts make it for ``fully_shard``.
+    """
+    found: set[str] = set()
+    for mesh in {mesh for one in parameters if (mesh := getattr(one, "device_mesh", None)) is not None}:
+        names = mesh.mesh_dim_names or ("dp_shard",)
+        found.update(dimension_of(name) or "dp_shard" for name in names)
+    return found
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return what this rank holds of *tensor*, outside of autograd: of a DTensor its part, else all of it."""
+    held = tensor.detach()
+    part: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return part
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:

@@ -1,7 +1,6 @@
 """`ParallelismConfig`: where sizes come from, what they make of the run, and what is refused."""
 
 import pytest
-import torch
 
 from orc.runtime import (
     Accelerator,
@@ -14,6 +13,7 @@ from orc.runtime import (
     TorchTensorParallelPlugin,
 )
 from orc.runtime.core.context import current_context
+from orc.runtime.parallel import refuse_unserved
 from orc.runtime.testing import run_threads
 
 
@@ -140,14 +140,13 @@ def test_what_cannot_be_is_refused_on_every_rank_and_leaves_nothing_behind(confi
 
 
 def test_training_over_a_dimension_that_nothing_serves_is_refused_by_name():
-    def train():
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
-        model = torch.nn.Linear(1, 1)
+    def look():
+        ctx = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2)).ctx
+        refuse_unserved(ctx, ("tp",))
         with pytest.raises(ContextError, match="parallelism_config asks for tp 2"):
-            accelerator.prepare(model)
-        assert accelerator.prepare_model(model, evaluation_mode=True) is model
+            refuse_unserved(ctx, ("pp",))
 
-    run_threads(2, train)
+    run_threads(4, look)
 
 
 def test_a_mesh_has_the_dimensions_that_are_used(run_ranks):

@@ -1,0 +1,169 @@
+"""Copies of models whose parameters are cut: gradients are averaged over them in buckets, while backward goes on.
+
+`torch.nn.parallel.DistributedDataParallel` takes plain parameters only, and would put local tensors in the place of
+DTensors; here the parameters stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orc.runtime.core.handlers import DistributedDataParallelKwargs
+from orc.runtime.parallel import sharding
+from orc.runtime.parallel.shards import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.base import Request
+
+_HOOKS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+class Averaging:
+    """Averaging of the gradients of *parameters* over *group*, in buckets of *limit* bytes.
+
+    A bucket travels when all before it have, so that every rank sends the same ones in the same order; what no rank has
+    a gradient for counts as zero.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup, limit: int) -> None:
+        self.synchronise = True
+        self._group = group
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[int, int] = {}
+        full: dict[Any, tuple[int, int]] = {}  # the open bucket of each kind, and its bytes
+        for one in reversed(parameters):  # about the order in which backward is done with them
+            bucket, size = full.get((one.dtype, one.device), (-1, limit))
+            if size >= limit:
+                self._buckets.append([])
+                bucket, size = len(self._buckets) - 1, 0
+            self._buckets[bucket].append(one)
+            self._bucket_of[id(one)] = bucket
+            full[one.dtype, one.device] = bucket, size + local_part(one).nbytes
+            one.register_post_accumulate_grad_hook(self._ready)
+        self._missing: list[int] = []
+        self._works: list[tuple[int, Tensor, Any]] = []
+        self._open = False
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.synchronise:
+            return
+        if not self._open:
+            self._open, self._works, self._missing = True, [], [len(bucket) for bucket in self._buckets]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._works)]
+        parts = [torch.zeros_like(local_part(one)) if one.grad is None else local_part(_alike(one)) for one in bucket]
+        flat = torch.cat([part.reshape(-1) for part in parts]).div_(self._group.size())
+        self._works.append((len(self._works), flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+
+    def _finish(self) -> None:
+        self._open = False
+        while len(self._works) < len(self._buckets):
+            self._send()
+        for index, flat, work in self._works:
+            work.wait()
+            bucket = self._buckets[index]
+            for one, part in zip(bucket, flat.split([local_part(one).numel() for one in bucket]), strict=True):
+                if one.grad is None:
+                    if not part.any():
+                        continue  # no copy has used it
+                    one.grad = torch.zeros_like(one)
+                gradient = local_part(one.grad)
+                gradient.copy_(part.view_as(gradient))
+        self._works = []
+
+
+class _Synchronised:
+    """Block in which backward averages gradients, or does not; afterwards as before."""
+
+    __slots__ = ("_averaging", "_before", "_inside")
+
+    def __init__(self, averaging: Averaging, inside: bool) -> None:
+        self._averaging, self._inside = averaging, inside
+
+    def __enter__(self) -> None:
+        self._before, self._averaging.synchronise = self._averaging.synchronise, self._inside
+
+    def __exit__(self, *exc: object) -> None:
+        self._averaging.synchronise = self._before
+
+
+_averaged: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
+
+
+class Copies:
+    """Averaged gradients of models that are cut along ``tp``, and copied along the dimensions of losses."""
+
+    name = "copies"
+    order = 400
+    default = True
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("fsdp2",)
+    places_parameters = False
+    serves: tuple[str, ...] = ()
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With several copies of a model that is cut and trained."""
+        topology = ctx.topology
+        return (
+            topology.loss_size > 1
+            and topology.size("tp") > 1
+            and not request.evaluation
+            and any(parameter.requires_grad for parameter in model.parameters())
+        )
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group."""
+        return None if ctx.group is not None else "the process group is not open"
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Give all copies the values of the first, and let backward average their gradients."""
+        options: DistributedDataParallelKwargs = request.options.get("ddp") or DistributedDataParallelKwargs()
+        if given := sorted(options.to_kwargs().keys() & {*_HOOKS}):
+            raise ValueError(
+                f"DistributedDataParallelKwargs({given[0]}=...): gradients of a model that is cut over tp travel as "
+                "they are; leave it out"
+            )
+        group = ctx.topology.loss_group
+        assert group is not None
+        sharding.place([*model.parameters(), *model.buffers()], ctx.device, ctx, synchronise=True)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        _averaged[model] = Averaging(trained, group, options.bucket_cap_mb * 2**20)
+        return model
+
+    def unwrap(self, model: nn.Module) -> None:
+        """It wraps nothing."""
+        return
+
+    def no_sync(self, model: nn.Module) -> _Synchronised | None:
+        """Accumulate locally."""
+        averaging = _averaged.get(model)
+        return None if averaging is None else _Synchronised(averaging, inside=False)
+
+    def sync_in_backward(self, model: nn.Module) -> _Synchronised | None:
+        """Let the next backward average what has been accumulated."""
+        averaging = _averaged.get(model)
+        return None if averaging is None else _Synchronised(averaging, inside=True)
+
+
+def _alike(parameter: Any) -> Any:
+    """The gradient of *parameter*, cut as it is: backward may leave it whole, or in parts to be summed."""
+    gradient = parameter.grad
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+PARALLELIZER = Copies()

@@ -1,0 +1,183 @@
+"""Tensor parallelism: matrices of each layer are cut over the ranks along ``tp``, which share the work of one batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.materialize import agree, allocate, initialize
+from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig
+    from orc.runtime.parallel.base import Request
+
+
+class TensorParallel:
+    """``torch.distributed.tensor.parallel.parallelize_module`` by the plan of the script or of the model."""
+
+    name = "tensor"
+    order = 100
+    default = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ("ddp", "fsdp1", "deepspeed", "xla")
+    places_parameters = True
+    serves: tuple[str, ...] = ("tp",)
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """With several ranks along ``tp``; for evaluation if there is a plan, for training in any case."""
+        if ctx.topology.size("tp") == 1 or not any(True for _ in model.parameters()):
+            return False
+        return not request.evaluation or plan_of(model, _handler(request)) is not None
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group of the device."""
+        if not ctx.compute.device_in_group:
+            return "the process group does not reach the tensors of this device"
+        return "the process group is not open" if ctx.group is None else None
+
+    def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Cut *model* in place, one matrix at a time, with the values of the first rank along ``tp``."""
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from orc.runtime.parallel import sharding
+
+        handler, size = _handler(request), ctx.topology.size("tp")
+        if handler is not None and handler.enable_async_tp:
+            _overlap(ctx)
+        if cut := [one for one in model.parameters() if _is_cut(one)]:
+            _adopt(model, cut, ctx)
+            return model
+        styles = styles_of(model, handler, size)
+        tied = _tied(model, styles)
+        agree(model, ctx, lambda: initialize(model, getattr(request.options.get("fsdp"), "param_init_fn", None)))
+        allocate(model)
+        sharding.to_full_precision(model, request.mixed_precision if request.options.get("fsdp") is not None else "no")
+        mesh = ctx.topology.submesh("tp")
+        for name, style in styles.items():
+            # By itself: torch takes a name with a dot apart, and warns where a level is missing.
+            parallelize_module(model.get_submodule(name), mesh, style)
+        for first, *others in tied:
+            _tie(model, first, others)
+        whole = [one for one in (*model.parameters(), *model.buffers()) if not _is_cut(one)]
+        sharding.place(whole, ctx.device, ctx, synchronise=True, dims=("tp",))
+        return model
+
+    def unwrap(self, model: nn.Module) -> None:
+        """It wraps nothing: the model is cut in place."""
+        return
+
+    def no_sync(self, model: nn.Module) -> None:
+        """Exchanges between its ranks are part of forward and backward."""
+        return
+
+    def sync_in_backward(self, model: nn.Module) -> None:
+        """Nothing is left to exchange."""
+        return
+
+
+def _handler(request: Request) -> TorchTensorParallelConfig | None:
+    handler: TorchTensorParallelConfig | None = request.options.get("tp")
+    return handler
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext) -> None:
+    """Put parameters that came cut (Transformers) on the mesh of the run, of which FSDP then takes another dimension.
+
+    Raises:
+        ContextError: they are cut over other ranks than those along ``tp``.
+    """
+    from torch.distributed.tensor import DTensor
+
+    mesh = ctx.topology.submesh("tp")
+    for one in cut:
+        theirs = one.device_mesh
+        if theirs.ndim != 1 or theirs.mesh.tolist() != mesh.mesh.tolist():
+            raise ContextError(
+                f"the model came cut over the ranks {theirs.mesh.tolist()}, and {ctx.topology.by} puts "
+                f"{mesh.mesh.tolist()} along tp: load it with the same tp_size, or whole, and prepare cuts it"
+            )
+    new: dict[Any, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and isinstance(old, DTensor):
+                if old not in new:
+                    local = DTensor.from_local(
+                        old.to_local(), mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+                    )
+                    new[old] = nn.Parameter(local.detach(), requires_grad=old.requires_grad)
+                module._parameters[name] = new[old]
+
+
+def _tied(model: nn.Module, styles: dict[str, ParallelStyle]) -> list[list[str]]:
+    """Return names of weights that are one and will be cut; *styles* gets what those need that no plan names.
+
+    Raises:
+        ContextError: a weight would be cut in one place and whole, or cut otherwise, in another.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups = []
+    for group in names.values():
+        owners = [name.rpartition(".")[0] for name in group]
+        if len(group) == 1 or not any(owner in styles for owner in owners):
+            continue
+        wanted = {cut_dimension(model.get_submodule(one), styles[one]) for one in owners if one in styles}
+        for owner in owners:
+            if owner not in styles and wanted == {0} and isinstance(model.get_submodule(owner), nn.Embedding):
+                styles[owner] = RowwiseParallel(input_layouts=Replicate())
+        if len(wanted) > 1 or any(owner not in styles for owner in owners):
+            raise ContextError(
+                f"{' and '.join(group)} are one weight, and the plan cuts it in one place only, or in two ways: name "
+                "all of them in the plan, with styles that cut it along the same side, or untie them"
+            )
+        groups.append(group)
+    return groups
+
+
+def _tie(model: nn.Module, first: str, others: Iterable[str]) -> None:
+    weight = model.get_parameter(first)
+    for name in others:
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, weight)
+
+
+def _overlap(ctx: RunContext) -> None:
+    """Let compiled models overlap exchanges along ``tp`` with the products around them.
+
+    Raises:
+        ContextError: the device cannot, or this torch.
+    """
+    if ctx.device.type != "cuda":
+        raise ContextError("enable_async_tp needs GPUs that reach each other's memory; leave it out here")
+    import torch._inductor.config as inductor
+
+    try:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    except ImportError:
+        raise ContextError("enable_async_tp needs torch 2.6 or newer; leave it out") from None
+    mesh: DeviceMesh = ctx.topology.submesh("tp")
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+PARALLELIZER = TensorParallel()

@@ -1,0 +1,228 @@
+"""Tensor parallelism on real ranks: alone, with sharding and with copies; what it computes, keeps, and refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from orc.runtime import (
+    Accelerator,
+    AcceleratorState,
+    ContextError,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+)
+from orc.runtime.testing import run_threads
+
+STEPS, WORDS = 6, 32
+PLAN = {
+    "emb": "embedding_rowwise",
+    "blocks.*.qkv.*": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Block(nn.Module):
+    """Attention and two layers, with heads that are counted from what a rank has."""
+
+    def __init__(self, size, heads):
+        super().__init__()
+        self.norm, self.width = nn.LayerNorm(size), size // heads
+        self.qkv = nn.ModuleList([nn.Linear(size, size, bias=False) for _ in range(3)])
+        self.out, self.up, self.down = nn.Linear(size, size), nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+    def forward(self, x):
+        q, k, v = (one(self.norm(x)).unflatten(-1, (-1, self.width)).transpose(1, 2) for one in self.qkv)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Plain(nn.Module):
+    def __init__(self, size=16, heads=4, tied=False):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(WORDS, size), nn.Linear(size, WORDS, bias=False)
+        self.blocks = nn.ModuleList([Block(size, heads), Block(size, heads)])
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def llama(tied=False, **changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    options = {"vocab_size": WORDS, "num_hidden_layers": 2, "tie_word_embeddings": tied, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options, **changes}))
+
+
+def made(kind):
+    name, _, tied = kind.partition("-")
+    return llama(bool(tied)) if name == "llama" else Plain(tied=bool(tied))
+
+
+def loss_of(model, ids):
+    output = model(ids)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batches(shares):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, WORDS, (shares, 2, 8), generator=generator) for _ in range(STEPS)]
+
+
+def alone(kind, shares, accumulate=1):
+    """Losses, norms and weights of one process that has the samples of all."""
+    torch.manual_seed(0)
+    model = made(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step, ids in enumerate(batches(shares)):
+        loss = loss_of(model, ids.flatten(0, 1))
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if (step + 1) % accumulate == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, model.state_dict()
+
+
+def config_of(sizes, kind, **more):
+    handler = TorchTensorParallelConfig(plan=PLAN) if kind.startswith("plain") else None
+    return ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()}, tp_handler=handler, **more)
+
+
+def plugin_of(sizes, kind):
+    if "dp_shard" not in sizes:
+        return None
+    block = "LlamaDecoderLayer" if kind.startswith("llama") else "Block"
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[block]
+    )
+
+
+def trained(sizes, kind, accumulate=1, before=None, after=None):
+    """The same of this rank, with what it keeps."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=config_of(sizes, kind),
+        fsdp_plugin=plugin_of(sizes, kind),
+        gradient_accumulation_steps=accumulate,
+    )
+    torch.manual_seed(accelerator.process_index)  # the first rank's values count
+    model = made(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if before is not None:
+        before(accelerator)
+    losses, norms = [], []
+    for ids in batches(accelerator.ctx.topology.data_size):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, ids[accelerator.ctx.topology.data_rank])
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    if after is not None:
+        after(accelerator)
+    whole = accelerator.get_state_dict(model)
+    held = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.parameters())
+    tensor = [type(one).__name__ for one in accelerator.unwrap_model(model).parameters()]
+    return losses, norms, whole, held, tensor
+
+
+def compare(ranks, expected):
+    losses, norms, weights = expected
+    for rank in ranks:
+        torch.testing.assert_close(rank[0], losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(rank[1], norms, rtol=1e-4, atol=1e-5)
+    assert ranks[0][2].keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            ranks[0][2][name], value, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def all_of(cases):
+    return [trained(*case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [({"tp": 2}, "llama", 1), ({"tp": 2}, "llama-tied", 1), ({"tp": 2}, "plain", 2)]),
+        (4, [({"dp_shard": 2, "tp": 2}, "llama-tied", 1), ({"dp_replicate": 2, "tp": 2}, "llama", 2)]),
+        (4, [({"dp_shard": 2, "tp": 2}, "plain-tied", 2), ({"dp_replicate": 2, "dp_shard": 2}, "plain", 1)]),
+        (8, [({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain-tied", 1)]),
+    ],
+    ids=["tp", "with transformers", "without", "three dimensions"],
+)
+def test_training_gives_the_numbers_of_one_process(world, cases, run_ranks):
+    ranks = run_ranks(world, all_of, cases, timeout=240)
+    for number, (sizes, kind, accumulate) in enumerate(cases):
+        shares = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
+        expected = alone(kind, shares, accumulate)
+        compare([rank[number] for rank in ranks], expected)
+        whole = sum(value.numel() for value in {value.data_ptr(): value for value in expected[2].values()}.values())
+        parts = sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+        assert whole / parts <= max(rank[number][3] for rank in ranks) < 1.2 * whole / parts + 200
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "message"),
+    [
+        (Plain, None, "Plain has no plan of its own.*TorchTensorParallelConfig"),
+        (Plain, {"head": "colwize"}, "head is 'colwize', which is no style.*did you mean 'colwise'"),
+        (Plain, {"hed": "colwise"}, "'hed' is the name of no module of Plain, did you mean 'head'"),
+        (Plain, {"blocks.*.norm": "colwise"}, "a LayerNorm has no matrix to cut"),
+        (lambda: Plain(tied=True), {"head": "rowwise"}, "emb.weight and head.weight are one weight"),
+        (lambda: Plain(size=15, heads=3), PLAN, r"blocks.0.qkv.0 has 15 output features; .*blocks.1.down has|blocks.0"),
+        (lambda: llama(num_attention_heads=2, num_key_value_heads=1), None, "num_key_value_heads is 1"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_on_every_rank_with_all_its_names(make, plan, message):
+    model = make()
+
+    def ask():
+        handler = None if plan is None else TorchTensorParallelConfig(plan=plan)
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler))
+        with pytest.raises(ContextError, match=message):
+            accelerator.prepare(model)
+
+    run_threads(2, ask)
+    assert not any(hasattr(one, "to_local") for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp_plugin": {"fsdp_version": 1}}, "the strategies tensor and fsdp1 cannot be used together"),
+        ({"tp_handler": {"enable_async_tp": True}}, "enable_async_tp needs GPUs"),
+    ],
+)
+def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, message):
+    def ask():
+        plugin = options.get("fsdp_plugin")
+        handler = TorchTensorParallelConfig(plan=PLAN, **options.get("tp_handler", {}))
+        accelerator = Accelerator(
+            cpu=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None,
+            parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler),
+        )
+        with pytest.raises(ContextError, match=message):
+            accelerator.prepare(Plain())
+
+    run_threads(2, ask)
