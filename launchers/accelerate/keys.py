@@ -125,7 +125,8 @@ _MACHINES = (
            "Nothing: processes connect to the address and port of machine 0 in either case.", ("--same_network",),
            switch=True, key="same_network", default=True),
     Option("role", "machines", "Name of what the processes do.", text, "done",
-           "ROLE_NAME of all processes.", ("--role",), variable="ROLE_NAME", default="default"),
+           "ROLE_NAME of all processes, so ROLE_RANK and ROLE_WORLD_SIZE count all of them.", ("--role",),
+           variable="ROLE_NAME", default="default"),
     Option("rdzv_backend", "machines", "How machines meet: static or c10d.", choice("static", "c10d"), "done",
            "Both meet at the address of machine 0. A job whose nodes may come and go is one with a range of "
            "`resources.nodes`.", ("--rdzv_backend",), key="rdzv_backend", default="static",

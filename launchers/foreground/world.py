@@ -34,7 +34,9 @@ class World:
         """Return the variables of the rank that is number *index* of this launch."""
         rank, local = self.first_rank + index, self.first_local_rank + index
         found = rank_variables(rank, local, self.node, 1, self.size, self.addr, self.port)
-        return {**found, "LOCAL_WORLD_SIZE": str(self.local_size)}
+        # All ranks have one role, so its numbers are theirs.
+        of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(self.size)}
+        return {**found, **of_role, "LOCAL_WORLD_SIZE": str(self.local_size)}
 
     def listening(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that name the interface on which the ranks reach the others, but for those *given*."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,15 @@ def select_device(launch: LaunchEnvironment, *, cpu: bool = False) -> torch.devi
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", _cuda_index(launch, torch.cuda.device_count()))
-    if launch.world_size == 1 and torch.backends.mps.is_available():
-        return torch.device("mps")
+    if torch.backends.mps.is_available():
+        if launch.world_size == 1:
+            return torch.device("mps")
+        if launch.local_rank == 0:
+            warnings.warn(
+                f"{launch.world_size} processes train on the CPU: no backend of torch.distributed reaches the GPU of a "
+                "Mac, which one process would use",
+                stacklevel=2,
+            )
     return torch.device("cpu")
 
 

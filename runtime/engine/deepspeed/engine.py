@@ -159,6 +159,7 @@ class DeepSpeed:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
         plugin.set_moe_leaf_modules(model)
+        library.refuse_unusable(config.get("zero_optimization") or {})
         try:
             engine, _, _, made = deepspeed.initialize(**arguments)
         except (AssertionError, ValueError, TypeError) as error:  # what its own checks object to, on all ranks

@@ -55,6 +55,25 @@ def _without_compiling(module: Any) -> None:
                 compatible[name] = False
 
 
+def refuse_unusable(zero: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for what *zero*, the section ``zero_optimization``, asks for and this machine cannot do."""
+    accelerator = deepspeed().accelerator.get_accelerator()
+    quantized = sorted(name for name, value in zero.items() if name.startswith("zero_quantized_") and value is True)
+    if quantized and accelerator.device_name() == "cpu":
+        raise ValueError(f"{', '.join(quantized)}: DeepSpeed quantizes on GPUs alone, and there is none; leave it out")
+    on_disk = [name for name in ("offload_optimizer", "offload_param") if _device(zero.get(name)) == "nvme"]
+    # Without this it would compile for minutes and then fail.
+    if on_disk and not accelerator.create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ValueError(
+            f"{' and '.join(on_disk)} to nvme: DeepSpeed cannot build its async_io here, which needs a compiler and "
+            "the headers of libaio (the package libaio-dev, or libaio-devel)"
+        )
+
+
+def _device(section: Any) -> Any:
+    return section.get("device") if isinstance(section, Mapping) else None
+
+
 def open_group_of_one(ctx: RunContext) -> None:
     """Open the process group that DeepSpeed needs even where there is one process and no launcher."""
     import torch.distributed as dist

@@ -12,6 +12,22 @@ import orc.runtime
 from orc.runtime import RunContext, get_grad_scaler, get_mixed_precision_context_manager, tqdm, use_context
 from orc.runtime.compat import availability
 from orc.runtime.launch import numa
+from orc.runtime.launch.device import select_device
+from orc.runtime.launch.environment import LaunchEnvironment
+
+
+def test_the_gpu_of_a_mac_is_for_one_process(monkeypatch, recwarn):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    alone, first, second = (
+        LaunchEnvironment("torchrun", rank, world, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2))
+    )
+    assert select_device(alone).type == "mps"
+    assert select_device(alone, cpu=True).type == "cpu"
+    assert not recwarn.list
+    assert {select_device(launch).type for launch in (first, second)} == {"cpu"}
+    (warning,) = recwarn.list
+    assert "2 processes train on the CPU" in str(warning.message)
 
 
 def test_lists_of_cores():

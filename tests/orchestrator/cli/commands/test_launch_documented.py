@@ -58,7 +58,7 @@ def test_file_environment_and_flags_reach_the_script(
     assert done.code == 0, done.err
     (first, env), (_, other) = reports(done.out)
     assert first == ["--lr", "1"]
-    assert (env["WORLD_SIZE"], other["RANK"]) == ("2", "1")
+    assert (env["WORLD_SIZE"], other["RANK"], other["ROLE_RANK"], env["ROLE_WORLD_SIZE"]) == ("2", "1", "1", "2")
     assert env["ACCELERATE_MIXED_PRECISION"] == "fp16"
     assert "ORC_MIXED_PRECISION" not in env
     assert {env[name] for name in ("ACCELERATE_DEBUG_MODE", "ACCELERATE_USE_CPU", "ORC_USE_CPU")} == {"true"}
@@ -68,6 +68,11 @@ def test_file_environment_and_flags_reach_the_script(
     done = orc_process("launch", "--config-file", "other.json", "--mixed-precision", "no", "report.py")
     ((_, env),) = reports(done.out)
     assert (env["ACCELERATE_USE_FSDP"], env["FSDP_VERSION"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "2", "no")
+    # The same script with another framework.
+    (place / "zero.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n")
+    ((_, env),) = reports(orc_process("launch", "--config-file", "zero.yaml", "report.py").out)
+    assert (env["ACCELERATE_USE_DEEPSPEED"], env["ACCELERATE_DEEPSPEED_ZERO_STAGE"]) == ("true", "3")
+    assert "ACCELERATE_USE_FSDP" not in env
     (folder / "default_config.yaml").write_text("num_proceses: 2\n")
     wrong = orc_process("launch", "report.py")
     assert (wrong.code, "num_processes" in wrong.err, "default_config.yaml:1" in wrong.err) == (2, True, True), (

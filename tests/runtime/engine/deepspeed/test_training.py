@@ -111,7 +111,67 @@ def train_each_way(settings, folder):
                 accelerator.backward(torch.zeros(1))
             results[name]["files"] = sorted(json.loads((where / "manifest.json").read_text())["files"])
             forget()
+    results["experts"] = train_experts()
+    results["refused"] = [
+        refused("fp16"),
+        refused("no", zero_quantized_weights=True),
+        refused("no", offload_optimizer={"device": "nvme", "nvme_path": folder}),
+    ]
     return results
+
+
+def train_experts():
+    """Losses where each rank goes through an expert of its own, with a second copy of parameters within the node."""
+    import torch
+    from torch import nn
+
+    from orc.runtime import Accelerator
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.each = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            return x + self.each[accelerator.process_index](x)
+
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+    }
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, transformer_moe_cls_names="Experts")
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    x, losses = torch.ones(BATCH, WIDTH), []
+    for _ in range(4):
+        loss = (model(x) - 1).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    forget()
+    return losses
+
+
+def refused(precision, **zero):
+    """The error where DeepSpeed needs a GPU, or a library that it shall not find."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    from orc.runtime import Accelerator
+    from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8, "zero_optimization": {"stage": 3, **zero}})
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=precision)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+        with pytest.raises(ValueError, match="DeepSpeed") as found:
+            accelerator.prepare(*objects()[:2])
+    forget()
+    return str(found.value)
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +201,17 @@ def test_training_goes_on_exactly_where_a_checkpoint_was_saved(trained, name):
         assert len(shards) == (0 if name == "zero 0" else 2)
         assert {"latest", "scheduler.bin", "sampler.bin", "random_states_1.pkl"} < set(files)
         assert not {"optimizer.bin", "model.safetensors"} & set(files)
+
+
+def test_ranks_go_through_different_experts_of_a_layer_that_is_gathered_as_a_whole(trained):
+    for results in trained:
+        assert min(results["experts"]) < results["experts"][0] / 2
+    assert trained[0]["experts"] != trained[1]["experts"]
+
+
+def test_what_deepspeed_cannot_do_here_is_one_error_on_every_rank(trained):
+    for results in trained:
+        half, quantized, on_disk = results["refused"]
+        assert "fp16 is not supported on your device" in half
+        assert "zero_quantized_weights: DeepSpeed quantizes on GPUs alone" in quantized
+        assert "offload_optimizer to nvme: DeepSpeed cannot build its async_io here" in on_disk
