@@ -63,6 +63,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
 
+    @property
+    def compresses(self) -> bool:
+        """`True` if gradients do not travel as they are."""
+        return not self.comm_hook == self.comm_wrapper == DDPCommunicationHookType.NO
+
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):

@@ -21,6 +21,7 @@ from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.handlers import DistributedDataParallelKwargs
 
 _MODULES = ("context", "copies", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "sequence", "tensor", "xla")
 
@@ -56,6 +57,8 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
             one.check(model, ctx, request)
     if not request.evaluation:
         refuse_unserved(ctx, {dim for one in wanted for dim in one.serves})
+        if wanted and "ddp" not in names:
+            refuse_compression(ctx, request.options.get("ddp"), wanted[-1].name)
     return wanted
 
 
@@ -63,6 +66,15 @@ def _only_part(model: nn.Module, ctx: RunContext) -> bool:
     """Return whether *model* came cut over dimensions that are not of the data, and the others are left to do."""
     spread = spread_over(model.parameters())
     return bool(spread) and not spread & {*LOSS_DIMENSIONS} and all(ctx.topology.size(dim) > 1 for dim in spread)
+
+
+def refuse_compression(ctx: RunContext, options: DistributedDataParallelKwargs | None, averages: str) -> None:
+    """Raise `ContextError` where *options* compress the gradients of DDP, and *averages* averages them instead."""
+    if options is not None and options.compresses and ctx.topology.data_size > 1:
+        raise ContextError(
+            f"DistributedDataParallelKwargs(comm_hook={str(options.comm_hook)!r}) compresses gradients that DDP "
+            f"averages, and here {averages} averages them: leave comm_hook and comm_wrapper out"
+        )
 
 
 def refuse_unserved(ctx: RunContext, served: Collection[str] = ()) -> None:
@@ -152,5 +164,6 @@ __all__ = [
     "extract_model_from_parallel",
     "is_sharded",
     "parallelizers",
+    "refuse_compression",
     "refuse_unserved",
 ]

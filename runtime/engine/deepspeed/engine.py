@@ -24,7 +24,7 @@ from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from orc.runtime.parallel import extract_model_from_parallel, refuse_unserved
+from orc.runtime.parallel import extract_model_from_parallel, refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision import cast_inputs
 from orc.runtime.train.normalize import Count, LossNormalizer
@@ -104,6 +104,7 @@ class DeepSpeed:
         scheduler = objects[schedulers[0]] if schedulers else None
         plugin = self.plugin
         refuse_unserved(self.ctx)
+        refuse_compression(self.ctx, preparation.options.ddp, self.name)
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]

@@ -37,7 +37,7 @@ class DeepSpeedPlugin:
             `HfDeepSpeedConfig`; else the file named by ``ACCELERATE_DEEPSPEED_CONFIG_FILE``. Without one the other
             settings here make the configuration; with one they fill in what it leaves out or leaves to ``auto``.
         gradient_accumulation_steps: batches per optimizer step; ``auto`` is the Accelerator's.
-        gradient_clipping: largest norm of the gradients; not clipped when nobody says it.
+        gradient_clipping: largest norm of the gradients, 0 not to clip; when nobody says it, DeepSpeed's default (1.0).
         zero_stage: 0 to 3; 2 when nobody says it.
         is_train_batch_min: of several loaders the smallest batch size is the micro batch size, else the largest.
         offload_optimizer_device: ``none``, ``cpu`` or ``nvme``: where the optimizer's state is.
