@@ -15,6 +15,7 @@ from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.moving import follow, move
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
+from orc.runtime.weights.quantization.scheme import refuse_to_optimize, refuse_to_train
 
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import TorchDynamoPlugin
@@ -97,7 +98,7 @@ class Preparation:
 
         Raises:
             ValueError: it is spread over several devices by a device map, and there are several processes; or it has
-                no content (meta device) and nothing that shards it.
+                no content (meta device) and nothing that shards it; or its weights are quantized and do not learn.
         """
         for known in self.prepared.models:
             if known is model:
@@ -105,6 +106,8 @@ class Preparation:
             if extract_model_from_parallel(known, keep_torch_compile=False) is model:
                 return model if evaluation_mode else known
         spread = self.verify_device_map(model)
+        if not evaluation_mode:
+            refuse_to_train(model)
         ctx = self.ctx
         if spread and ctx.distributed and not evaluation_mode:
             raise ValueError(
@@ -147,6 +150,9 @@ class Preparation:
         for known in self.prepared.optimizers:
             if optimizer in (known, known.optimizer):
                 return known  # type: ignore[no-any-return]
+        refuse_to_optimize(
+            (one for group in optimizer.param_groups for one in group["params"]), self.prepared.models
+        )
         follow(getattr(optimizer, "optimizer", optimizer))
         prepared = optimizer
         if not isinstance(prepared, AcceleratedOptimizer):

@@ -146,6 +146,8 @@ class AlignDevicesHook(ModelHook):
         if known is not None and device in known:
             _set(module, name, old, known[device])
             return
+        if known is None and value is None and source.device == device:
+            return
         moved = source.detach().to(device, dtype=old.dtype if source.is_floating_point() else None, non_blocking=True)
         if known is not None:
             known[device] = moved

@@ -123,18 +123,15 @@ def dispatch_model(
         ValueError: the map leaves out a weight, names a module or a device that is not there, or weights are for the
             disk and neither a folder nor an index was given.
     """
-    check_device_map(model, plain_map(device_map))
-    _check_names(model, device_map)
-    _check_devices(device_map)
+    check_plan(model, device_map)
     places = list(dict.fromkeys(device_map.values()))
-    computing = [device for device in places if device not in ("cpu", "disk")]
-    main = main_device if main_device is not None else (computing[0] if computing else "cpu")
+    main = main_device if main_device is not None else computing_device(device_map)
     if len(places) == 1 and places[0] != "disk" and not force_hooks:
         tied = find_tied_parameters(model)
         model.to(as_device(places[0]))
         retie_parameters(model, tied)
         return _mark(model, device_map)
-    away = ("disk",) if main == "cpu" else ("cpu", "disk")
+    away = offloading_devices(main)
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     weights = _weights_away(model, device_map, away, on_disk, state_dict, offload_dir, offload_index)
     ties = find_tied_parameters(model)
@@ -292,6 +289,27 @@ def _retie_where_together(model: nn.Module, ties: Sequence[Sequence[str]]) -> No
 def plain_map(device_map: Mapping[str, Device]) -> dict[str, int | str]:
     """Return *device_map* with devices as numbers and words."""
     return {name: str(device) if isinstance(device, torch.device) else device for name, device in device_map.items()}
+
+
+def computing_device(device_map: Mapping[str, Device]) -> Device:
+    """Return the device where offloaded modules compute: the first of *device_map* that computes."""
+    return next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
+
+
+def offloading_devices(main: Device) -> tuple[str, ...]:
+    """Return the devices that only keep weights, where the modules in *main* compute."""
+    return ("disk",) if str(main) == "cpu" else ("cpu", "disk")
+
+
+def check_plan(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Refuse a *device_map* that does not fit *model* or this machine.
+
+    Raises:
+        ValueError: it leaves out a weight, or names a module or a device that is not there.
+    """
+    check_device_map(model, plain_map(device_map))
+    _check_names(model, device_map)
+    _check_devices(device_map)
 
 
 def _check_names(model: nn.Module, device_map: Mapping[str, Device]) -> None:

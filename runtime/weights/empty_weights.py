@@ -59,9 +59,12 @@ def init_on_device(device: torch.device | str, include_buffers: bool | None = No
 
 def moved_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter like *parameter*, of the same class and with the same attributes, that holds *value*."""
-    kind: Any = type(parameter)
+    # A parameter of a tensor subclass (quantized weights, for one) is of that class, and made like a plain one.
+    kind: Any = type(parameter) if issubclass(type(parameter), nn.Parameter) else nn.Parameter
     wanted = parameter.requires_grad and (value.is_floating_point() or value.is_complex())
     result: nn.Parameter = kind(value, requires_grad=wanted)
+    if kind is nn.Parameter and type(parameter) is not nn.Parameter:
+        return result
     result.__dict__.update({key: kept for key, kept in parameter.__dict__.items() if key != "requires_grad"})
     return result
 

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.weights.alignment import Device, Keys, as_device
+from orc.runtime.weights.alignment import Device, Keys
+from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
 from orc.runtime.weights.device_map import (
     MaxMemory,
-    check_device_map,
     find_tied_parameters,
     get_balanced_memory,
     infer_auto_device_map,
     retie_parameters,
 )
-from orc.runtime.weights.dispatch import dispatch_model, module_device, plain_map
-from orc.runtime.weights.empty_weights import as_dtype, moved_parameter
-from orc.runtime.weights.loading import load_checkpoint_in_model, weight_files
-from orc.runtime.weights.offload import offload_weight, save_offload_index
-from orc.runtime.weights.weights_map import file_entry, mapped_weights
+from orc.runtime.weights.dispatch import check_plan, dispatch_model
+from orc.runtime.weights.empty_weights import as_dtype
+from orc.runtime.weights.loading import load_checkpoint_in_model
+from orc.runtime.weights.placing import Placement
 
-logger = logging.getLogger(__name__)
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-_SHOWN = 20
 
 
 def load_checkpoint_and_dispatch(
@@ -89,13 +82,14 @@ def load_checkpoint_and_dispatch(
         )
     else:
         plan = device_map
-        check_device_map(model, plain_map(plan))
-    weights: dict[str, tuple[Path, Tensor]] = {}
-    for path in weight_files(Path(checkpoint)):
-        weights.update({name: (path.absolute(), value) for name, value in mapped_weights(path).items()})
+    check_plan(model, plan)
+    weights = checkpoint_weights(checkpoint)
     ties = find_tied_parameters(model)
-    _check_fit(model, {name: value for name, (_, value) in weights.items()}, ties, checkpoint, strict)
-    index = _place(model, weights, plan, as_dtype(dtype), offload_folder, offload_buffers)
+    check_fit(model, {name: value for name, (_, value) in weights.items()}, ties, checkpoint, strict)
+    placement = Placement(model, plan, offload_folder, offload_buffers)
+    wanted = as_dtype(dtype)
+    placement.put_all({name: (source, wanted) for name, source in weights.items()})
+    index = placement.finish()
     retie_parameters(model, ties)
     return dispatch_model(
         model, plan, offload_dir=offload_folder, offload_index=index or None, offload_buffers=offload_buffers,
@@ -109,7 +103,8 @@ def planned(
     max_memory: MaxMemory | None,
     no_split_module_classes: str | Sequence[str] | None,
     dtype: torch.dtype | str | None,
-    offload_buffers: bool,
+    offload_buffers: bool = False,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
 ) -> Mapping[str, Device]:
     """Return the device map that *strategy* makes for *model*.
 
@@ -122,89 +117,8 @@ def planned(
         raise ValueError(f"device_map={strategy!r} is none of {', '.join(map(repr, STRATEGIES))}{hint}")
     if strategy != "sequential":
         max_memory = get_balanced_memory(
-            model, max_memory, no_split_module_classes, dtype, low_zero=strategy == "balanced_low_0"
+            model, max_memory, no_split_module_classes, dtype, special_dtypes, strategy == "balanced_low_0"
         )
     return infer_auto_device_map(
-        model, max_memory, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
     )
-
-
-def _check_fit(
-    model: nn.Module,
-    found: Mapping[str, Tensor],
-    ties: Sequence[Sequence[str]],
-    checkpoint: str | os.PathLike[str],
-    strict: bool,
-) -> None:
-    """Refuse a checkpoint whose names or shapes are not the model's, before anything is changed."""
-    own = model.state_dict(keep_vars=True)
-    wrong = [
-        f"{name} has shape {tuple(found[name].shape)}, the model's has {tuple(own[name].shape)}"
-        for name in own.keys() & found.keys()
-        if own[name].shape != found[name].shape
-    ]
-    given = {name for group in ties if any(one in found for one in group) for name in group} | found.keys()
-    missing = [name for name, value in own.items() if name not in given and (strict or value.is_meta)]
-    unexpected = [name for name in found if name not in own]
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model: {_listed(sorted(wrong))}")
-    if missing or (strict and unexpected):
-        parts = []
-        if missing:
-            parts.append(f"it lacks {_listed(_with_nearest(missing, unexpected))}")
-        if unexpected:
-            parts.append(f"it holds {_listed(unexpected)}, which the model does not have")
-        raise CheckpointError(f"{checkpoint} does not fit the model: {'; '.join(parts)}")
-    if unexpected:
-        logger.warning("%s holds %s, which the model does not have", checkpoint, _listed(unexpected))
-
-
-def _with_nearest(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    near = {name: difflib.get_close_matches(name, unexpected, n=1, cutoff=0.75) for name in missing[:_SHOWN]}
-    return [f"{name} (is it {near[name][0]}?)" if near.get(name) else name for name in missing]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _place(
-    model: nn.Module,
-    weights: Mapping[str, tuple[Path, Tensor]],
-    device_map: Mapping[str, Device],
-    dtype: torch.dtype | None,
-    folder: str | os.PathLike[str] | None,
-    offload_buffers: bool,
-) -> dict[str, dict[str, Any]]:
-    """Give every tensor of *model* its weight; return the index of those that stay on the disk."""
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    index: dict[str, dict[str, Any]] = {}
-    converted: dict[str, dict[str, Any]] = {}
-    for name, own in model.state_dict(keep_vars=True).items():
-        if name not in weights:
-            continue
-        path, value = weights[name]
-        target = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        device = module_device(name, device_map)
-        if device == "disk" and (offload_buffers or name not in buffers):
-            if target != value.dtype and folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                offload_weight(value.to(target), name, folder, converted)
-            else:
-                index[name] = file_entry(path, name, target)
-            _replace(model, name, own, torch.empty(value.shape, dtype=target, device="meta"))
-        else:
-            _replace(model, name, own, value.to(as_device("cpu" if device == "disk" else device), dtype=target))
-    if converted and folder is not None:
-        save_offload_index(converted, folder)
-    return index | converted
-
-
-def _replace(model: nn.Module, name: str, own: Tensor, value: Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path) if path else model
-    if isinstance(own, nn.Parameter):
-        owner._parameters[attribute] = moved_parameter(own, value)
-    else:
-        owner._buffers[attribute] = value

@@ -76,7 +76,9 @@ def save_model(
         raise CheckpointError(f"{directory} is a file, not a directory for weights")
     if state is None:
         from orc.runtime.weights.dispatch import get_state_dict_offloaded_model
+        from orc.runtime.weights.quantization.scheme import refuse_to_save
 
+        refuse_to_save(model)
         state = get_state_dict_offloaded_model(
             extract_model_from_parallel(model, keep_torch_compile=False), strict=False
         )

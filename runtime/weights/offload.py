@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,19 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
             offload_weight(tensor, name, save_dir, index)
         save_offload_index(index, save_dir)
     except OSError as error:
-        for name in state_dict:  # without an index nobody would use them, and a full disk has no room for leftovers
-            _file(save_dir, name).unlink(missing_ok=True)
+        remove_offloaded(save_dir, state_dict)  # without an index nobody would use them, and a full disk has no room
         needed = sum(tensor.nbytes for tensor in state_dict.values())
         free = shutil.disk_usage(save_dir).free
         raise CheckpointError(
             f"the weights cannot be offloaded to {save_dir}: {error.strerror or error} (they need {needed} bytes, "
             f"{free} are free); name another folder, or give the CPU more in max_memory"
         ) from error
+
+
+def remove_offloaded(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Remove the files of the weights *names* from *folder*; those that are not there are no failure."""
+    for name in names:
+        _file(folder, name).unlink(missing_ok=True)
 
 
 def load_offloaded_weights(

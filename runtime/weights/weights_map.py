@@ -185,3 +185,18 @@ def _will_need(weight: Tensor) -> None:
         return
     begin = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     advise(begin, end - begin, mmap.MADV_WILLNEED)  # advice: a failure means nothing
+
+
+def will_not_need(weight: Tensor) -> None:
+    """Let the kernel drop the pages of *weight*, which has to be mapped from a file, from this process.
+
+    They stay in the page cache, and come back if they are read again.
+    """
+    calls = _memory_calls()
+    if calls is None or weight.device.type != "cpu":
+        return
+    # Whole pages inside: the others hold a neighbour too.
+    begin = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        calls[0](begin, end - begin, mmap.MADV_DONTNEED)

@@ -1,0 +1,215 @@
+"""Loading a model with its linear layers quantized, one weight at a time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.weights.alignment import Device, as_device
+from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
+from orc.runtime.weights.device_map import MaxMemory, find_tied_parameters, retie_parameters
+from orc.runtime.weights.dispatch import (
+    check_plan,
+    computing_device,
+    dispatch_model,
+    module_device,
+    offloading_devices,
+)
+from orc.runtime.weights.load_and_dispatch import planned
+from orc.runtime.weights.placing import Placement, Source
+from orc.runtime.weights.quantization.config import QuantizationConfig
+from orc.runtime.weights.quantization.layers import layers_to_quantize, named_by, special_dtypes
+from orc.runtime.weights.quantization.scheme import Scheme, quantization_of
+from orc.runtime.weights.weights_map import will_not_need
+
+logger = logging.getLogger(__name__)
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: str | Mapping[str, Device] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    max_memory: MaxMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Return *model* with its linear layers quantized, in evaluation mode; its weights do not learn, adapters may.
+
+    Weights are read from a mapped file and quantized one by one: there is never more in memory than the quantized
+    model and one weight. An empty model stays as it is, and can be used again; one with weights is changed in place.
+
+    Args:
+        model: an empty model (`init_empty_weights`), or one with weights.
+        bnb_quantization_config: a `BnbQuantizationConfig` or a `TorchAoQuantizationConfig`.
+        weights_location: a file of weights, an index of several, or their folder; weights in eight bits that
+            `save_model` saved are taken as they are. A model with weights needs none.
+        device_map: devices by module name, or a strategy, for inference; by default the accelerator, or the CPU where
+            there is none. Layers that are offloaded stay in `torch_dtype`, unless they are in eight bits.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        max_memory: limits by device for a strategy; what is free by default.
+        offload_folder: where weights for the disk go that no file has like this.
+        offload_state_dict: accepted; one weight is in memory at a time in any case.
+
+    Raises:
+        ImportError: the library that quantizes is not installed.
+        CheckpointError: the checkpoint is incomplete or damaged, or is one of another model.
+        ValueError: the model has no weights and there is no *weights_location*, the model is quantized already, or the
+            device map does not fit the model or the machine.
+    """
+    config, scheme = bnb_quantization_config, bnb_quantization_config.scheme()
+    known = quantization_of(model)
+    if known is not None:
+        raise ValueError(f"the model is quantized already: {known.label}")
+    absent = [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]
+    if absent and weights_location is None:
+        raise ValueError(
+            f"the model has no weights ({', '.join(absent[:3])}, ...): name their file or folder in weights_location"
+        )
+    target = copy.deepcopy(model) if absent else model
+    layers = layers_to_quantize(target, config, scheme)
+    plan = _plan(target, config, device_map, max_memory, no_split_module_classes, special_dtypes(target, layers, config, scheme))
+    weights = _Weights(target, scheme, weights_location, layers)
+    loading = _Loading(target, scheme, plan, weights, offload_folder)
+    ties = [[name for name in group if name.removesuffix(".weight") not in layers] for group in find_tied_parameters(target)]
+    loading.quantize(layers)
+    loading.place_the_rest(config)
+    retie_parameters(target, ties)
+    return _marked(_dispatched(target, plan, offload_folder, loading.placement.finish()), scheme)
+
+
+def _plan(
+    model: nn.Module,
+    config: QuantizationConfig,
+    device_map: str | Mapping[str, Device] | None,
+    max_memory: MaxMemory | None,
+    no_split_module_classes: str | Sequence[str] | None,
+    special: Mapping[str, torch.dtype | str],
+) -> dict[str, Device]:
+    if device_map is None:
+        return {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+    if isinstance(device_map, str):
+        device_map = planned(
+            model, device_map, max_memory, no_split_module_classes, config.torch_dtype, special_dtypes=special
+        )
+    check_plan(model, device_map)
+    return dict(device_map)
+
+
+class _Weights:
+    """The weights that a model gets, out of a checkpoint or its own, by name."""
+
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, location: str | os.PathLike[str] | None, layers: Sequence[str]
+    ) -> None:
+        if location is None:
+            self.found: dict[str, Source] = {name: (None, value) for name, value in model.state_dict().items()}
+        else:
+            self.found = dict(checkpoint_weights(location))
+        self.statistics: dict[str, dict[str, Tensor]] = {}  # of weights that were quantized when they were saved
+        self.names = {name: group for group in find_tied_parameters(model) for name in group}
+        for layer in layers:
+            beside = {suffix: f"{layer}{suffix}" for suffix in scheme.suffixes if f"{layer}{suffix}" in self.found}
+            if beside:
+                self.statistics[layer] = {suffix: self.found.pop(name)[1] for suffix, name in beside.items()}
+        plain = {name: value for name, (_, value) in self.found.items()}
+        for layer in self.statistics:  # as far as its kind of number goes, it fits
+            plain[f"{layer}.weight"] = torch.empty(plain[f"{layer}.weight"].shape, device="meta")
+        check_fit(model, plain, find_tied_parameters(model), location or "the model itself", strict=False)
+
+    def take(self, name: str) -> Source | None:
+        """Return the weight *name*, also where the checkpoint has it under another name of the model; once."""
+        for one in (name, *self.names.get(name, ())):
+            if one in self.found:
+                return self.found.pop(one) if one == name else self.found[one]
+        return None
+
+
+class _Loading:
+    """A model whose layers are quantized, and its other weights placed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Scheme,
+        plan: Mapping[str, Device],
+        weights: _Weights,
+        folder: str | os.PathLike[str] | None,
+    ) -> None:
+        self.model, self.scheme, self.plan, self.weights = model, scheme, plan, weights
+        self.main = computing_device(plan)
+        self.away = offloading_devices(self.main)
+        self.own = {name: value for name, value in model.state_dict(keep_vars=True).items()}
+        self.placement = Placement(model, plan, folder)
+
+    def quantize(self, layers: Sequence[str]) -> None:
+        """Put a quantized layer in the place of each of *layers*."""
+        main = as_device(self.main)
+        for name in layers:
+            device = module_device(f"{name}.weight", self.plan)
+            offloaded = device in self.away
+            if offloaded and not self.scheme.offloads:
+                continue
+            source = self.weights.take(f"{name}.weight")
+            self.own.pop(f"{name}.weight")
+            assert source is not None  # the checkpoint fits
+            linear = self.model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            saved = self.weights.statistics.get(name)
+            path, weight = source
+            if saved is not None:
+                place = torch.device("cpu") if offloaded else as_device(device)
+                there = {suffix: value.to(main) for suffix, value in saved.items()}
+                layer = self.scheme.restored_layer(linear, weight.to(place), there, offloaded)
+            elif offloaded:
+                layer = self.scheme.offloaded_layer(linear, weight, main)
+            else:
+                layer = self.scheme.layer(linear, weight, as_device(device))
+            if device == "disk":
+                file = path if saved is not None else None
+                self.placement.to_disk(f"{name}.weight", (file, layer.weight), torch.int8)
+                layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
+            layer.training = linear.training
+            self.model.set_submodule(name, layer)
+            if path is not None and saved is None:
+                will_not_need(weight)
+
+    def place_the_rest(self, config: QuantizationConfig) -> None:
+        """Place the weights that are not quantized, in the configuration's data types."""
+        in_fp32 = list(config.keep_in_fp32_modules or ())
+        assert isinstance(config.torch_dtype, torch.dtype)
+        rest: dict[str, tuple[Source, torch.dtype | None]] = {}
+        for name in self.own:
+            source = self.weights.take(name)
+            if source is not None:
+                rest[name] = (source, torch.float32 if named_by(name, in_fp32) else config.torch_dtype)
+        self.placement.put_all(rest)
+
+
+def _dispatched(
+    model: nn.Module,
+    plan: Mapping[str, Device],
+    folder: str | os.PathLike[str] | None,
+    index: Mapping[str, Mapping[str, object]],
+) -> nn.Module:
+    if len(set(plan.values())) == 1 and "disk" not in plan.values():  # all is in its place
+        model.hf_device_map = dict(plan)  # type: ignore[assignment]
+        return model
+    return dispatch_model(model, plan, offload_dir=folder, offload_index=index or None)
+
+
+def _marked(model: nn.Module, scheme: Scheme) -> nn.Module:
+    """Say on *model* how it is quantized: to this package, and to peft by the names that it knows."""
+    model.quantization = scheme  # type: ignore[assignment]
+    model.is_quantized = True  # type: ignore[assignment]
+    model.is_loaded_in_8bit = scheme.method == "bitsandbytes" and scheme.bits == 8  # type: ignore[assignment]
+    model.is_loaded_in_4bit = scheme.method == "bitsandbytes" and scheme.bits == 4  # type: ignore[assignment]
+    return model.requires_grad_(False).eval()
