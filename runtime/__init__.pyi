@@ -260,6 +260,9 @@ from orc.runtime.weights.offload import load_state_dict as load_state_dict
 from orc.runtime.weights.offload import offload_state_dict as offload_state_dict
 from orc.runtime.weights.offload import offload_weight as offload_weight
 from orc.runtime.weights.offload import save_offload_index as save_offload_index
+from orc.runtime.weights.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
+from orc.runtime.weights.quantization.config import TorchAoQuantizationConfig as TorchAoQuantizationConfig
+from orc.runtime.weights.quantization.load import load_and_quantize_model as load_and_quantize_model
 from orc.runtime.weights.sizes import MemoryEstimate as MemoryEstimate
 from orc.runtime.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from orc.runtime.weights.sizes import compute_module_sizes as compute_module_sizes
@@ -292,6 +295,7 @@ __all__ = [
     "attach_layerwise_casting_hooks",
     "AutocastKwargs",
     "BatchSamplerShard",
+    "BnbQuantizationConfig",
     "broadcast",
     "broadcast_object_list",
     "calculate_maximum_sizes",
@@ -449,6 +453,7 @@ __all__ = [
     "LayerwiseCastingHook",
     "listify",
     "load",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_fsdp_model",
@@ -530,6 +535,7 @@ __all__ = [
     "TensorBoardTracker",
     "TensorInformation",
     "TERecipeKwargs",
+    "TorchAoQuantizationConfig",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",

@@ -174,7 +174,9 @@ class Checkpointing(StateSaving):
             CheckpointError: the weights cannot be stored this way.
         """
         from orc.runtime.weights.loading import save_model
+        from orc.runtime.weights.quantization.scheme import refuse_to_save
 
+        refuse_to_save(model)  # on all processes
         each_node = self.options.project.save_on_each_node
         writes = self.ctx.is_local_main if each_node else self.ctx.is_main
         if is_sharded(model):

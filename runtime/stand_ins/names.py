@@ -35,7 +35,7 @@ HERE: dict[str, str] = {
 _WHOLE = "Load the whole model with load_checkpoint_in_model and move it to the device, or shard it with FSDP."
 _LAUNCH = "Start ranks with `orc launch`."
 _MEGATRON = "Shard the model with FullyShardedDataParallelPlugin or DeepSpeedPlugin."
-_QUANTIZE = "Load the model quantized by its library, for example with the BitsAndBytesConfig of Transformers."
+_QUANTIZE = "Call load_and_quantize_model, which replaces the layers and loads their weights."
 
 # Names that programs import, which the runtime does not have, and what is nearest.
 ABSENT: dict[str, str] = {
@@ -70,7 +70,7 @@ ABSENT: dict[str, str] = {
         ),
         _MEGATRON,
     ),
-    **dict.fromkeys(("BnbQuantizationConfig", "load_and_quantize_model", "replace_with_bnb_layers"), _QUANTIZE),
+    "replace_with_bnb_layers": _QUANTIZE,
     "load_config_from_file": "Read such a file with `orc config convert`.",
     "load_accelerator_state": "Call Accelerator.load_state.",
     "save_accelerator_state": "Call Accelerator.save_state.",

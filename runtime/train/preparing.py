@@ -150,9 +150,7 @@ class Preparation:
         for known in self.prepared.optimizers:
             if optimizer in (known, known.optimizer):
                 return known  # type: ignore[no-any-return]
-        refuse_to_optimize(
-            (one for group in optimizer.param_groups for one in group["params"]), self.prepared.models
-        )
+        refuse_to_optimize((one for group in optimizer.param_groups for one in group["params"]), self.prepared.models)
         follow(getattr(optimizer, "optimizer", optimizer))
         prepared = optimizer
         if not isinstance(prepared, AcceleratedOptimizer):

@@ -70,15 +70,16 @@ def save_model(
 
     *state* are the weights where they are not to be read from the model.
     """
+    from orc.runtime.weights.quantization.scheme import refuse_to_save
+
     limit = parse_size(max_shard_size)
     directory = Path(save_directory)
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a directory for weights")
+    refuse_to_save(model)
     if state is None:
         from orc.runtime.weights.dispatch import get_state_dict_offloaded_model
-        from orc.runtime.weights.quantization.scheme import refuse_to_save
 
-        refuse_to_save(model)
         state = get_state_dict_offloaded_model(
             extract_model_from_parallel(model, keep_torch_compile=False), strict=False
         )
@@ -285,6 +286,10 @@ class _Target:
         own = self.own[name]
         if own.shape != value.shape:
             raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, the model's has {tuple(own.shape)}")
+        if own.is_floating_point() and value.dtype in (torch.int8, torch.uint8):
+            raise CheckpointError(
+                f"{path}: {name} is quantized: load_and_quantize_model with load_in_8bit=True loads it"
+            )
         self.loaded.add(name)
         dtype = torch.float32 if any(part in self.in_fp32 for part in name.split(".")) else self.dtype
         if dtype is not None and value.is_floating_point():

@@ -187,6 +187,13 @@ def _will_need(weight: Tensor) -> None:
     advise(begin, end - begin, mmap.MADV_WILLNEED)  # advice: a failure means nothing
 
 
+def return_free_memory() -> None:
+    """Give the system back what was freed between allocations that stay, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def will_not_need(weight: Tensor) -> None:
     """Let the kernel drop the pages of *weight*, which has to be mapped from a file, from this process.
 

@@ -32,7 +32,8 @@ NAMES = {
     "environment": "patch_environment clear_environment set_numa_affinity override_numa_affinity",
     "weights": "calculate_maximum_sizes compute_module_sizes get_balanced_memory get_max_layer_size "
     "load_checkpoint_in_model load_offloaded_weights load_state_dict offload_state_dict retie_parameters "
-    "set_module_tensor_to_device extract_model_from_parallel save load init_empty_weights infer_auto_device_map",
+    "set_module_tensor_to_device extract_model_from_parallel save load init_empty_weights infer_auto_device_map "
+    "BnbQuantizationConfig load_and_quantize_model",
     "logging": "get_logger",
     "local SGD": "LocalSGD",
     "trackers": "GeneralTracker on_main_process TensorBoardTracker WandBTracker CometMLTracker AimTracker "

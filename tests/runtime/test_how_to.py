@@ -42,6 +42,7 @@ def test_the_first_example_of_resuming_works_without_a_job(tmp_path, monkeypatch
         "notebooks",
         "big-models",
         "fp8",
+        "quantization",
         "test-distributed-code",
         "../reference/utilities",
         "../explanation/runtime-core",

@@ -80,7 +80,14 @@ class EightBit(Scheme):
             threshold=self.threshold, device="meta",
         )  # fmt: skip
         layer.weight, layer.bias = weight, linear.bias
+        layer.register_load_state_dict_pre_hook(_scales_at_weight)
         return layer
+
+
+def _scales_at_weight(layer: Any, *_: Any) -> None:
+    """Put the scales where loading a state dict looks for them; the first forward takes them away from there."""
+    if layer.weight.SCB is None:
+        layer.weight.SCB = layer.state.SCB
 
 
 def _int8(weight: Tensor, device: torch.device) -> Any:
@@ -113,4 +120,17 @@ class FourBit(Scheme):
             quant_type=self.kind, module=layer,
         ).to(device)  # fmt: skip
         layer.bias = linear.bias
+        layer.register_load_state_dict_pre_hook(_weight_of_state)
         return layer
+
+
+def _weight_of_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Make the weight of a checkpoint's *state*, and the constants beside it, the weight of *layer*."""
+    name = f"{prefix}weight"
+    beside = {key.removeprefix(f"{name}."): state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+    if beside and name in state:
+        kind: Any = bitsandbytes.nn.Params4bit
+        layer.weight = kind.from_prequantized(
+            state[name].clone(), beside, requires_grad=False, device=layer.weight.device, module=layer
+        )
+        state[name] = layer.weight

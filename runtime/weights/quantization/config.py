@@ -148,7 +148,9 @@ def _not_lists(config: Any, *names: str) -> list[str]:
 
 
 def _dtype(value: Any, name: str, wrong: list[str]) -> torch.dtype | None:
-    found = _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    found = (
+        _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    )
     if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found  # type: ignore[no-any-return]
     wrong.append(f"{name}={value!r} is none of 'fp32', 'fp16', 'bf16' and no floating-point dtype of torch")

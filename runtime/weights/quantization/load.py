@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,9 +26,9 @@ from orc.runtime.weights.placing import Placement, Source
 from orc.runtime.weights.quantization.config import QuantizationConfig
 from orc.runtime.weights.quantization.layers import layers_to_quantize, named_by, special_dtypes
 from orc.runtime.weights.quantization.scheme import Scheme, quantization_of
-from orc.runtime.weights.weights_map import will_not_need
+from orc.runtime.weights.weights_map import return_free_memory, will_not_need
 
-logger = logging.getLogger(__name__)
+_TRIM = 16 << 20  # bytes of weights after which free memory goes back to the system
 
 
 def load_and_quantize_model(
@@ -76,14 +75,19 @@ def load_and_quantize_model(
         )
     target = copy.deepcopy(model) if absent else model
     layers = layers_to_quantize(target, config, scheme)
-    plan = _plan(target, config, device_map, max_memory, no_split_module_classes, special_dtypes(target, layers, config, scheme))
+    special = special_dtypes(target, layers, config, scheme)
+    plan = _plan(target, config, device_map, max_memory, no_split_module_classes, special)
     weights = _Weights(target, scheme, weights_location, layers)
     loading = _Loading(target, scheme, plan, weights, offload_folder)
-    ties = [[name for name in group if name.removesuffix(".weight") not in layers] for group in find_tied_parameters(target)]
+    quantized = {f"{layer}.weight" for layer in layers}
+    ties = [[name for name in group if name not in quantized] for group in find_tied_parameters(target)]
     loading.quantize(layers)
     loading.place_the_rest(config)
     retie_parameters(target, ties)
-    return _marked(_dispatched(target, plan, offload_folder, loading.placement.finish()), scheme)
+    target = _dispatched(target, plan, offload_folder, loading.placement.finish())
+    if device_map is not None:  # a model to train has none
+        target.hf_device_map = plan  # type: ignore[assignment]
+    return _marked(target, scheme)
 
 
 def _plan(
@@ -153,6 +157,7 @@ class _Loading:
     def quantize(self, layers: Sequence[str]) -> None:
         """Put a quantized layer in the place of each of *layers*."""
         main = as_device(self.main)
+        read = 0
         for name in layers:
             device = module_device(f"{name}.weight", self.plan)
             offloaded = device in self.away
@@ -181,6 +186,12 @@ class _Loading:
             self.model.set_submodule(name, layer)
             if path is not None and saved is None:
                 will_not_need(weight)
+            # What stays lies between what was freed, which the next weight does not fit into.
+            read += weight.nbytes
+            if read > _TRIM:
+                source = linear = weight = None  # type: ignore[assignment]
+                return_free_memory()
+                read = 0
 
     def place_the_rest(self, config: QuantizationConfig) -> None:
         """Place the weights that are not quantized, in the configuration's data types."""
@@ -200,9 +211,8 @@ def _dispatched(
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, object]],
 ) -> nn.Module:
-    if len(set(plan.values())) == 1 and "disk" not in plan.values():  # all is in its place
-        model.hf_device_map = dict(plan)  # type: ignore[assignment]
-        return model
+    if len(set(plan.values())) == 1 and "disk" not in plan.values():
+        return model  # all is in its place
     return dispatch_model(model, plan, offload_dir=folder, offload_index=index or None)
 
 
