@@ -17,10 +17,12 @@ RUNTIME_NEEDS = {"orc", "torch", "numpy", "safetensors"}
 RUNTIME_CAN_USE = {"aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboardX", "trackio", "wandb"}
 RUNTIME_CAN_USE |= {
     "boto3",
+    "bitsandbytes",
     "botocore",
     "deepspeed",
     "fsspec",
     "peft",
+    "torchao",
     "torchdata",
     "transformers",
     "timm",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import bitsandbytes
 import torch
 from torch import Tensor, nn
 
@@ -14,18 +13,16 @@ from orc.runtime.weights.quantization.scheme import Scheme
 _FORMAT = torch.tensor(0, dtype=torch.uint8)  # by rows, the only one there is
 
 
-class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):
+class OffloadedLinear8bitLt(nn.Linear):
     """Linear layer in eight bits whose weight comes for its forward alone.
 
-    A `Linear8bitLt` keeps its weight in several places once it was used. Here it is a parameter like any other, which
-    hooks bring and take; its scales, a number for each row, stay.
+    A `Linear8bitLt` of bitsandbytes keeps its weight in several places once it was used. Here it is a parameter like
+    any other, which hooks bring and take; its scales, a number for each row, stay.
     """
 
     def __init__(self, linear: nn.Linear, threshold: float, weight: Tensor, scales: Tensor) -> None:
-        super().__init__(
-            linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False,
-            threshold=threshold, device="meta",
-        )  # fmt: skip
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.threshold = threshold
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
         self.SCB: Tensor
@@ -33,8 +30,10 @@ class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's result for *x*."""
-        state: Any = bitsandbytes.MatmulLtState()
-        state.threshold, state.has_fp16_weights, state.is_training = self.state.threshold, False, False
+        import bitsandbytes
+
+        state = bitsandbytes.MatmulLtState()
+        state.threshold, state.has_fp16_weights, state.is_training = self.threshold, False, False
         state.CB, state.SCB = self.weight.data, self.SCB
         bias = None if self.bias is None else self.bias.to(x.dtype)
         result: Tensor = bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
@@ -71,11 +70,16 @@ class EightBit(Scheme):
         scales = saved[".SCB"]
         if offloaded:
             return OffloadedLinear8bitLt(linear, self.threshold, weight, scales)
-        kind: Any = bitsandbytes.nn.Int8Params
-        return self._made(linear, kind(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales))
+        from bitsandbytes.nn import Int8Params
+
+        return self._made(
+            linear, Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales)
+        )
 
     def _made(self, linear: nn.Linear, weight: Any) -> nn.Module:
-        layer = bitsandbytes.nn.Linear8bitLt(
+        from bitsandbytes.nn import Linear8bitLt
+
+        layer: nn.Module = Linear8bitLt(
             linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False,
             threshold=self.threshold, device="meta",
         )  # fmt: skip
@@ -91,8 +95,9 @@ def _scales_at_weight(layer: Any, *_: Any) -> None:
 
 
 def _int8(weight: Tensor, device: torch.device) -> Any:
-    kind: Any = bitsandbytes.nn.Int8Params
-    return kind(weight.detach().cpu(), requires_grad=False, has_fp16_weights=False).to(device)  # quantizes
+    from bitsandbytes.nn import Int8Params
+
+    return Int8Params(weight.detach().cpu(), requires_grad=False, has_fp16_weights=False).to(device)  # quantizes
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,13 @@ class FourBit(Scheme):
 
     def layer(self, linear: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
         """Return the quantized layer of *linear* with *weight* on *device*."""
-        layer = bitsandbytes.nn.Linear4bit(
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        layer: nn.Module = Linear4bit(
             linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=self.compute_dtype,
             compress_statistics=self.double, quant_type=self.kind, device="meta",
         )  # fmt: skip
-        made: Any = bitsandbytes.nn.Params4bit
-        layer.weight = made(
+        layer.weight = Params4bit(
             weight.detach().to(self.dtype), requires_grad=False, compress_statistics=self.double,
             quant_type=self.kind, module=layer,
         ).to(device)  # fmt: skip
@@ -129,8 +135,9 @@ def _weight_of_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) ->
     name = f"{prefix}weight"
     beside = {key.removeprefix(f"{name}."): state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
     if beside and name in state:
-        kind: Any = bitsandbytes.nn.Params4bit
-        layer.weight = kind.from_prequantized(
+        from bitsandbytes.nn import Params4bit
+
+        layer.weight = Params4bit.from_prequantized(
             state[name].clone(), beside, requires_grad=False, device=layer.weight.device, module=layer
         )
         state[name] = layer.weight

@@ -78,7 +78,8 @@ class BnbQuantizationConfig:
 
         if self.load_in_8bit:
             return bnb.EightBit(self.llm_int8_threshold)
-        assert isinstance(self.bnb_4bit_compute_dtype, torch.dtype) and isinstance(self.torch_dtype, torch.dtype)
+        assert isinstance(self.bnb_4bit_compute_dtype, torch.dtype)
+        assert isinstance(self.torch_dtype, torch.dtype)
         return bnb.FourBit(
             self.bnb_4bit_quant_type, self.bnb_4bit_use_double_quant, self.bnb_4bit_compute_dtype, self.torch_dtype
         )
@@ -148,11 +149,11 @@ def _not_lists(config: Any, *names: str) -> list[str]:
 
 
 def _dtype(value: Any, name: str, wrong: list[str]) -> torch.dtype | None:
-    found = (
-        _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
-    )
+    found = value
+    if isinstance(value, str):
+        found = _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value)
     if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return found  # type: ignore[no-any-return]
+        return found
     wrong.append(f"{name}={value!r} is none of 'fp32', 'fp16', 'bf16' and no floating-point dtype of torch")
     return None
 

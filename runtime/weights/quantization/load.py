@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.weights.alignment import Device, as_device
 from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
 from orc.runtime.weights.device_map import MaxMemory, find_tied_parameters, retie_parameters
@@ -28,7 +26,7 @@ from orc.runtime.weights.quantization.layers import layers_to_quantize, named_by
 from orc.runtime.weights.quantization.scheme import Scheme, quantization_of
 from orc.runtime.weights.weights_map import return_free_memory, will_not_need
 
-_TRIM = 16 << 20  # bytes of weights after which free memory goes back to the system
+_TRIM = 4 << 20  # bytes of weights after which free memory goes back to the system
 
 
 def load_and_quantize_model(
@@ -151,7 +149,7 @@ class _Loading:
         self.model, self.scheme, self.plan, self.weights = model, scheme, plan, weights
         self.main = computing_device(plan)
         self.away = offloading_devices(self.main)
-        self.own = {name: value for name, value in model.state_dict(keep_vars=True).items()}
+        self.own = dict(model.state_dict(keep_vars=True))
         self.placement = Placement(model, plan, folder)
 
     def quantize(self, layers: Sequence[str]) -> None:
@@ -179,16 +177,17 @@ class _Loading:
             else:
                 layer = self.scheme.layer(linear, weight, as_device(device))
             if device == "disk":
+                kept = layer.get_parameter("weight")
                 file = path if saved is not None else None
-                self.placement.to_disk(f"{name}.weight", (file, layer.weight), torch.int8)
-                layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
+                self.placement.to_disk(f"{name}.weight", (file, kept), torch.int8)
+                layer.weight = nn.Parameter(torch.empty_like(kept, device="meta"), requires_grad=False)
             layer.training = linear.training
             self.model.set_submodule(name, layer)
             if path is not None and saved is None:
                 will_not_need(weight)
             # What stays lies between what was freed, which the next weight does not fit into.
             read += weight.nbytes
-            if read > _TRIM:
+            if read >= _TRIM:
                 source = linear = weight = None  # type: ignore[assignment]
                 return_free_memory()
                 read = 0

@@ -93,8 +93,8 @@ def refuse_to_save(model: nn.Module) -> None:
     scheme = quantization_of(model)
     if scheme is not None and not scheme.saves:
         raise CheckpointError(
-            f"{scheme.label} weights cannot be saved: keep the weights that they were made from, and quantize them when "
-            "they are loaded; adapters are saved by their own library (peft: save_pretrained)"
+            f"{scheme.label} weights cannot be saved: keep the weights that they were made from, and quantize them "
+            "when they are loaded; adapters are saved by their own library (peft: save_pretrained)"
         )
 
 
