@@ -1,4 +1,9 @@
-"""Audit log: who did what, when, from where. Append-only, as events are."""
+"""Audit log: who did what, when, from where. Append-only, as events are.
+
+What may change something is written down before it begins (an *intent*), and gives way to its line in one transaction
+when it is answered. An intent that stays behind is a change of a process that ended meanwhile: it becomes a line as it
+is. So no change is without a line.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +67,34 @@ def append(
             "data": dump(data or {}),
         },
     )
+
+
+def intend(connection: Connection, intent: str, *, at: float, **line: Any) -> None:
+    """Write down what is about to be done; *intent* is an id of its own, *line* the arguments of `append`."""
+    connection.execute(
+        "INSERT INTO audit_intents (id, at, line) VALUES (:id, :at, :line)",
+        {"id": intent, "at": at, "line": dump(line)},
+    )
+
+
+def answer(connection: Connection, intent: str | None, *, at: float, **line: Any) -> None:
+    """Add the entry of what was answered, in place of its intent, where it has one."""
+    if intent is not None:
+        connection.execute("DELETE FROM audit_intents WHERE id = :id", {"id": intent})
+    append(connection, at=at, **line)
+
+
+def settle(connection: Connection, before: float) -> int:
+    """Turn intents of before that time into entries, with no status; return how many."""
+    rows = connection.tuples(
+        "SELECT id, at, line FROM audit_intents WHERE at < :before ORDER BY at", {"before": before}
+    )
+    settled = 0
+    for intent, at, text in rows:
+        if connection.execute("DELETE FROM audit_intents WHERE id = :id", {"id": intent}):  # nobody was faster
+            append(connection, at=at, **{**json.loads(text), "data": {"status": None}})
+            settled += 1
+    return settled
 
 
 def page(connection: Connection, limit: int, before: int | None = None, *, user: str | None = None) -> list[AuditEntry]:

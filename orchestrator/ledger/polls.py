@@ -5,11 +5,12 @@ Where users have accounts of their own on a cluster, it is asked about the jobs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orc.orchestrator.ledger.database import Connection
 
 _COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error, account"
+_LATELY_S = 120.0  # twice the longest interval between two polls
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,23 @@ def all_polls(connection: Connection) -> list[ClusterPoll]:
         ClusterPoll(*row)
         for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster, account")  # noqa: S608
     ]
+
+
+def by_cluster(connection: Connection) -> list[ClusterPoll]:
+    """Return one row for each cluster, by name: that of the account about which it was asked last, with the error of
+    another one about which it was asked at about the same time.
+    """
+    newest: dict[str, ClusterPoll] = {}
+    every = all_polls(connection)
+    for poll in every:
+        before = newest.get(poll.cluster)
+        if before is None or (poll.polled_at or 0.0) > (before.polled_at or 0.0):
+            newest[poll.cluster] = poll
+    for poll in every:
+        last = newest[poll.cluster]
+        if poll.error and not last.error and (poll.polled_at or 0.0) >= (last.polled_at or 0.0) - _LATELY_S:
+            newest[poll.cluster] = replace(last, error=f"{poll.account}: {poll.error}".removeprefix(": "))
+    return [newest[cluster] for cluster in sorted(newest)]
 
 
 def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float, account: str = "") -> bool:

@@ -263,6 +263,15 @@ audit = sa.Table(
     sa.Index(None, "username", "id"),
 )
 
+# Changes that were let in and not answered yet; each gives way to its line in the audit log.
+audit_intents = sa.Table(
+    "audit_intents",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("at", _TIME, nullable=False),
+    sa.Column("line", _JSON, nullable=False),
+)
+
 # Secrets of a job, encrypted: the key is not in the ledger.
 sealed_secrets = sa.Table(
     "sealed_secrets",

@@ -14,6 +14,13 @@ CREATE TABLE audit (
 
 CREATE INDEX ix_audit_username_id ON audit (username, id);
 
+CREATE TABLE audit_intents (
+  id VARCHAR(64) NOT NULL,
+  at DOUBLE NOT NULL,
+  line TEXT NOT NULL,
+  CONSTRAINT pk_audit_intents PRIMARY KEY (id)
+);
+
 CREATE TABLE cluster_polls (
   cluster VARCHAR(255) NOT NULL,
   account VARCHAR(255) NOT NULL,

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
-from orc.orchestrator.service.audit import Audit
+from orc.orchestrator.service.audit import Audit, intend
 from orc.orchestrator.service.auth import guard
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.description import Description
@@ -66,7 +66,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
         openapi_url="/openapi.json",
-        dependencies=[Depends(guard)],
+        dependencies=[Depends(guard), Depends(intend)],
         responses=errors.ERROR_RESPONSES,
         generate_unique_id_function=description.operation_id,
         lifespan=lifespan,

@@ -1,8 +1,13 @@
-"""The audit log: every request that changes something, with who sent it. Written before it is answered."""
+"""The audit log: every request that changes something, with who sent it. Written before it is answered.
+
+A request that is let in leaves its intent first, so that a process that is killed in the middle leaves a trace
+(`orc.orchestrator.ledger.audit`).
+"""
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import audit as rows
 from orc.orchestrator.service.auth import SAFE_METHODS, Principal, address_of
-from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.context import Service, ServiceDep
 
 logger = logging.getLogger("orc.service")
 
@@ -22,6 +27,21 @@ def note_subject(request: Request, subject: str, **data: Any) -> None:
     """Name what a request has made or changed, where its path does not; *data* holds no secret."""
     request.state.audit_subject = subject
     request.state.audit_data = data
+
+
+def intend(request: Request, service: ServiceDep) -> None:
+    """Write down that *request*, which the guard has let in, may change something."""
+    line = None if request.method in SAFE_METHODS else _line(request.scope, 0)
+    if line is None:
+        return
+    intent = uuid.uuid4().hex
+    try:
+        with service.clients.client() as client, client.workspace.ledger.database.write() as connection:
+            rows.intend(connection, intent, at=service.clock(), **line)
+    except LaunchError as error:  # cancelling goes on where nothing can be written
+        logger.error("the audit log cannot be written: %s; %s", error, line)
+        return
+    request.state.audit_intent = intent
 
 
 class Audit:
@@ -36,19 +56,31 @@ class Audit:
             await self._app(scope, receive, send)
             return
 
-        async def send_on(message: Message) -> None:
-            if message["type"] == "http.response.start" and (line := _line(scope, message["status"])):
+        noted = False
+
+        async def note(status: int) -> None:
+            nonlocal noted
+            if not noted and (line := _line(scope, status)):
+                noted = True
                 try:
-                    await anyio.to_thread.run_sync(self._write, line)
+                    await anyio.to_thread.run_sync(self._write, scope.get("state", {}).get("audit_intent"), line)
                 except LaunchError as error:
                     logger.error("the audit log cannot be written: %s; %s", error, line)
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await note(message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_on)
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception:
+            await note(500)  # as the gate answers it
+            raise
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, intent: str | None, line: Mapping[str, Any]) -> None:
         with self._service.clients.client() as client, client.workspace.ledger.database.write() as connection:
-            rows.append(connection, at=self._service.clock(), **line)
+            rows.answer(connection, intent, at=self._service.clock(), **line)
 
 
 def _line(scope: Scope, status: int) -> dict[str, Any] | None:

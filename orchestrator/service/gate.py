@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from typing import Any
@@ -162,11 +163,18 @@ class Gate:
             self._service.metrics.refused.labels(str(status)).inc()
         principal = scope.get("state", {}).get("principal")
         # The query is left out: whatever was mistyped into it would be kept here.
+        address, path = scope["client"][0] if scope.get("client") else "?", scope["path"][:500]
+        if self._service.settings.access_log == "json":
+            line = {"at": round(self._service.clock(), 3), "address": address, "method": scope["method"], "path": path}
+            line |= {"status": status, "ms": round(seconds * 1000, 1)}
+            line |= {"user": principal.user, "token_id": principal.token_id} if principal else {}
+            access.info("%s", json.dumps(line))
+            return
         access.info(
             "%s %s %s %d %.1fms %s",
-            scope["client"][0] if scope.get("client") else "?",
+            address,
             scope["method"],
-            escape_controls(scope["path"])[:500],
+            escape_controls(path),
             status,
             seconds * 1000,
             f"{escape_controls(principal.user)} {principal.token_id}" if principal else "-",

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from orc.orchestrator.engine.driver import DriverStatus
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.polls import all_polls
+from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.ledger.store import Ledger
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,7 +67,7 @@ def ledger_metrics(ledger: Ledger, now: float) -> list[Metric]:
     with ledger.database.read() as connection:
         states = dict(connection.tuples("SELECT state, count(*) FROM jobs GROUP BY state"))
         attempts = connection.tuples("SELECT state, coalesce(cause, ''), count(*) FROM attempts GROUP BY state, cause")
-        polls = all_polls(connection)
+        polls = by_cluster(connection)
     jobs = GaugeMetricFamily("orc_jobs", "Jobs by state", labels=["state"])
     for state in JobState:
         jobs.add_metric([str(state)], states.get(str(state), 0))

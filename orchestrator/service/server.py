@@ -27,6 +27,7 @@ from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.connections import PromptConnection
 from orc.orchestrator.service.context import Service
+from orc.orchestrator.service.housekeeping import Housekeeper
 from orc.orchestrator.service.settings import Settings
 
 logger = logging.getLogger("orc.service")
@@ -128,9 +129,10 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
     service: Service = app.state.service
     stop = threading.Event()
     deliverer = _deliverer(open_client) if settings.reconciler else nullcontext()
+    housekeeper = Housekeeper(open_client, settings) if settings.reconciler else nullcontext()
     driver = _start_driver(service, open_client, stop) if settings.reconciler else None
     try:
-        with deliverer:
+        with deliverer, housekeeper:
             asyncio.run(run_server(server, settings, on_listening))
     finally:
         stop.set()

@@ -7,9 +7,9 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from orc.launchers import paths
 from orc.launchers.errors import SpecError
@@ -18,6 +18,12 @@ FILE_NAME = "service.yaml"
 PREFIX = "ORC_SERVE_"
 # Those of this machine alone. An address that is none of them can be reached by others.
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+
+
+def _age(given: Any) -> Any:
+    from orc.launchers.spec import grammar
+
+    return None if given is None else grammar.seconds(given)
 
 
 class Settings(BaseModel):
@@ -43,6 +49,11 @@ class Settings(BaseModel):
     threads: int = Field(16, ge=2, le=256, description="requests that are worked on at the same time")
     body_timeout: float = Field(30.0, gt=0, description="longest silence within a request")
     shutdown_timeout: float = Field(20.0, gt=0, description="for requests to finish after SIGTERM")
+    keep_jobs: Annotated[float | None, BeforeValidator(_age)] = Field(
+        None, ge=3600, description="time after which jobs that have ended are removed from the ledger, 30d for example"
+    )
+    keep_failed: bool = Field(False, description="switch that keeps those that have failed, with keep_jobs")
+    access_log: Literal["text", "json"] = Field("text", description="form of the access log")
     poll_interval: float = Field(0.5, gt=0, description="between two looks for new events, while somebody listens")
 
     @property

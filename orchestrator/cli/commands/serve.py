@@ -21,6 +21,9 @@ from orc.orchestrator.cli.options import json_option
 @click.option(
     "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Name that requests may use. Repeatable."
 )
+@click.option(
+    "--access-log", type=click.Choice(["text", "json"]), help="Form of the access log; json: one object on each line."
+)
 @click.option("--no-reconciler", is_flag=True, help="Serve alone: passes are run elsewhere.")
 @click.option(
     "--config", type=click.Path(path_type=Path, dir_okay=False), help="File of settings instead of service.yaml."
@@ -52,6 +55,12 @@ def command(
     chosen = {**given, "allowed_hosts": allowed_hosts or None, "reconciler": False if no_reconciler else None}
     settings = load_settings(chosen, config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if settings.access_log == "json":
+        bare = logging.StreamHandler()  # on stderr as well, with nothing before or behind the object
+        bare.setFormatter(logging.Formatter("%(message)s"))
+        access = logging.getLogger("orc.service.access")
+        access.addHandler(bare)
+        access.propagate = False
 
     def tell(url: str) -> None:
         if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from fastapi.responses import JSONResponse
 
-from orc.orchestrator.ledger.polls import all_polls
+from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import ClusterList, QueueModel
 
@@ -23,7 +23,7 @@ def list_clusters(service: ServiceDep) -> Any:
     with service.clients.client() as client:
         found, _ = read_clusters(client.clusters_file if client.clusters_file.exists() else None)
         with client.workspace.ledger.database.read() as connection:
-            polls = {poll.cluster: poll for poll in all_polls(connection)}
+            polls = {poll.cluster: poll for poll in by_cluster(connection)}
     names = ("polled_at", "answered_at", "interval_s", "error")
     clusters = [
         {"name": name, "kind": cluster.kind, **{key: getattr(polls.get(name), key, None) for key in names}}

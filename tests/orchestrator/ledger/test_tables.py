@@ -141,6 +141,11 @@ def test_one_owner_at_a_time_polls_a_cluster(opened):
         polls.release(connection, "lab", "you")
         assert [poll.cluster for poll in polls.all_polls(connection)] == ["far", "lab"]
         assert polls.take_lease(connection, "far", "me", 131.0, 30.0), "its owner is late"
+        for account, at, error in (("ann", 290.0, "refused"), ("bob", 310.0, None), ("eve", 1.0, "gone for long")):
+            assert polls.take_lease(connection, "lab", "you", at, 30.0, account)
+            assert polls.record(connection, ClusterPoll("lab", polled_at=at, error=error, account=account), "you")
+        (_, lab) = polls.by_cluster(connection)
+        assert (lab.account, lab.polled_at, lab.error) == ("bob", 310.0, "ann: refused")
 
 
 def test_a_clock_that_is_set_back_does_not_keep_a_cluster_from_being_polled(opened):

@@ -30,6 +30,7 @@ from served import Served, make_served
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.ledger import audit
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.service.contents import note_holder
 
@@ -163,6 +164,23 @@ def test_services_killed_in_a_storm_of_submissions_lose_and_double_nothing(pair:
     ids = storm.run(200, kill)
     storm.check(ids, 200)
     assert max(storm.tries.values()) > 1  # it was in the way of some
+
+
+def test_a_change_of_a_service_that_was_killed_before_it_answered_is_in_the_audit_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_served(tmp_path / "state", users={"me": getpass.getuser()})
+    storm = Storm([service], tmp_path)
+    monkeypatch.setenv("ORC_FAULT_POINT", "prepared")
+    service.start()
+    with service.http("me") as http, pytest.raises(httpx.TransportError):
+        http.post("/api/v1/jobs", json=storm.body)
+    with service.open_client() as client:
+        assert len(client.jobs(limit=None)) == 1
+        with client.workspace.ledger.database.write() as connection:
+            assert audit.settle(connection, time.time() + 1) == 1
+            (line,) = audit.page(connection, 9)
+    assert (line.action, line.user, line.data) == ("submit_job", getpass.getuser(), {"status": None})
 
 
 def test_a_database_that_is_restarted_is_waited_for(pair: Any, tmp_path: Path, monkeypatch: Any, postgres: Any) -> None:

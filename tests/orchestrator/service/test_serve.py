@@ -193,6 +193,22 @@ def test_a_request_that_is_under_way_is_finished_before_the_end(capsys: pytest.C
     assert "linus" in capsys.readouterr().out
 
 
+def test_the_access_log_has_one_object_on_each_line(capsys: pytest.CaptureFixture[str]) -> None:
+    token = make_token(capsys)
+    with serving("--no-reconciler", "--access-log", "json") as (url, process):
+        httpx.get(f"{url}/api/v1/me?token=of-nobody", headers=bearer(token)).raise_for_status()
+        httpx.get(f"{url}/api/v1/jobs/%0a%7b%22user%22:%22x%22%7d")
+        process.send_signal(signal.SIGTERM)
+        log = process.communicate()[1]
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert [(line["path"], line["status"], line.get("user")) for line in lines] == [
+        ("/api/v1/me", 200, "ada"),
+        ('/api/v1/jobs/\n{"user":"x"}', 401, None),
+    ]
+    assert {"at", "address", "method", "ms"} < lines[1].keys()
+    assert "of-nobody" not in log
+
+
 def test_a_certificate_that_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_text("no certificate")

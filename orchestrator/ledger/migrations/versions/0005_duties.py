@@ -38,13 +38,20 @@ def upgrade() -> None:
         sa.Column("done_at", sa.Double),
         sa.PrimaryKeyConstraint("name", name="pk_duties"),
     )
+    op.create_table(
+        "audit_intents",
+        sa.Column("id", sa.String(64), nullable=False),
+        sa.Column("at", sa.Double, nullable=False),
+        sa.Column("line", sa.Text, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_audit_intents"),
+    )
     _make_polls("cluster", "account")
 
 
 def downgrade() -> None:
     """Remove the tables; what only they know is lost."""
     _make_polls("cluster")
-    for table in ("duties", "late_copies", "content_holders"):
+    for table in ("audit_intents", "duties", "late_copies", "content_holders"):
         op.drop_table(table)
 
 

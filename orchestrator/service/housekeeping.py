@@ -1,0 +1,78 @@
+"""Housekeeping: once a day old jobs are removed from the ledger, and what else nobody needs any more.
+
+Any number of services may share one ledger: a lease in it lets one of them do it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger import audit, content_holders, duties
+from orc.orchestrator.ledger.prune import PruneRule, prune
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.service.settings import Settings
+
+DUTY = "retention"
+EVERY_S = 86400.0
+LEASE_S = 3600.0
+LOOK_S = 60.0  # between two looks whether it is due
+HOLDERS_S = 90 * 86400.0  # for which it is remembered who has had a content
+_END_S = 5.0
+UNANSWERED_S = 600.0  # after which nobody answers a request any more
+
+logger = logging.getLogger("orc.service")
+
+
+def keep_house(client: Client, settings: Settings) -> str | None:
+    """Do what is due, where it is and nobody else does it; return what was done. Raises `LedgerError`."""
+    ws = client.workspace
+    ledger, now = ws.ledger, ws.clock()
+    if ledger.volatile:
+        return None
+    with ledger.database.write() as connection:
+        audit.settle(connection, now - UNANSWERED_S)
+        if not duties.take(connection, DUTY, ws.owner, now, LEASE_S):
+            return None
+    done = ""
+    if settings.keep_jobs is not None:
+        report = prune(ledger, PruneRule(now - settings.keep_jobs, settings.keep_failed))
+        done = f"removed {report.jobs} jobs that ended long ago, with {report.events} events"
+    with ledger.database.write() as connection:
+        content_holders.forget(connection, now - HOLDERS_S)
+        duties.done(connection, DUTY, ws.owner, now, now + EVERY_S)
+    return done
+
+
+class Housekeeper:
+    """Thread that keeps house, with a client of its own. A context manager; leaving it ends the thread."""
+
+    def __init__(self, open_client: Callable[[], Client], settings: Settings) -> None:
+        self._open_client, self._settings = open_client, settings
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="orc-housekeeping", daemon=True)
+
+    def __enter__(self) -> Housekeeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(_END_S)  # what is under way is done in transactions: it may end with the process
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._open_client() as client:
+                    while not self._stop.is_set():
+                        if done := keep_house(client, self._settings):
+                            logger.info(done)
+                        self._stop.wait(LOOK_S)
+            except LaunchError as error:  # its disk is full, its server away
+                logger.warning("housekeeping: %s", error)
+                self._stop.wait(LOOK_S)

@@ -1,0 +1,89 @@
+"""What a service does once a day, and what it leaves behind when it is killed."""
+
+from __future__ import annotations
+
+import pytest
+from fake_backend import FakeBackend
+
+from orc.launchers.errors import SpecError
+from orc.orchestrator.client import Client
+from orc.orchestrator.ledger import audit, content_holders
+from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.service.housekeeping import keep_house
+from orc.orchestrator.service.settings import load_settings
+
+DAY = 86400
+
+
+@pytest.fixture
+def other(orc_home, backend, clock):
+    """Another service on the same ledger."""
+    with Client(backend_of=lambda _: FakeBackend(backend.root), clock=clock, sleep=clock.sleep) as made:
+        yield made
+
+
+def end(client, job_id, kind):
+    with client.workspace.ledger.transaction() as tx:
+        job = tx.enqueue(NewJob(job_id, job_id, "local", "fake", "", {}, {}, {}))
+        tx.record(job, Event(kind), job_set={"ended_at": tx.now})
+
+
+def names(client):
+    return {row.id for row in client.jobs(limit=None)}
+
+
+def test_old_jobs_are_removed_once_a_day_by_one_of_the_services(client, other, clock):
+    settings = load_settings({"keep_jobs": "30d", "keep_failed": True}, environ={})
+    for job_id, kind in (("old", Kind.JOB_CANCELLED), ("broken", Kind.JOB_FAILED)):
+        end(client, job_id, kind)
+    clock.now += 31 * DAY
+    end(client, "new", Kind.JOB_CANCELLED)
+    assert keep_house(client, load_settings({}, environ={})) == "", "nothing is removed unless that is said"
+    clock.now += DAY
+    assert keep_house(other, settings) == "removed 1 jobs that ended long ago, with 2 events"
+    assert keep_house(client, settings) is None
+    assert names(client) == {"broken", "new"}
+    clock.now += DAY - 60
+    assert keep_house(client, settings) is None
+    clock.now += 60
+    assert keep_house(client, settings) is not None
+
+
+def test_a_service_that_ends_in_the_middle_of_it_is_followed_by_another(client, other, clock, monkeypatch):
+    settings = load_settings({"keep_jobs": "1d"}, environ={})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("orc.orchestrator.service.housekeeping.prune", killed)
+        with pytest.raises(KeyboardInterrupt):
+            keep_house(client, settings)
+    assert keep_house(other, settings) is None
+    clock.now += 3600
+    assert keep_house(other, settings) is not None
+
+
+def test_holders_of_contents_are_forgotten_and_changes_without_an_answer_become_lines(client, clock):
+    with client.workspace.ledger.database.write() as connection:
+        content_holders.add(connection, "ann", ["1" * 64], clock.now)
+        audit.intend(connection, "first", at=clock.now, user="ann", action="submit_job", address="10.0.0.1")
+        audit.intend(connection, "second", at=clock.now, user="ann", action="cancel_job", subject="j-1")
+        audit.answer(
+            connection, "second", at=clock.now, user="ann", action="cancel_job", subject="j-1", data={"status": 200}
+        )
+    clock.now += 91 * DAY
+    for _ in range(2):
+        keep_house(client, load_settings({}, environ={}))
+    with client.workspace.ledger.database.read() as connection:
+        assert content_holders.held(connection, "ann", ["1" * 64]) == set()
+        lines = [(line.action, line.at, line.data) for line in audit.page(connection, 9)]
+    begun = clock.now - 91 * DAY
+    assert lines == [("submit_job", begun, {"status": None}), ("cancel_job", begun, {"status": 200})]
+
+
+@pytest.mark.parametrize(("name", "value"), [("keep_jobs", "soon"), ("keep_jobs", "1m"), ("access_log", "xml")])
+def test_settings_that_are_none_are_refused_with_their_name(name, value):
+    with pytest.raises(SpecError, match=name):
+        load_settings({}, environ={f"ORC_SERVE_{name.upper()}": value})
