@@ -321,6 +321,61 @@ def test_a_training_goes_on_from_its_shards_and_rank_0_has_the_whole_weights(run
             assert mine == ({} if rank else shapes)
 
 
+def test_a_pretrained_model_of_transformers_gets_the_values_of_rank_0(run_ranks, tmp_path):
+    def trained_twice(model, optimizer, backward):
+        losses = []
+        for step in range(2):
+            loss = F.cross_entropy(model(input_ids=batch(step, 0)).logits, torch.arange(4))
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def loaded():
+        from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+        # A head that is not in the file, and buffers that are in none.
+        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 23}
+        config = LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=1, num_labels=4, pad_token_id=22)
+        config.tie_word_embeddings = True
+        found = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_FSDP", "true")
+            patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+            patch.setenv("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+            for version in "12":
+                patch.setenv("FSDP_VERSION", version)
+                fresh()
+                accelerator = Accelerator(cpu=True)
+                if accelerator.is_main_process:
+                    torch.manual_seed(3)
+                    LlamaForCausalLM(config).save_pretrained(tmp_path)
+                accelerator.wait_for_everyone()
+                torch.manual_seed(accelerator.process_index)
+                if version == "1" or accelerator.is_main_process:
+                    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+                else:
+                    with torch.device("meta"):
+                        model = AutoModelForSequenceClassification.from_config(config)
+                whole = {name: value.clone() for name, value in model.state_dict().items()}
+                model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                found[version] = trained_twice(model, optimizer, accelerator.backward), whole
+        if not accelerator.is_main_process:
+            return [losses for losses, _ in found.values()], None
+        expected = []
+        for _, whole in found.values():
+            model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+            model.load_state_dict(whole)
+            expected.append(trained_twice(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.Tensor.backward))
+        return [losses for losses, _ in found.values()], expected
+
+    (first, expected), (second, _) = run_ranks(2, loaded)
+    assert first == second
+    for losses, wanted in zip(first, expected, strict=True):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+
+
 def test_models_for_evaluation_sharded_ones_and_small_ones(run_ranks):
     def models():
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
