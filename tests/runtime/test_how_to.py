@@ -65,6 +65,22 @@ def test_examples_run_one_after_the_other(page, tmp_path, monkeypatch):
         ]
 
 
+@pytest.mark.parametrize("kind", ["context", "sequence"])
+def test_the_page_on_long_sequences_runs_on_two_ranks(run_ranks, kind):
+    blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / "context-parallel.md").read_text(), re.MULTILINE | re.DOTALL)
+    block = blocks[kind == "sequence"]
+
+    def run():
+        namespace = {"__name__": kind}
+        exec(compile(block, "context-parallel.md", "exec"), namespace)
+        weights = [parameter.sum().item() for parameter in namespace["model"].parameters()]
+        return namespace["labels"].shape, len(namespace["texts"]), weights
+
+    first, second = run_ranks(2, run, env={"ORC_USE_CPU": "1"})
+    assert first == second
+    assert first[:2] == ((2, 16), 4)
+
+
 def test_the_page_on_fsdp_runs_on_two_ranks(run_ranks, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (PAGES / "fsdp.md").read_text(), re.MULTILINE | re.DOTALL)
 
