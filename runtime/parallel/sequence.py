@@ -61,7 +61,7 @@ class SequenceParallel:
                 f"{_KIND}: sp_backend='deepspeed' (the default) is computed by DeepSpeed, and there is no "
                 "deepspeed_plugin: pass one, or choose ParallelismConfig(sp_backend='torch')"
             )
-        _check_heads(model, ctx.topology.size("sp"))
+        _check_heads(model, ctx.topology.size("sp"), ctx.topology.size("tp"))
         check_model(model, _KIND)
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
@@ -95,13 +95,14 @@ class SequenceParallel:
         return SequenceCut(ctx.topology.place("sp"), ranks, fixed)
 
 
-def _check_heads(model: nn.Module, ranks: int) -> None:
-    """Raise `ContextError` where *model* says how many heads it has, and *ranks* processes cannot share them out."""
+def _check_heads(model: nn.Module, ranks: int, cut: int) -> None:
+    """Raise `ContextError` where *model* says how many heads it has, and *ranks* cannot share out a *cut*-th."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
-        _refuse_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+        of_keys = getattr(config, "num_key_value_heads", None) or heads
+        _refuse_heads(heads // cut, max(of_keys // cut, 1), ranks)
 
 
 def _refuse_heads(heads: int, of_keys: int, ranks: int) -> None:

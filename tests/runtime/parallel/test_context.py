@@ -1,5 +1,7 @@
 """Context parallelism: sequences in pieces over real ranks learn what one process learns of whole ones."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ VOCABULARY, LENGTH = 32, 16
 
 
 class Decoder(nn.Module):
-    """One layer of causal attention over tokens and their positions."""
+    """One layer of causal attention over tokens and their positions, computed again in backward."""
 
     def __init__(self, heads=4, size=16):
         super().__init__()
@@ -19,6 +21,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens, positions):
         hidden = self.tokens(tokens) + self.places(positions)
+        return torch.utils.checkpoint.checkpoint(self.attend, hidden, use_reentrant=False)
+
+    def attend(self, hidden):
         parts = self.mixed(hidden).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         query, key, value = parts.unbind(2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -127,11 +132,13 @@ def trained(sizes, shard, whose, folder, steps=2):
         ({"cp_size": 2}, False, "torch"),
         ({"cp_size": 2}, True, "transformers"),
         ({"cp_size": 2, "dp_shard_size": 2}, True, "transformers"),
+        ({"cp_size": 2, "tp_size": 2}, False, "transformers"),
+        ({"cp_size": 2, "tp_size": 2}, True, "transformers"),
         ({"cp_size": 2, "dp_replicate_size": 2}, False, "transformers"),
     ],
 )
 def test_sequences_in_pieces_teach_what_whole_ones_teach(run_ranks, tmp_path, sizes, shard, whose):
-    ranks = 2 * sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    ranks = math.prod(sizes.values())
     for lengths, norms, expected in run_ranks(
         ranks, trained, sizes, shard, whose, str(tmp_path / "saved"), timeout=200
     ):

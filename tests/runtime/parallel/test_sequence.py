@@ -1,5 +1,6 @@
 """Sequence parallelism: pieces of sequences, and in attention heads, over real ranks learn what one process learns."""
 
+import math
 import warnings
 
 import pytest
@@ -37,7 +38,7 @@ def llama(**options):
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **options}))
 
 
@@ -92,7 +93,7 @@ def trained(sizes, shard, whose, folder, steps=2):
         with accelerator.accumulate(model):
             seen.append({name: list(value.shape) for name, value in batch.items()})
             labels = batch["shift_labels"]
-            if shares == 1:
+            if accelerator.num_processes == ranks:
                 accelerator.backward(aggregated(loss_of(model, dict(batch)), labels, group, ranks))
             else:  # over gloo torch's differentiable all_gather knows no groups
                 accelerator.backward(loss_of(model, dict(batch), "sum"), normalize_by=(labels != -100).sum())
@@ -124,12 +125,13 @@ def trained(sizes, shard, whose, folder, steps=2):
     ("sizes", "shard", "whose"),
     [
         ({"sp_size": 2}, False, "torch"),
-        ({"sp_size": 2, "dp_replicate_size": 2}, False, "transformers"),
+        ({"sp_size": 2, "dp_replicate_size": 2}, False, "torch"),
+        ({"sp_size": 2, "tp_size": 2}, False, "transformers"),
         ({"sp_size": 2, "dp_shard_size": 2}, True, "torch"),
     ],
 )
 def test_pieces_and_heads_teach_what_whole_sequences_teach(run_ranks, tmp_path, sizes, shard, whose):
-    ranks = 2 * sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    ranks = math.prod(sizes.values())
     for seen, norms, expected in run_ranks(ranks, trained, sizes, shard, whose, str(tmp_path / "saved")):
         assert seen == {"input_ids": [2, 8], "position_ids": [2, 8], "shift_labels": [2, 8]}
         assert norms == pytest.approx(expected, rel=1e-4)
