@@ -1,5 +1,6 @@
 """The how-to pages on the runtime: their examples run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,53 @@ def test_the_page_on_pipelines_runs_on_two_ranks(run_ranks):
     first, last = run_ranks(2, run, env={"ORC_USE_CPU": "1"})
     assert first == (None, ["1"])
     assert last[0].shape == (10, 64)
+
+
+def test_the_page_on_training_in_stages_runs_on_two_ranks(run_ranks, tmp_path):
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (PAGES / "pipeline-training.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+
+    def run():
+        os.chdir(tmp_path)
+        namespace = {"__name__": "pipelines"}
+        exec(compile("\n".join(blocks), "pipeline-training.md", "exec"), namespace)
+        return namespace["loss"].item(), len(namespace["state"]), sorted(dict(namespace["inside"].named_parameters()))
+
+    (loss, names, first), (other_loss, none, last) = run_ranks(2, run, env={"ORC_USE_CPU": "1"}, timeout=120)
+    assert loss == other_loss > 0
+    assert (names, none) == (18, 0)
+    assert len(first) + len(last) == 18
+    assert {one.partition(".")[0] for one in last} == {"blocks", "head"}
+
+
+def test_the_figures_of_the_guide_to_parallelism_are_those_of_the_calculator():
+    import transformers
+
+    from orc.runtime.weights.parallel_memory import Training, estimate_parallel_memory, parse_parallelism
+
+    text = (PAGES / "choose-parallelism.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "choose-parallelism.md", "exec"), {})
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    rows = re.findall(r"^\| `(\w+=[\w=,]+)`(.*?) \| ([\d.| ]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for sizes, words, figures in rows:
+        training = Training(
+            parse_parallelism(sizes),
+            mixed_precision="bf16",
+            batch=8 if "pp" in sizes else 1,
+            sequence=65536 if "64 k" in words else 8192,
+            checkpointing="checkpointing" in words,
+        )
+        found = estimate_parallel_memory(model, training).largest
+        parts = (found.parameters, found.gradients, found.optimizer, found.gathered, found.activations, found.total)
+        assert [float(one) for one in figures.split("|")] == pytest.approx([one / 2**30 for one in parts], abs=0.051)
 
 
 def test_examples_of_deepspeed_run_one_after_the_other(tmp_path):

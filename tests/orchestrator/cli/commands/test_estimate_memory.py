@@ -62,3 +62,32 @@ def test_a_hub_that_cannot_be_asked_says_what_else_there_is(orc: Run, monkeypatc
     done = orc("estimate-memory", "org/model")
     assert done.code != 0
     assert "config.json" in done.err or "huggingface_hub" in done.err
+
+
+def test_memory_of_each_process_of_a_parallel_run(orc: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    asked = (
+        "estimate-memory",
+        str(tmp_path),
+        "--parallelism",
+        "dp_shard=2,pp=2",
+        "--batch",
+        "4",
+        "--seq-length",
+        "128",
+    )
+    shown = orc(*asked).out
+    assert "on 4 processes" in shown
+    assert [word for word in shown.split() if word == "stage"] == ["stage", "stage"]
+    told = orc(*asked, "--mixed_precision", "bf16", "--activation-checkpointing", "--json").json
+    assert told["parallelism"] == {"dp_shard": 2, "pp": 2}
+    assert told["largest"]["optimizer"] > 1.9 * told["largest"]["parameters"]
+    assert told["largest"] in told["stages"]
+    for wrong, message in (
+        (("--parallelism", "dp_shrd=2"), "dp_shard"),
+        (("--batch", "2"), "--parallelism"),
+        (("--parallelism", "tp=2", "--dtypes", "int8"), "--dtype"),
+    ):
+        done = orc("estimate-memory", str(tmp_path), *wrong)
+        assert done.code != 0
+        assert message in done.err
