@@ -65,7 +65,7 @@ HOMES: dict[str, str] = {
     "cpu_offload_with_hook": "weights.model_offload",
     "CpuOffload": "weights.model_offload",
     "current_context": "core.context",
-    "DataLoaderAdapter": "data.loader",
+    "DataLoaderAdapter": "data.adapter",
     "DataLoaderConfiguration": "core.handlers",
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",

@@ -158,9 +158,9 @@ from orc.runtime.core.process_control import wait_for_everyone as wait_for_every
 from orc.runtime.core.state import AcceleratorState as AcceleratorState
 from orc.runtime.core.state import GradientState as GradientState
 from orc.runtime.core.state import PartialState as PartialState
+from orc.runtime.data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from orc.runtime.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from orc.runtime.data.iterable import IterableDatasetShard as IterableDatasetShard
-from orc.runtime.data.loader import DataLoaderAdapter as DataLoaderAdapter
 from orc.runtime.data.loader import DataLoaderShard as DataLoaderShard
 from orc.runtime.data.prepare import prepare_data_loader as prepare_data_loader
 from orc.runtime.data.prepare import skip_first_batches as skip_first_batches

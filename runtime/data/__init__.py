@@ -6,15 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orc.runtime.data.adapter import DataLoaderAdapter
     from orc.runtime.data.dispatch import DataLoaderDispatcher
     from orc.runtime.data.iterable import IterableDatasetShard
-    from orc.runtime.data.loader import DataLoaderAdapter, DataLoaderShard
+    from orc.runtime.data.loader import DataLoaderShard
     from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
     from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler
 
 _HOMES = {
     "BatchSamplerShard": "samplers",
-    "DataLoaderAdapter": "loader",
+    "DataLoaderAdapter": "adapter",
     "DataLoaderDispatcher": "dispatch",
     "DataLoaderShard": "loader",
     "IterableDatasetShard": "iterable",

@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from orc.runtime.compat.availability import require_stateful_dataloader
+from orc.runtime.data.adapter import DataLoaderAdapter
 from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
 from orc.runtime.data.iterable import IterableDatasetShard, MarkedCollate, Stream
-from orc.runtime.data.loader import DataLoaderAdapter, DataLoaderShard, is_stream, shares_itself
+from orc.runtime.data.loader import DataLoaderShard, is_stream, shares_itself
 from orc.runtime.data.order import Order, SeededOrder, SequentialOrder, ShuffledOrder
 from orc.runtime.data.plan import IndexPlan
 from orc.runtime.data.position import Share

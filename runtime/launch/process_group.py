@@ -190,7 +190,8 @@ def one_node(launch: LaunchEnvironment) -> bool:
 def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Board, bytes]:
     """The board of the process group that is open, and its key; a second context of the same group has the same."""
     global _board
-    from orc.runtime.collectives.board import BoardError, open_board
+    from orc.runtime.collectives.board import BoardError
+    from orc.runtime.collectives.board_server import open_board
 
     group = dist.group.WORLD
     if _board is not None and _board[0] is group:

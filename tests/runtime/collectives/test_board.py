@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import pytest
 
-from orc.runtime.collectives import board as board_module
-from orc.runtime.collectives.board import BoardError, BoardServer, BoardTimeout, LocalBoard, RemoteBoard, open_board
+from orc.runtime.collectives import board_line
+from orc.runtime.collectives.board import BoardError, BoardTimeout, LocalBoard
+from orc.runtime.collectives.board_server import STRANGERS, BoardServer, RemoteBoard, open_board
 
 KEY = b"k" * 32
 
@@ -123,8 +124,8 @@ def test_a_stranger_changes_nothing_and_holds_nobody_up(remote, server, local, w
 
 
 def test_a_crowd_of_silent_strangers_is_turned_away_after_a_while(remote, server, monkeypatch):
-    monkeypatch.setattr(board_module, "GREETING_S", 0.5)
-    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(board_module.STRANGERS + 20)]
+    monkeypatch.setattr(board_line, "GREETING_S", 0.5)
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(STRANGERS + 20)]
     try:
         remote.set("a", "b")
         assert remote.get("a") == b"b"
@@ -172,7 +173,7 @@ def test_what_came_in_time_is_read_by_a_thread_that_is_late():
         with receiver:
             sender.sendall(b"answer")
             receiver.recv(6, socket.MSG_PEEK | socket.MSG_WAITALL)
-            line = board_module._Line(receiver)
+            line = board_line.Line(receiver)
             assert line._exactly(6, time.monotonic() - 1) == b"answer"
             with pytest.raises(TimeoutError):
                 line._exactly(1, time.monotonic() - 1)

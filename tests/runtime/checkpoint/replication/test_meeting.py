@@ -10,7 +10,8 @@ import pytest
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.replication import meeting as meeting_module
 from orc.runtime.checkpoint.replication.meeting import Meeting, see_off
-from orc.runtime.collectives.board import BoardServer, LocalBoard, RemoteBoard
+from orc.runtime.collectives.board import LocalBoard
+from orc.runtime.collectives.board_server import BoardServer, RemoteBoard
 
 KEY = b"k" * 32
 

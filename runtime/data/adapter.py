@@ -1,0 +1,296 @@
+"""What all prepared loaders have in common: passes, positions, and the placement of batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.core.events import Events
+from orc.runtime.data.index_batches import PassSampler
+from orc.runtime.data.iterable import Stream
+from orc.runtime.data.plan import PositionError
+from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
+from orc.runtime.data.synchronize import align
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.observe.meter import Meter
+
+
+class DataLoaderAdapter:
+    """Base of the prepared loaders.
+
+    A loader counts what it yields, so `state_dict` tells at any moment where it is, and `load_state_dict` makes the
+    next pass continue there, in the order that pass had. A pass that is left early leaves nothing behind.
+
+    Attributes:
+        end_of_dataloader: the batch just yielded is the last of its pass.
+        remainder: samples in the global batch just yielded that are no repetitions; -1 when nothing was repeated.
+        total_batch_size: samples per step over all ranks.
+        total_dataset_length: samples of the dataset, over all ranks.
+        own_share: the data is one rank's share already, made for as many as there are.
+        simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
+        events: are told when the loop asks for the next batch; the Accelerator puts its own here.
+        steps: counts optimizer steps; the Accelerator puts its own here.
+        part: makes of a batch what this rank computes of it; `None` where that is all of it.
+        meter: measures how long the loop waits for batches; the Accelerator puts its own here.
+    """
+
+    dataset: Any
+    end_of_dataloader: bool
+    remainder: int
+    events: Events
+    steps: Callable[[], int] | None
+    meter: Meter | None
+    part: Callable[[Any], Any] | None
+
+    def _adopt(
+        self,
+        *,
+        context: RunContext | None,
+        device: torch.device | str | None,
+        non_blocking: bool,
+        rng_types: Sequence[str] | None,
+        synchronized_generator: torch.Generator | None,
+        skip_batches: int,
+        total_batch_size: int,
+        world_size: int | None,
+    ) -> None:
+        if context is None:
+            from orc.runtime.core.context import current_context
+
+            context = current_context()
+        self.context = context
+        self.gradient = context.gradient
+        self.device = None if device is None else torch.device(device)
+        self.non_blocking = non_blocking
+        self.rng_types = tuple(str(kind) for kind in rng_types or ())
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.skips = skip_batches > 0
+        self.world_size = context.topology.take_share()[1] if world_size is None else world_size
+        self.simulated = False
+        self.own_share = False
+        self.total_batch_size = total_batch_size
+        self.cursor = Cursor()
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.events = Events()
+        self.steps = None
+        self.meter = None
+        self.part = None
+        self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what belongs to this process: workers, channels, and those who listen.
+        left = ("gradient", "events", "steps", "meter", "seek", "_iterator")
+        return {name: None if name in left else value for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, gradient=state["context"].gradient, events=Events())
+        if isinstance(self.dataset, Stream):
+            self.dataset.seek_of_workers = None
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset over all ranks. Raises `TypeError` for a stream without a length."""
+        inner = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+        return len(inner)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running pass, or of the next one."""
+        cursor = self.cursor
+        if cursor.live is not None:
+            return cursor.live.epoch
+        return cursor.pending["epoch"] if cursor.pending is not None else cursor.epoch
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that all ranks have taken since the start of the running pass's epoch; 0 between passes."""
+        live = self.cursor.live
+        return live.samples(self.total_batch_size) if live is not None else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass number *epoch*; samplers and datasets that take an epoch are told."""
+        self.cursor.set_epoch(epoch)
+        self._announce(epoch)
+
+    def _announce(self, epoch: int) -> None:
+        sampler = self._passes()
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        dataset = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def _passes(self) -> PassSampler | None:
+        """The batch sampler that can start anywhere, `None` for streams and for the user's own samplers."""
+        raise NotImplementedError
+
+    @property
+    def rows_of_last_batch(self) -> int:
+        """Samples of the last round where the data do not fill it; -1 where they do, or it is not known."""
+        plan = getattr(self._passes(), "plan", None)
+        return -1 if plan is None or getattr(self, "batch_size", None) is None else plan.remainder or -1
+
+    def _generator(self) -> torch.Generator | None:
+        """The generator that later epochs draw from: part of the position."""
+        sampler = self._passes()
+        for holder in (getattr(sampler, "sampler", None), sampler, getattr(self.dataset, "dataset", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return self.synchronized_generator
+
+    def _open(self) -> Pass:
+        """Begin a pass: a new one, or the rest of a restored one. `skip_batches` counts from the start of the epoch."""
+        cursor = self.cursor
+        pending, cursor.pending = cursor.pending, None
+        steps = self.steps() if self.steps is not None else 0
+        if pending is None:
+            current = Pass(cursor.epoch, self.skip_batches, None, False, steps, steps)
+        else:
+            done, cut = self._continue(pending) if pending["live"] else (self.skip_batches, Cut())
+            current = Pass(pending["epoch"], done, pending["key"], pending["live"], steps, steps, cut=cut)
+        cursor.epoch, cursor.live = current.epoch, current
+        self.end_of_dataloader, self.remainder = False, -1
+        self._announce(current.epoch)
+        if not current.restored and not self.simulated:
+            align(self.rng_types, self.synchronized_generator, self.context)
+        return current
+
+    def _close(self, current: Pass, exhausted: bool) -> None:
+        cursor = self.cursor
+        if cursor.live is current:
+            cursor.live = None
+            taken = current.began_at < self.steps() if self.steps is not None else current.done > 1
+            # A look at one batch is not an epoch; a training loop left early is.
+            if exhausted or taken:
+                cursor.epoch = current.epoch + 1
+                cursor.pending = None
+        self.gradient.end(self, exhausted=exhausted)
+
+    def _continue(self, position: Position) -> tuple[int, Cut]:
+        """The batches of the epoch to leave out, and the cut that they are counted with."""
+        cut, rounds = self._restore(position), position["rounds"]
+        if not self.skips or self.skip_batches == rounds:
+            return rounds, cut
+        if cut.rounds:
+            raise PositionError(
+                f"skip_first_batches({self.skip_batches}): the checkpoint was saved after {rounds} batches, "
+                f"{offset_of(position)} samples into the epoch, with {position['global_batch']} samples per step, and "
+                f"now a step has {self.total_batch_size}, so that batches cannot be counted from the start of the "
+                "epoch: leave skip_first_batches out, the loader goes on with the next sample by itself"
+            )
+        return self.skip_batches, cut
+
+    def _restore(self, position: Position) -> Cut:
+        """The cut for continuing *position* here. Raises `PositionError`."""
+        ranks, here = position.get("ranks", 1), self.world_size if self.own_share else 1
+        if position["rounds"] and ranks != here:
+            raise PositionError(
+                f"saved in the middle of an epoch of data that shares itself out, then to {ranks} processes, now to "
+                f"{here}: nobody but the dataset knows who has read what. Continue with {ranks}, or resume from a "
+                "checkpoint taken at the end of an epoch"
+            )
+        sampler = self._passes()
+        if sampler is not None:
+            return sampler.restore(position, self.total_batch_size)
+        cut = cut_at(position, self.total_batch_size)
+        if cut.rounds and (self.own_share or not isinstance(self.dataset, Stream)):
+            raise PositionError(
+                f"saved in the middle of an epoch with {position['global_batch']} samples per step, now it is "
+                f"{self.total_batch_size}: resume with the same samples per step, or from the end of an epoch"
+            )
+        return cut
+
+    def state_dict(self) -> Position:
+        """Return the position: in the middle of a pass while one runs, otherwise at the start of the next epoch."""
+        cursor, sampler, generator = self.cursor, self._passes(), self._generator()
+        state: Position = {
+            "epoch": self.epoch,
+            "live": False,
+            "rounds": 0,
+            "offset": 0,
+            "global_batch": self.total_batch_size,
+            "length": 0,
+            "key": None,
+            "generator": None if generator is None else generator.get_state(),
+        }
+        live = cursor.live
+        if live is not None:
+            state["live"], state["rounds"], state["key"] = True, live.done, live.key
+            state["finished"] = live.finished
+            state["offset"] = live.samples(self.total_batch_size)
+            if sampler is not None:
+                sampler.note(state, live)
+            if self.own_share:
+                state["ranks"] = self.world_size
+        elif cursor.pending is not None:
+            state = cursor.pending
+        return state
+
+    def check_position(self, state: Mapping[str, Any]) -> Cut:
+        """Return the cut with which the next pass continues from *state*. Raises `PositionError` when it cannot."""
+        return self._restore(cast("Position", state)) if state["live"] else Cut()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from *state* with the next pass. Raises `PositionError` when that is impossible here."""
+        self.check_position(state)
+        position = cast("Position", dict(state))
+        generator = self._generator()
+        if generator is not None and position["generator"] is not None:
+            generator.set_state(position["generator"])
+        self.cursor.pending = position
+        self.cursor.epoch = position["epoch"]
+
+    def skipping(self, num_batches: int) -> DataLoaderAdapter:
+        """A view of this loader whose passes leave out the first *num_batches* batches that this one's have."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.skip_batches, view.skips = self.skip_batches + num_batches, True
+        view.__dict__["_iterator"] = None  # persistent workers belong to the loader that started them
+        return view
+
+    def _watched(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
+        """*source*, the rest of a restored epoch; warns of a script that goes through its beginning without training.
+
+        That is easily done: ``if step <= resume_step: continue`` skips what the loader has left out already.
+        """
+        steps, restored, taken = self.steps, current.done, 0
+        began = steps() if steps is not None else 0
+        for batch in source:
+            if steps is None or steps() > began:
+                self._warn_of_skips(current, restored, taken - self.gradient.num_steps)
+                yield batch
+                yield from source
+                return
+            yield batch
+            taken += 1
+        trained = steps is None or steps() > began
+        self._warn_of_skips(current, restored, taken - self.gradient.num_steps if trained else taken)
+
+    def _warn_of_skips(self, current: Pass, restored: int, untrained: int) -> None:
+        if self.steps is not None and untrained > 0 and self.context.is_main:
+            warnings.warn(
+                f"a loader was restored to batch {restored} of epoch {current.epoch}, and then {untrained} of its "
+                "batches went by without an optimizer step. It goes on with the next batch by itself: a script that "
+                "skips by hand after load_state (`if step <= resume_step: continue`) skips twice, and never sees the "
+                "samples between. Leave the skipping out, or let skip_first_batches do it (docs/how-to/resume.md)",
+                stacklevel=2,
+            )
+
+    def _place(self, batch: Any) -> Any:
+        if self.part is not None:
+            batch = self.part(batch)
+        device = self.device
+        return batch if device is None or device.type == "cpu" else send_to_device(batch, device, self.non_blocking)
+
+    @property
+    def _moves(self) -> bool:
+        return self.part is not None or (self.device is not None and self.device.type != "cpu")
