@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 LIBRARIES = ("timm", "transformers")
+_UNREACHABLE = "the Hub cannot be asked"
 
 
 class ModelNotFound(ValueError):
@@ -56,41 +57,53 @@ def _of_config(path: Path, trust_remote_code: bool) -> nn.Module:
     try:
         loaded = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
+        _refuse_own_code(str(path), error)
         raise ModelNotFound(f"{file} is no configuration that Transformers knows: {_first_line(error)}") from None
     return _made(transformers, loaded, str(file), trust_remote_code)
 
 
 def _of_hub(name: str, library_name: str | None, trust_remote_code: bool) -> nn.Module:
-    library = library_name or _library_on_the_hub(name)
-    if library == "timm":
-        return _of_timm(f"hf-hub:{name}", {})
-    if library != "transformers":
-        raise ModelNotFound(f"{name} is a model of {library}; only {' and '.join(LIBRARIES)} can be estimated")
-    transformers = _library("transformers", name)
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    said, problem = _library_on_the_hub(name)
+    library = library_name or said
+    if library is None:
         raise ModelNotFound(
-            f"{name} is no folder or file here, and not found on the Hub: {_first_line(error)}"
-        ) from None
+            f"{name} is no folder or file here, and {problem}. Give a folder with a config.json, package.module:Class, "
+            f"or library_name ({', '.join(LIBRARIES)})"
+        )
+    if library not in LIBRARIES:
+        raise ModelNotFound(f"{name} is a model of {library}; only {' and '.join(LIBRARIES)} can be estimated")
+    if library == "timm":
+        if said is None and problem.startswith(_UNREACHABLE):
+            raise ModelNotFound(f"{name} is no folder or file here, and {problem}")
+        return _of_timm(f"hf-hub:{name}", {})
+    transformers = _library("transformers", name)
+    # Where the Hub did not answer just now, what was downloaded before is left; asking again would take half a minute.
+    local = problem.startswith(_UNREACHABLE)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, local_files_only=local
+        )
+    except (OSError, ValueError) as error:
+        _refuse_own_code(name, error)
+        why = problem if local else f"not found on the Hub: {_first_line(error)}"
+        raise ModelNotFound(f"{name} is no folder or file here, and {why}") from None
     return _made(transformers, config, name, trust_remote_code)
 
 
-def _library_on_the_hub(name: str) -> str:
+def _library_on_the_hub(name: str) -> tuple[str | None, str]:
+    """Return the library that the Hub names for the model *name*, or else why there is none."""
     hub = _library("huggingface_hub", name)
     try:
         info = hub.model_info(name)
     except Exception as error:  # noqa: BLE001 - the network has many ways to fail, and all mean the same here
-        raise ModelNotFound(
-            f"{name} is no folder or file here, and the Hub cannot be asked: {_first_line(error)}. Give a folder with "
-            "a config.json, package.module:Class, or library_name"
-        ) from None
+        return None, f"{_UNREACHABLE}: {_first_line(error)}"
     found = getattr(info, "library_name", None)
-    if not found:
-        raise ModelNotFound(
-            f"the Hub does not say which library {name} is for: give library_name ({', '.join(LIBRARIES)})"
-        )
-    return str(found)
+    return (str(found), "") if found else (None, "the Hub does not say which library it is for")
+
+
+def _refuse_own_code(name: str, error: BaseException) -> None:
+    if "trust_remote_code" in str(error):
+        raise ModelNotFound(f"{name} brings code of its own along: read it, then give trust_remote_code") from None
 
 
 def _made(transformers: Any, config: Any, name: str, trust_remote_code: bool) -> nn.Module:
