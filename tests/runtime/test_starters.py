@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import operator
+import os
 import re
 import runpy
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -167,6 +169,37 @@ def test_answers_are_written_once_also_after_an_interruption(start, tmp_path):
     check("distributed-inference", outputs)
     assert "process 0 has written 12 shards" in outputs[0]
     assert "897 answers to 897 of 897 inputs" in outputs[0]
+    with pytest.raises(Exception, match="another --shard-size: 000000-000050"):
+        start("distributed-inference", "--shard-size", "60", world=1)
+
+
+def killed_at_the_fourth_shard(*program):
+    """Run the starter; its process is killed while the fourth shard is half written."""
+    replace, written = Path.replace, []
+
+    def replace_or_die(path, target):
+        if len(written) == 3:
+            path.write_text(path.read_text()[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(target)
+        return replace(path, target)
+
+    Path.replace = replace_or_die
+    return rank(*program)
+
+
+def test_answers_are_written_once_also_after_a_kill(start, run_ranks, tmp_path):
+    folder = FOLDERS["distributed-inference"]
+    program = (str(folder / "predict.py"), str(tmp_path), ["--shard-size", "100"])
+    with pytest.raises(Exception, match=r"9|SIGKILL|died|signal"):
+        run_ranks(1, killed_at_the_fourth_shard, *program, env={"ORC_USE_CPU": "1"})
+    assert len(list((tmp_path / "answers").glob("*.jsonl"))) == 3
+    assert [path.stat().st_size for path in (tmp_path / "answers").glob("*.part")] == [100]
+    outputs = start("distributed-inference", "--shard-size", "100", world=2)
+    check("distributed-inference", outputs)
+    assert [figures(output, "has written")[0] for output in outputs] == [3, 3]
+    assert "897 answers to 897 of 897 inputs" in outputs[0]
+    assert not list((tmp_path / "answers").glob("*.part"))
 
 
 def test_stages_on_two_processes_answer_as_the_whole_model_does(start):

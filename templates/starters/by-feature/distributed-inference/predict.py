@@ -4,14 +4,15 @@
     orc launch -n 2 --cpu predict.py
 
 Each process takes its share of the inputs and writes it in shards, whose names say which inputs are in them. A shard
-appears complete or not at all, so that after an interruption, also on another number of processes, only what is missing
-is computed. `--break-after` ends the run early to try that out.
+appears complete or not at all, so that after an interruption (a kill -9 too), also on another number of processes, only
+what is missing is computed. `--break-after` ends the run early to try that out.
 
 Expected: accuracy of the answers >= 0.92
 """
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -36,17 +37,24 @@ def main():
     inputs = digits.data[900:]
 
     args.output.mkdir(exist_ok=True)
-    starts = list(range(0, len(inputs), args.shard_size))
-    missing = [start for start in starts if not (args.output / f"{start:06d}.jsonl").exists()]
+    ranges = [(start, min(start + args.shard_size, len(inputs))) for start in range(0, len(inputs), args.shard_size)]
+    shards = {args.output / f"{start:06d}-{end:06d}.jsonl": (start, end) for start, end in ranges}
+    written = set(args.output.glob("*.jsonl"))
     accelerator.wait_for_everyone()  # all have looked before anybody writes
+    if written - set(shards):
+        raise SystemExit(f"{args.output} has shards of another --shard-size: {min(written - set(shards)).name}")
+    missing = [shard for shard in shards if shard not in written]
     with accelerator.split_between_processes(missing) as mine:
-        for start in mine[: args.break_after]:
-            batch = torch.tensor(inputs[start : start + args.shard_size], device=accelerator.device)
+        for shard in mine[: args.break_after]:
+            start, end = shards[shard]
+            batch = torch.tensor(inputs[start:end], device=accelerator.device)
             answers = (batch @ weights.T + bias).argmax(dim=1).tolist()
-            lines = [json.dumps({"input": start + offset, "answer": answer}) for offset, answer in enumerate(answers)]
-            shard = args.output / f"{start:06d}.jsonl"
             partial = shard.with_suffix(".part")
-            partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            with partial.open("w", encoding="utf-8") as file:
+                for place, answer in enumerate(answers, start):
+                    file.write(json.dumps({"input": place, "answer": answer}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             partial.replace(shard)  # at once: nobody sees half of a shard
         print(f"process {accelerator.process_index} has written {len(mine[: args.break_after])} shards")
     accelerator.wait_for_everyone()
