@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from orc.runtime.parallel import Request, apply_all, batch_cut, chosen, extract_model_from_parallel, is_sharded
 from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.moving import follow, move
+from orc.runtime.parallel.own_mesh import follow_mesh
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
 from orc.runtime.weights.quantization.scheme import refuse_to_optimize, refuse_to_train
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from orc.runtime.engine import Engine
     from orc.runtime.parallel.precision import Precision
     from orc.runtime.preemption.watching import Watching
+
+
+_TURNS = (nn.Module, DataLoader, Optimizer, LRScheduler)
 
 
 class Preparation:
@@ -71,7 +75,8 @@ class Preparation:
 
     def one_by_one(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
         """Prepare each of *objects* by itself; the result is in their order."""
-        # Schedulers refer to optimizers, and these to models, which may stand behind them.
+        # Schedulers refer to optimizers, and these to models, which may stand behind them. Loaders share the data out
+        # as the mesh of a model says.
         result: dict[int, Any] = {}
         for index in sorted(range(len(objects)), key=lambda index: _turn(objects[index])):
             result[index] = self.one(objects[index], placement[index])
@@ -122,6 +127,8 @@ class Preparation:
             placement=place,
             mixed_precision=self.precision.name,
         )
+        if is_sharded(model):
+            follow_mesh(model, ctx)
         applied = chosen(model, ctx, request)
         if place and not is_sharded(model) and not any(one.places_parameters for one in applied):
             model = move(model, ctx.device)
@@ -224,4 +231,4 @@ class Preparation:
 
 
 def _turn(one: Any) -> int:
-    return 2 if isinstance(one, LRScheduler) else 1 if isinstance(one, Optimizer) else 0
+    return next((turn for turn, kind in enumerate(_TURNS) if isinstance(one, kind)), 0)

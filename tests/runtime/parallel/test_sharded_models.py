@@ -94,6 +94,7 @@ class Replacing:
     needs: tuple[str, ...] = ()
     conflicts = ("ddp",)
     places_parameters = True
+    serves = ()
 
     def wanted(self, model, ctx, request):
         return True
@@ -178,3 +179,47 @@ def test_parallelizers_that_need_or_exclude_each_other_are_refused_by_name(among
             accelerator.prepare(nn.Linear(1, 1))
     among(Replacing(), Default())
     assert accelerator.prepare(nn.Linear(1, 1)).weight.item() == 1.0, "a default gives way"
+
+
+def cut_by_the_script(told):
+    """Train a model that the script has cut over ``tp`` of its mesh; the batches seen, and what one process learns."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from orc.runtime import Accelerator, ParallelismConfig
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def one():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    model, plain = one(), one()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    config = ParallelismConfig(device_mesh=mesh) if told else None
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    loader, optimizer = torch.utils.data.DataLoader(data, batch_size=2), torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, model, optimizer = accelerator.prepare(loader, model, optimizer)
+    reference, seen = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for step, batch in enumerate(loader):
+        seen.append(data.eq(batch[0]).all(1).nonzero().item())
+        accelerator.backward(model(batch).square().mean())
+        plain(data[4 * step : 4 * step + 4]).square().mean().backward()
+        norms = accelerator.clip_grad_norm_(model.parameters(), 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(*norms)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    state = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items() if state else ():
+        torch.testing.assert_close(state[name], value)
+    return str(accelerator.ctx.topology), seen
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_run_is_laid_out_as_the_mesh_that_a_script_brings_along(run_ranks, told):
+    seen = run_ranks(4, cut_by_the_script, told)
+    assert seen == [("dp_replicate 2 x tp 2", list(range(2 * (rank // 2), 16, 4))) for rank in range(4)]
