@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
 
 GroupKind = Literal["sweep", "array", "pipeline"]
-_OF_GROUP = ("sweep", "array", "max_parallel")
+OF_GROUP = ("sweep", "array", "max_parallel")
 _OF_PIPELINE = ("jobs", "name", "max_parallel")
 _REFERENCE = re.compile(r"[-_. ]?\$\{[^}]*\}")
-_STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+STAGE = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 
 class Member(NamedTuple):
@@ -119,7 +119,7 @@ def examine_jobs(
 
 
 def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None) -> Examined | ExaminedGroup:
-    own_keys = {key: document.data[key] for key in _OF_GROUP if key in document.data}
+    own_keys = {key: document.data[key] for key in OF_GROUP if key in document.data}
     try:  # the group alone: the keys that it gives values to need not be there without it
         spec = validate(Document({"name": "x", "command": "x", **own_keys}, "", document.keys, document.values))
     except SpecProblems:
@@ -133,7 +133,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
     indices = [index for index, _ in several]
     for index, assigned in several:
         own = _copy(document)
-        for key in _OF_GROUP:
+        for key in OF_GROUP:
             own.data.pop(key, None)
         parameters = {key: _shown(value) for key, value in assigned.items()}
         for key, value in assigned.items():
@@ -202,12 +202,12 @@ def _pipeline(
     found.max_parallel = limit if isinstance(limit, int) else None
     for index, (stage, own) in enumerate(stages.items()):
         place: KeyPath = ("jobs", stage)
-        if not _STAGE.fullmatch(stage):
+        if not re.fullmatch(STAGE, stage, re.ASCII):
             what = f"{stage!r} is no name of a job: letters, digits, - and _, no dash first"
             found.problems.append(at(document, place, what, key=True, shown=("jobs",)))
         elif not isinstance(own, dict):
             found.problems.append(at(document, place, "expected the keys of a job"))
-        elif refused := next((key for key in _OF_GROUP if key in own), None):
+        elif refused := next((key for key in OF_GROUP if key in own), None):
             what = "a job of a pipeline is one job: submit sweeps and arrays by themselves"
             found.problems.append(at(document, (*place, refused), what, key=True))
         else:
@@ -219,7 +219,7 @@ def _pipeline(
 
 def _stage(document: Document, stage: str, pipeline: str, cluster: str | None) -> Document:
     """Return the job file of one stage: what the pipeline says for all, and over it what the stage says."""
-    shared = {key: value for key, value in document.data.items() if key not in (*_OF_PIPELINE, *_OF_GROUP)}
+    shared = {key: value for key, value in document.data.items() if key not in (*_OF_PIPELINE, *OF_GROUP)}
     data = _merged(copy.deepcopy(shared), copy.deepcopy(document.data["jobs"][stage]))
     data.setdefault("name", f"{pipeline}-{stage}")
     if cluster is not None:

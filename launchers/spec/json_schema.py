@@ -7,6 +7,7 @@ from typing import Any
 
 from orc.launchers.spec.clusters import LOCAL, Cluster
 from orc.launchers.spec.environment import Conda, Container, Copy, Environment, Venv
+from orc.launchers.spec.groups import OF_GROUP, STAGE
 from orc.launchers.spec.job import JobSpec, Launcher, Workdir
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -28,9 +29,25 @@ def job_schema() -> dict[str, Any]:
     retry = raw["$defs"]["Retry"]["properties"]["on"]
     several = {"type": retry.pop("type"), "items": retry.pop("items")}
     retry["anyOf"] = [several, several["items"]]
-    schema = _finished(raw, "A job of orc: docs/reference/job-yaml.md")
+    schema = _finished(raw, "A job of orc, or a pipeline of them: docs/reference/job-yaml.md")
+    required = schema.pop("required")
     # Where a program is needed, one of three keys will do, and no editor has to know which.
-    schema["anyOf"] = [{"required": [key]} for key in ("script", "module", "command")]
+    schema["anyOf"] = [{"required": [*required, key]} for key in ("script", "module", "command")]
+    schema["anyOf"].append({"required": ["jobs"]})
+    stage = {key: value for key, value in schema["properties"].items() if key not in OF_GROUP}
+    schema["$defs"]["Stage"] = {
+        "type": "object",
+        "description": "Keys of a job: what the pipeline says for all of its jobs need not be said again.",
+        "properties": stage,
+        "additionalProperties": False,
+    }
+    schema["properties"]["jobs"] = {
+        "type": "object",
+        "description": "The jobs of a pipeline, by name; the other keys are those of all of them.",
+        "minProperties": 1,
+        "propertyNames": {"pattern": f"^{STAGE}$"},
+        "additionalProperties": {"$ref": "#/$defs/Stage"},
+    }
     return schema
 
 

@@ -111,6 +111,17 @@ def table(rows: Sequence[JobRow], wide: bool = False) -> str:
     return output.table([*header, "REASON"], cells, fit=not wide)
 
 
+def fitting(rows: Sequence[JobRow], wide: bool, height: int) -> str:
+    """Return the table of the newest jobs, which *height* lines have room for, and how many more there are.
+
+    The others are not laid out at all: with 10,000 jobs that would take longer than the time between two looks.
+    """
+    room = max(height - 2, 1)  # beside the header, and the line below
+    if len(rows) <= room:
+        return table(rows, wide)
+    return f"{table(rows[:room], wide)}\n... and {len(rows) - room:,} more: `orc list --state RUNNING`, --name, --tag"
+
+
 def watch(read_rows: Callable[[], list[JobRow]], rows: list[JobRow], wide: bool) -> None:
     """Show the table whenever it changes: in its place on a terminal, as lines of what has changed elsewhere."""
     import sys
@@ -124,7 +135,8 @@ def watch(read_rows: Callable[[], list[JobRow]], rows: list[JobRow], wide: bool)
 
         with Live(auto_refresh=False, vertical_overflow="crop") as screen:
             while True:
-                screen.update(Text.from_ansi(rendered(table(rows, wide)), no_wrap=True), refresh=True)
+                text = fitting(rows, wide, screen.console.size.height)
+                screen.update(Text.from_ansi(rendered(text), no_wrap=True), refresh=True)
                 time.sleep(INTERVAL_S)
                 rows = read_rows()
     shown: dict[str, tuple[str, str]] = {}

@@ -20,6 +20,7 @@ def command(
     following: bool,
     ranks: tuple[int, ...],
     all_ranks: bool,
+    bell: bool,
     reconciler: bool,
     as_json: bool,
 ) -> int:
@@ -43,5 +44,6 @@ def command(
         following=following,
         ranks=ranks,
         all_ranks=all_ranks,
+        bell=bell,
         as_json=as_json,
     )

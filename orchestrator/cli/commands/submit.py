@@ -20,8 +20,9 @@ Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
 
 def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--follow``, ``--rank``, ``--all-ranks``."""
+    """``--follow``, ``--rank``, ``--all-ranks``, ``--bell``."""
     for option in (
+        click.option("--bell", is_flag=True, help="With --follow: ring when it has ended, here and on the desktop."),
         click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
         click.option(
             "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
@@ -92,6 +93,7 @@ def command(
     following: bool,
     ranks: tuple[int, ...],
     all_ranks: bool,
+    bell: bool,
     reconciler: bool,
     yes: bool,
     as_json: bool,
@@ -134,6 +136,7 @@ def command(
         following=following,
         ranks=ranks,
         all_ranks=all_ranks,
+        bell=bell,
         as_json=as_json,
         yes=yes,
     )
@@ -164,6 +167,7 @@ def run(
     ranks: tuple[int, ...],
     all_ranks: bool,
     as_json: bool,
+    bell: bool = False,
     yes: bool = False,
 ) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
@@ -171,8 +175,8 @@ def run(
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.cli.ui.submitting import submission_progress
 
-    if (ranks or all_ranks) and not following:
-        raise click.UsageError("--rank and --all-ranks need --follow", click.get_current_context())
+    if (ranks or all_ranks or bell) and not following:
+        raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
     with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
         view = submit(on_progress)
     if following:
@@ -180,6 +184,11 @@ def run(
 
         selection = Selection() if all_ranks else Selection(ranks or (0,), asked=bool(ranks))
         view = _follow(client, view, selection, as_json)
+        if bell:
+            from orc.orchestrator.cli.ui import jobtext
+            from orc.orchestrator.cli.ui.bell import ring
+
+            ring("orc", [jobtext.headline(view)])
         if as_json:
             echo_json(view.to_dict())
         return int(of_states([view.state]))

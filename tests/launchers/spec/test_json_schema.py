@@ -58,6 +58,27 @@ def test_short_forms_references_and_plain_values_are_allowed(job: Draft202012Val
         assert job.is_valid(data | {"environment": environment})
 
 
+PIPELINE = """\
+cluster: local
+jobs:
+  prepare: {command: make data, outputs: {data: out}}
+  train: {script: a.py, resources: {nodes: 2}, inputs: {data: prepare.data}}
+"""
+
+
+def test_a_pipeline_has_jobs_in_place_of_a_program(job: Draft202012Validator) -> None:
+    data = source.parse(PIPELINE, "job.yaml").data
+    assert [e.message for e in job.iter_errors(data)] == []
+    for wrong in (
+        {"jobs": {}},
+        {"jobs": {"-x": {"command": "a"}}},
+        {"jobs": {"a": {"comand": "a"}}},
+        {"jobs": {"a": {"command": "a", "array": "4"}}},
+        {"jobs": {"a": {"jobs": {}}}},
+    ):
+        assert not job.is_valid(data | wrong), wrong
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 from served_ledger import Served
 
 from orc.launchers.attempts.logs import LogSelector
-from orc.launchers.errors import RenderError, SpecError
+from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.clients import requests
 from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
@@ -107,6 +108,23 @@ def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv(sealing.VARIABLE)
     with pytest.raises(sealing.UnsealError, match="no usable key"):
         sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
+
+
+def test_no_text_of_a_job_is_read_by_a_shell(served: Served, project: Project, tmp_path: Path) -> None:
+    evil = f"x'\"; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned` | & > {tmp_path}/pwned \\"
+    script = "import os, sys, json\nprint(json.dumps([sys.argv[1:], os.environ['EVIL']]), flush=True)\n"
+    with served.client() as client:
+        texts = {"args": [evil, "-c", "*"], "env": {"EVIL": evil}, "tags": {"evil": evil}}
+        made = client.submit(project(script, **texts))
+        (done,) = client.wait([made.id], timeout_s=120)
+        assert done.state == "SUCCEEDED", done.reason
+        (line,) = b"".join(chunk.data for chunk in client.read_log(made.id, LogSelector(rank=0))).splitlines()
+        assert json.loads(line) == [[evil, "-c", "*"], evil]
+        assert client.job(made.id).tags == {"evil": evil}
+        for wrong in ({"name": evil}, {"cluster": evil}, {"script": f"{evil}.py"}, {"secrets": [evil]}):
+            with pytest.raises(LaunchError):
+                client.ask(requests.submit({**made.spec, **wrong}, {"code": made.digests["code"]}, "", {}, "k" * 9))
+    assert not (tmp_path / "pwned").exists()
 
 
 def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: Project) -> None:

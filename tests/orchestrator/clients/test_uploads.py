@@ -119,6 +119,28 @@ def test_a_manifest_with_a_path_that_leaves_the_tree_is_refused(served, http, pa
     assert not (served.state_dir / "store" / "trees" / f"{digest}.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("link", "/etc/passwd"),
+        ("link", "../../../etc/passwd"),
+        ("a/link", "../../out"),
+        ("link", "link"),
+        ("link", "a\0b"),
+        ("link", ""),
+    ],
+)
+def test_a_link_that_leads_out_of_its_tree_or_nowhere_is_refused(served, http, path, target):
+    entries = [Entry("file", FILE, _sha(b""), 0).to_dict(), Entry.link(path, target).to_dict()]
+    digest = "a" * 64
+    answer = http.put(
+        f"{API}/bundles/trees/{digest}", content=json.dumps({"format": 1, "digest": digest, "entries": entries})
+    )
+    assert answer.status_code == 422
+    assert "another tree" not in answer.text, "it is refused for what it is, and not for its digest"
+    assert not (served.state_dir / "store" / "trees" / f"{digest}.json").exists()
+
+
 def test_a_manifest_makes_a_tree_once_its_contents_are_there(served, http):
     data = b"a content of its own"
     bundle = Bundle.of([Entry("a/b.txt", FILE, _sha(data), len(data))])

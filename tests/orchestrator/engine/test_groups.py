@@ -269,3 +269,23 @@ def test_a_specification_of_several_jobs_is_no_single_job_either(client, backend
     with pytest.raises(SpecError, match="describes several jobs"):
         submission.start(ws, loaded.spec, snapshot, source="")
     assert client.jobs() == []
+
+
+def test_what_a_job_takes_is_stored_by_the_full_id_however_it_was_named(client, backend, clock, job_file):
+    backend.passes_artefacts = True
+
+    def submit(**keys):
+        clock.now += 1  # `@last` goes by the time
+        return client.submit(job_file(**keys))
+
+    for named in ("its id but for a letter", "@last"):
+        source = submit(outputs={"model": "model.txt"})
+        name = "@last" if named == "@last" else source.id[:-1]
+        taking = submit(inputs={"data": f"{name}.model"})
+        assert client.job(taking.id).spec["inputs"] == {"data": f"{source.id}.model"}
+        submit(outputs={"model": "model.txt"})
+        assert client.resubmit(taking.id).spec["inputs"] == {"data": f"{source.id}.model"}
+        clock.now += 1
+        newest = submit(outputs={"model": "model.txt"})
+        changed = client.resubmit(taking.id, overrides=["inputs.data='@last.model'"])
+        assert changed.spec["inputs"] == {"data": f"{newest.id}.model"}

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.notifications import message
 from orc.orchestrator.notifications.delivery import send
-from orc.orchestrator.notifications.posting import Undelivered, is_public
+from orc.orchestrator.notifications.posting import Undelivered, _pinned, is_public, post
 from orc.orchestrator.notifications.settings import Settings, load_settings
 from orc.orchestrator.notifications.targets import Policy, Undeliverable, shown, target_of
 
@@ -276,3 +280,45 @@ def test_of_a_url_no_more_than_the_host_is_shown():
 )
 def test_public_addresses_are_told_from_others(address, public):
     assert is_public(address) is public
+
+
+def inside(network: str) -> st.SearchStrategy[str]:
+    return st.ip_addresses(network=network).map(str)
+
+
+NOT_PUBLIC = st.one_of(
+    *(inside(one) for one in ("10.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")),
+    *(inside(one) for one in ("0.0.0.0/8", "100.64.0.0/10", "224.0.0.0/4", "fc00::/7", "fe80::/10", "ff00::/8")),
+    st.just("::1"),
+)
+WRAPPED = (
+    lambda four: f"::ffff:{four}",
+    lambda four: f"64:ff9b::{four}",
+    lambda four: "2002:{:02x}{:02x}:{:02x}{:02x}::1".format(*map(int, four.split("."))),
+)
+PUBLIC = st.sampled_from(["93.184.216.34", "1.1.1.1", "2606:2800:220:1::1"])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(PUBLIC, max_size=2), NOT_PUBLIC, st.lists(PUBLIC, max_size=1), st.sampled_from((str, *WRAPPED)))
+def test_a_name_that_leads_inside_among_others_is_not_posted_to(before, private, after, wrapped):
+    """Whatever the form of the private address, wherever it stands in the answer."""
+    address = wrapped(private) if "." in private else private
+    addresses = [*before, address, *after]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 443)) for one in addresses]
+    target = target_of("webhook:https://hooks.example.org/x", Settings(), Policy(service=True), known)
+    with mock.patch.object(socket, "getaddrinfo", return_value=found), mock.patch("httpx.Client.stream") as sent:
+        with pytest.raises(Undeliverable, match="which is no public address"):
+            post(target, b"{}", {})
+        assert not sent.called
+
+
+@pytest.mark.parametrize("first", ["93.184.216.34", "2606:2800:220:1::1"])
+def test_what_is_posted_to_is_the_address_that_was_looked_at(first):
+    """A second answer of the name server, for the connection itself, plays no part."""
+    answers = iter([[(socket.AF_INET, socket.SOCK_STREAM, 6, "", (first, 8443))]])
+    target = target_of("webhook:https://hooks.example.org:8443/x", Settings(), Policy(service=True), known)
+    with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: next(answers)):
+        url, headers, name = _pinned(target)
+    assert urlsplit(url).hostname == first
+    assert (headers, name) == ({"host": "hooks.example.org:8443"}, "hooks.example.org")

@@ -126,6 +126,14 @@ def test_a_large_snapshot_is_refused_before_it_is_read_unless_it_is_meant(
     assert orc("submit", path, "--yes", "--follow").code == 0
 
 
+def test_a_watched_list_lays_out_what_the_terminal_has_room_for() -> None:
+    rows = [JobRow(f"a-{i}", "n", "local", "local", "RUNNING", "", 1, 0.0, 0.0, 1.0, (), {}, None) for i in range(9999)]
+    lines = listing.fitting(rows, False, height=24).splitlines()
+    assert [line.split()[0] for line in lines] == ["JOB", *(f"a-{i}" for i in range(22)), "..."]
+    assert "and 9,977 more" in lines[-1]
+    assert len(listing.fitting(rows[:22], False, height=24).splitlines()) == 23
+
+
 def test_a_watched_list_prints_what_has_changed(
     orc: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hosts_testbed import eventually
@@ -85,8 +86,14 @@ def test_a_script_whose_name_looks_like_an_option_runs(orc: Run, job_file: JobFi
     assert (result.code, result.out) == (0, "it ran\n")
 
 
-def test_submit_follow_shows_rank_0_byte_for_byte_and_succeeds(orc: Run, job_file: JobFile) -> None:
-    result = orc("submit", job_file(TWO), "--follow")
+def test_submit_follow_shows_rank_0_byte_for_byte_rings_and_succeeds(
+    orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung: list[Any] = []
+    monkeypatch.setattr("orc.orchestrator.cli.ui.bell.ring", lambda *said: rung.append(said))
+    assert orc("submit", job_file(TWO), "--bell").code == 2
+    result = orc("submit", job_file(TWO), "--follow", "--bell")
+    assert [(title, "SUCCEEDED" in line) for title, (line,) in rung] == [("orc", True)]
     assert (result.code, result.out) == (0, "out of 0\nerr of 0\n")
     assert "SUCCEEDED" in result.err
 
