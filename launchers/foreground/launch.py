@@ -56,6 +56,7 @@ class LocalLaunch:
     module: bool = False  # program[0] is a module, as in python -m
     no_python: bool = False  # program[0] is a program of its own
     python: str = field(default_factory=lambda: sys.executable)
+    python_flags: Sequence[str] = ()  # of the interpreter
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None  # each rank's output goes to rank-<n>.log there as well
     tee: Streams = 3  # which of its streams: 1 stdout, 2 stderr, 3 both; or one such number for each local rank
@@ -73,11 +74,21 @@ class LocalLaunch:
         if self.no_python:
             return list(self.program)
         if self.module:
-            return [self.python, "-m", *self.program]
+            return [self.python, *self.python_flags, "-m", *self.program]
         if not Path(first).exists():
             hint = "Use -m for a module, or --no-python for a program that is not Python."
             raise LaunchError(f"no such script: {first}", where=_current_directory(), hint=hint)
-        return [self.python, *self.program]
+        return [self.python, *self.python_flags, *self.program]
+
+
+def interpreter_flags(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags that Python itself was given in the command line *argv* of ``python FLAGS -m orc.launch``."""
+    if "-m" not in argv:
+        return ()
+    module = argv.index("-m")
+    if list(argv[module + 1 : module + 2]) != ["orc.launch"]:
+        return ()
+    return tuple(flag for flag in argv[1:module] if flag not in ("-E", "-I"))  # with these, ranks find no runtime
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def command_line(
         words = ["-f", str(hostfile), "-n", str(total), "-ppn", str(total // machines)]
     kind = ["--module"] if request.module else ["--no_python"] if request.no_python else []
     file = ["--config_file", values.get("config_file")] if "config_file" in values.given else []
-    launch = [request.python, "-m", "orc.launch", *file, *kind, "--", *request.program]
+    launch = [request.python, *request.python_flags, "-m", "orc.launch", *file, *kind, "--", *request.program]
     return ["mpirun", *words, *launch], {**env, **own}
 
 

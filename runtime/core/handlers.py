@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.enums import DDPCommunicationHookType, DynamoBackend
@@ -205,11 +204,6 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """``project_dir/checkpoints``."""
-        return Path(self.project_dir or ".") / "checkpoints"
 
 
 SaveHook = Callable[["list[torch.nn.Module]", "list[dict[str, torch.Tensor]]", str], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,7 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     from orc.launchers.accelerate.merge import merge
     from orc.launchers.errors import LaunchError
     from orc.launchers.foreground.documented import documented
-    from orc.launchers.foreground.launch import LocalLaunch, launch, log_stderr
+    from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags, launch, log_stderr
     from orc.runtime.core.config import ConfigError, to_env
 
     own = {name: options.pop(name) for name in ("nproc", "python", "seed", "grace", "stand_in")}
@@ -184,7 +185,9 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     file, where = _file_values(options["config_file"])
     try:
         values = merge(options, file, os.environ, where)
-        interpreter = {"python": own["python"]} if own["python"] else {}
+        interpreter: dict[str, Any] = {"python_flags": interpreter_flags(sys.orig_argv)}
+        if own["python"]:
+            interpreter["python"] = own["python"]
         settings = {"seed": own["seed"], "stand_in": ",".join(own["stand_in"]) or None}
         request = LocalLaunch(program, env=to_env(settings), grace_s=own["grace"], **interpreter)
         if values.get("mpirun_hostfile"):

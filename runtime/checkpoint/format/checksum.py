@@ -121,5 +121,5 @@ def _sums(cells: memoryview) -> Any:
     return numpy.concatenate((numpy.add.reduce(grids, 2), numpy.add.reduce(grids, 1)), 1)
 
 
-ALGORITHMS: dict[str, type[Crc32] | type[Grid64]] = {"crc32": Crc32, "grid64": Grid64}
+ALGORITHMS: dict[str, type[Checksum]] = {"crc32": Crc32, "grid64": Grid64}
 DEFAULT = "grid64"

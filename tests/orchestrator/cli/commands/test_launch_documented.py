@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.accelerate.keys import GROUPS, OPTIONS
+from orc.launchers.foreground.launch import interpreter_flags
 
 from ..conftest import Run
 
@@ -110,6 +111,15 @@ def test_other_spellings_of_the_command(place: Path) -> None:
     for words in (LAUNCH, [script]):
         done = subprocess.run([*words, "--num_processes=2", "report.py", "-m"], capture_output=True, text=True)
         assert [arguments for arguments, _ in reports(done.stdout)] == [["-m"], ["-m"]], done.stderr
+
+
+def test_the_flags_of_the_interpreter_are_those_of_the_ranks(place: Path) -> None:
+    (place / "flags.py").write_text("import sys; print(__debug__, sys.warnoptions, sys.flags.isolated)")
+    words = [sys.executable, "-O", "-W", "error", "-m", "orc.launch", "flags.py", "-m"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout == "False ['error'] 0\n", done.stderr
+    assert interpreter_flags(["python", "-I", "-X", "dev", "-m", "orc.launch"]) == ("-X", "dev")
+    assert interpreter_flags(["python", "-O", "-m", "pytest", "-m", "orc.launch"]) == ()
 
 
 def test_streams_go_to_the_terminal_and_to_files_as_chosen(orc_process: Run, place: Path) -> None:
