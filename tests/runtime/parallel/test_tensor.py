@@ -226,3 +226,77 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, me
             accelerator.prepare(Plain())
 
     run_threads(2, ask)
+
+
+def saved(sizes, folder):
+    """Train, save the state and the model, train one step more; the weights then."""
+    return _with_state(sizes, folder, load=False)
+
+
+def loaded(sizes, folder):
+    """Load that state into another layout, train one step more; the weights then."""
+    return _with_state(sizes, folder, load=True)
+
+
+def _with_state(sizes, folder, load):
+    AcceleratorState._reset_state(reset_partial_state=False)
+    config = config_of(sizes, "plain") if sizes else None
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin_of(sizes, "plain"))
+    torch.manual_seed(int(load))
+    model = Plain(tied=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def step(ids):
+        accelerator.backward(loss_of(model, ids))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, second = batches(1)[:2]  # the same for all: any layout then gives the same numbers
+    if load:
+        accelerator.load_state(folder)
+    else:
+        step(first[0])
+        accelerator.save_state(folder)
+        accelerator.save_model(model, f"{folder}-model")
+    step(second[0])
+    return accelerator.get_state_dict(model)
+
+
+def test_a_state_is_loaded_into_another_layout(run_ranks, tmp_path):
+    from safetensors.torch import load_file
+
+    layouts = [(1, {}), (2, {"tp": 2}), (4, {"dp_shard": 2, "tp": 2})]
+    for source, target in [(1, 0), (0, 1), (2, 1)]:
+        folder = str(tmp_path / f"{source}-{target}")
+        expected = run_ranks(layouts[source][0], saved, layouts[source][1], folder)[0]
+        found = run_ranks(layouts[target][0], loaded, layouts[target][1], folder)[0]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        whole = load_file(f"{folder}-model/model.safetensors")
+        assert all(whole[name].shape == expected[name].shape for name in whole)
+        assert {"blocks.0.up.weight", "blocks.1.norm.bias"} <= whole.keys()
+
+
+def test_a_model_that_transformers_has_cut_is_trained_as_it_is(run_ranks, tmp_path):
+    torch.manual_seed(0)
+    llama().save_pretrained(tmp_path)
+
+    def train():
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+        cut = DistributedConfig(tp_size=2, tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=cut)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for ids in batches(1):
+            losses.append(loss_of(model, ids[0]))
+            accelerator.backward(losses[-1])
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    losses = run_ranks(2, train, timeout=180)[0]
+    torch.testing.assert_close(losses, alone("llama", 1)[0], rtol=1e-4, atol=1e-5)
