@@ -177,13 +177,16 @@ def _sharding(draft: Draft, kind: str) -> None:
 
 
 def _parallelism(draft: Draft) -> None:
-    sizes = {
-        str(option.variable): str(value)
+    settings = {
+        option.name.removeprefix("parallelism_config_"): value
         for option in of_group("parallelism")
         if not option.says_nothing(value := draft.take(option.name, option.default))
     }
-    if sizes:
-        draft.env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}
+    if settings:
+        try:
+            draft.runtime["parallelism"] = check("parallelism", settings)
+        except ConfigError as error:
+            raise SpecError(str(error), where=draft.config.where("distributed_type")) from None
 
 
 def _processes(draft: Draft, kind: str) -> None:

@@ -75,7 +75,7 @@ def _parallelism() -> Iterator[Option]:
             key=f"parallelism_config.parallelism_config_{name}_size",
             variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
             default=1,
-            job=f"env.PARALLELISM_CONFIG_{name.upper()}_SIZE",
+            job=f"runtime.parallelism.{name}_size",
         )
     others: tuple[tuple[str, Callable[[Any], Any], Any, str], ...] = (
         ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
@@ -98,7 +98,7 @@ def _parallelism() -> Iterator[Option]:
             key=f"parallelism_config.parallelism_config_{name}",
             variable=f"PARALLELISM_CONFIG_{name.upper()}",
             default=default,
-            job=f"env.PARALLELISM_CONFIG_{name.upper()}",
+            job=f"runtime.parallelism.{name}",
         )
 
 

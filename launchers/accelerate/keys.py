@@ -106,7 +106,7 @@ _PARADIGM = (
     Option("use_parallelism_config", "paradigm", "Lay the processes out as the sizes below say.", truth, "done",
            "Trains with tensor, context or sequence parallelism beside data parallelism.",
            ("--use_parallelism_config",), switch=True, variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-           job="env.ACCELERATE_USE_PARALLELISM_CONFIG"),
+           job="runtime.parallelism"),
     Option("use_megatron_lm", "paradigm", "Train with Megatron-LM.", truth, "refused",
            "The runtime has no Megatron-LM engine; tensor and sequence parallelism come with a ParallelismConfig.",
            ("--use_megatron_lm",), switch=True, variable="ACCELERATE_USE_MEGATRON_LM"),

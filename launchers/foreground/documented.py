@@ -17,7 +17,7 @@ from orc.launchers.foreground.gpus import visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.tee import Streams
 from orc.launchers.foreground.world import World, joined, of_machines
-from orc.runtime.core import fp8_settings
+from orc.runtime.core import fp8_settings, parallelism_settings
 
 
 @dataclass
@@ -54,6 +54,7 @@ def documented(
     if note := kernel_note(os.uname().release):
         found.notes.append(note)
     world, nprocs = _ranks(found, values, env, {**env, **own}, nproc, count)
+    _check_layout({**env, **own}, nprocs if world is None else world.size)
     if values.get("tee") is not None or values.get("redirects") is not None or values.get("log_dir") is not None:
         request = _logs(request, values, found.notes)
     found.request = replace(
@@ -80,6 +81,16 @@ def _check_fp8(request: LocalLaunch, env: Mapping[str, str]) -> None:
         fp8_settings.choose(wanted, fp8_settings.installed())
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _check_layout(env: Mapping[str, str], processes: int) -> None:
+    """Raise `LaunchError` when the sizes of parallelism do not make the number of *processes*."""
+    try:
+        problem = parallelism_settings.problem(parallelism_settings.from_environment(env), processes)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    if problem:
+        raise LaunchError(problem)
 
 
 def kernel_note(release: str) -> str | None:

@@ -18,7 +18,7 @@ from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellL
 from orc.launchers.spec.relations import DependsOn, Inputs, Outputs
 from orc.launchers.spec.retry import Retry as Retry
 from orc.launchers.spec.sweep import Array, Sweep
-from orc.runtime.core import fp8_settings
+from orc.runtime.core import fp8_settings, parallelism_settings
 from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
@@ -245,6 +245,8 @@ class JobSpec(FrozenModel):
                     problems.append((("env", known.variable), str(error)))
         if problem := self._precision_problem():
             problems.append(problem)
+        if problem := self._layout_problem():
+            problems.append(problem)
         for index, name in enumerate(self.secrets):
             if name in self.env:
                 problems.append((("env", name), "is also listed in secrets"))
@@ -267,6 +269,17 @@ class JobSpec(FrozenModel):
         except ValueError as error:
             return ("runtime", "mixed_precision"), str(error)
         return None
+
+    def _layout_problem(self) -> tuple[grammar.Path, str] | None:
+        """Return what cannot be about ``runtime.parallelism`` in this job: ranks would refuse it later."""
+        settings, resources = self.runtime.get("parallelism"), self.resources
+        elsewhere = resources.options and not (resources.procs_per_node or resources.gpus_per_node)
+        if not settings or elsewhere:  # options of a platform say how many processes there are
+            return None
+        if resources.min_nodes != resources.max_nodes:
+            return ("resources", "nodes"), "runtime.parallelism lays out a fixed number of processes: give one number"
+        found = parallelism_settings.problem(settings, resources.max_nodes * resources.nproc)
+        return (("runtime", "parallelism"), found) if found else None
 
     def _starts(self, program: str) -> bool:
         """Return True when the first word of the command is *program*, by whatever path."""

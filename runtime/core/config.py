@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, parallelism_settings
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
@@ -283,6 +283,12 @@ SECTIONS: dict[str, Section] = {
             fsdp_settings.normalise,
             fsdp_settings.variables,
             "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys.",
+        ),
+        Section(
+            "parallelism",
+            parallelism_settings.normalise,
+            parallelism_settings.variables,
+            "Spread the run over several dimensions: a mapping with dp_replicate_size, dp_shard_size, tp_size, ...",
         ),
         Section(
             "deepspeed",

@@ -19,9 +19,9 @@ from orc.runtime.core.parallelism_handlers import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
-    named,
     setting,
 )
+from orc.runtime.core.parallelism_settings import BACKENDS, PARSERS, USE_PARALLELISM_CONFIG, variable
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, JOINED, join_dimensions, sizes_of_mesh
 
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
 
-USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
-VARIABLES = {f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in DIMENSIONS}
-BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}  # the first is the default
+VARIABLES = {f"{name}_size": variable(f"{name}_size") for name in DIMENSIONS}
 _HANDLERS = {
     "tp_handler": TorchTensorParallelConfig,
     "cp_handler": TorchContextParallelConfig,
@@ -82,10 +80,10 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         meshed = None if self.device_mesh is None else sizes_of_mesh(self.device_mesh, "ParallelismConfig(device_mesh)")
-        for field, variable in VARIABLES.items():
+        for field, in_environment in VARIABLES.items():
             value, source = getattr(self, field), field
             if value is None and meshed is None:
-                value, source = os.environ.get(variable, 1), variable
+                value, source = os.environ.get(in_environment, 1), in_environment
             if meshed is not None:
                 of_mesh = meshed.get(field.removesuffix("_size"), 1)
                 if value not in (None, of_mesh):
@@ -93,8 +91,7 @@ class ParallelismConfig:
                 value = of_mesh
             setattr(self, field, _size(value, source))
         for field, names in BACKENDS.items():
-            variable = f"PARALLELISM_CONFIG_{field.upper()}"
-            setattr(self, field, setting(getattr(self, field), variable, names[0], named(*names), field))
+            setattr(self, field, setting(getattr(self, field), variable(field), names[0], PARSERS[field], field))
         if self.size("cp") > 1 and self.size("sp") > 1:
             raise ConfigError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} are two ways to cut the sequence; choose one"

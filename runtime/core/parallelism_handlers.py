@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orc.runtime.core.config import ConfigError
-from orc.runtime.core.parsing import nearest, truth
-
-CP_COMM_STRATEGIES = ("allgather", "alltoall")
-SP_ATTN_IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
+from orc.runtime.core.parallelism_settings import PARSERS, whole
+from orc.runtime.core.parsing import truth
 
 
 def setting(given: Any, variable: str, default: Any, parse: Callable[[Any], Any], field: str) -> Any:
@@ -30,28 +28,6 @@ def setting(given: Any, variable: str, default: Any, parse: Callable[[Any], Any]
         return parse(value)
     except ValueError as error:
         raise ConfigError(f"{source}={value!r}: {error}") from None
-
-
-def whole(value: Any) -> int:
-    """Parse a whole number of at least 1. Raises `ValueError`."""
-    try:
-        number = int(value) if isinstance(value, str) else value
-    except ValueError:
-        number = None
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError("expected a whole number, at least 1")
-    return number
-
-
-def named(*names: str) -> Callable[[Any], str]:
-    """Return the parser of one of *names*, which raises `ValueError` with all of them and the nearest."""
-
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"expected one of {', '.join(names)}{nearest(str(value), names)}")
-        return str(value)
-
-    return parse
 
 
 @dataclass
@@ -94,7 +70,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        variable, parse = "PARALLELISM_CONFIG_CP_COMM_STRATEGY", named(*CP_COMM_STRATEGIES)
+        variable, parse = "PARALLELISM_CONFIG_CP_COMM_STRATEGY", PARSERS["cp_comm_strategy"]
         self.cp_comm_strategy = setting(self.cp_comm_strategy, variable, "allgather", parse, "cp_comm_strategy")
 
 
@@ -128,7 +104,7 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_attn_implementation,
             f"{prefix}ATTN_IMPLEMENTATION",
             "sdpa",
-            named(*SP_ATTN_IMPLEMENTATIONS),
+            PARSERS["sp_attn_implementation"],
             "sp_attn_implementation",
         )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:

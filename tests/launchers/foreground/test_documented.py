@@ -49,6 +49,15 @@ def test_all_gpus_are_used_and_it_is_said() -> None:
     assert chosen.request.env["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
+def test_a_layout_that_the_processes_do_not_make_is_refused_before_any_starts() -> None:
+    flags = {"use_parallelism_config": True, "parallelism_config_tp_size": 4, "num_processes": 2, "cpu": True}
+    with pytest.raises(LaunchError, match="tp_size 4 makes 4 processes, and there are 2"):
+        described(flags)
+    assert described({**flags, "num_processes": 4}).request.nprocs == 4
+    with pytest.raises(LaunchError, match="cp_size and sp_size are two ways"):
+        described({**flags, "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2})
+
+
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

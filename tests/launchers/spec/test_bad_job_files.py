@@ -154,6 +154,19 @@ WRONG = {
         "runtime:\n  mixed_precision: fp64",
         "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16, fp8",
     ),
+    "a layout that the processes do not make": (
+        "resources: {nodes: 2, procs_per_node: 2}\nruntime:\n  parallelism: {dp_shard_size: 2, tp_size: 4}",
+        "job.yaml:5:16: runtime.parallelism: dp_shard_size 2 x tp_size 4 makes 8 processes, and there are 4: change "
+        "the sizes so that their product is 4, or start 8",
+    ),
+    "a layout of a number of nodes that is not fixed": (
+        "resources: {nodes: '1:2', procs_per_node: 2}\nruntime:\n  parallelism: {tp_size: 2}",
+        "job.yaml:3:20: resources.nodes: runtime.parallelism lays out a fixed number of processes: give one number",
+    ),
+    "a kind of parallelism that there is not": (
+        "runtime:\n  parallelism: {tp_sise: 2}",
+        "job.yaml:4:16: runtime.parallelism: parallelism: unknown key 'tp_sise', did you mean 'tp_size'?",
+    ),
     "a back end of fp8 that there is not": (
         "runtime:\n  mixed_precision: fp8\n  fp8: {backend: tee}",
         "job.yaml:5:8: runtime.fp8: fp8: backend: 'tee': expected one of te, msamp, ao, did you mean 'te'?",
