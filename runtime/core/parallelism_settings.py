@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orc.runtime.core.parsing import nearest, switched_on, truth
-from orc.runtime.core.topology import DIMENSIONS
 
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # of a run's ranks, outermost first
 USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
 # The first is the default.
 BACKENDS: Mapping[str, tuple[str, ...]] = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}

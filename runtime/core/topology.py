@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.errors import ContextError, TopologyError
+from orc.runtime.core.parallelism_settings import DIMENSIONS as DIMENSIONS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
 
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp", "sp")
 # Documented names of several dimensions of a mesh as one: those of all data, of all shards, and of all losses.

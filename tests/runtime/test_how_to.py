@@ -1,5 +1,7 @@
 """The how-to pages on the runtime: their examples run."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -94,6 +96,20 @@ def test_the_page_on_fsdp_runs_on_two_ranks(run_ranks, tmp_path):
     assert norm == other_norm > 0
     assert (names, none) == (10, 0)
     assert output == other_output
+
+
+def test_the_page_on_tensor_parallelism_shows_what_two_ranks_print(run_ranks):
+    page = (PAGES / "tensor-parallel.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^\$ orc launch -n 2 .*-tp-size 2 train.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+
+    def printed():
+        with contextlib.redirect_stdout(io.StringIO()) as found:
+            exec(compile(script, "train.py", "exec"), {"__name__": "tensor"})
+        return found.getvalue()
+
+    tensor = {"PARALLELISM_CONFIG_TP_SIZE": "2", "ORC_USE_CPU": "1"}
+    assert run_ranks(2, printed, env=tensor) == [shown, ""]
 
 
 def test_the_page_on_pipelines_runs_on_two_ranks(run_ranks):
