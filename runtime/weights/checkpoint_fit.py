@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,15 +20,19 @@ logger = logging.getLogger(__name__)
 _SHOWN = 20
 
 
-def checkpoint_weights(checkpoint: str | os.PathLike[str]) -> dict[str, tuple[Path, Tensor]]:
+def checkpoint_weights(checkpoint: str | os.PathLike[str]) -> dict[str, tuple[Path | None, Tensor]]:
     """Return the weights of *checkpoint* by name, mapped into memory, each with the file that holds it.
+
+    Files of `torch.save` in its old format cannot be mapped: their weights are in memory, and no file is named.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    weights: dict[str, tuple[Path, Tensor]] = {}
+    weights: dict[str, tuple[Path | None, Tensor]] = {}
     for path in weight_files(Path(checkpoint)):
-        weights.update({name: (path.absolute(), value) for name, value in mapped_weights(path).items()})
+        mapped = path.suffix == ".safetensors" or zipfile.is_zipfile(path)
+        file = path.absolute() if mapped else None
+        weights.update({name: (file, value) for name, value in mapped_weights(path, mapped).items()})
     return weights
 
 

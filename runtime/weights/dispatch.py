@@ -45,8 +45,12 @@ def cpu_offload(
         state_dict: the weights on the CPU; the model's own by default. There is one copy of them.
         preload_module_classes: classes whose modules get all their weights at once, because their forward uses weights
             of the modules inside without calling these.
+
+    Raises:
+        ValueError: this machine does not have the device.
     """
     device = _device_of(model) if execution_device is None else execution_device
+    check_device(device, "execution_device: the model")
     kept = {name: value.detach().to("cpu") for name, value in model.state_dict().items()}
     weights: Mapping[str, Tensor] = kept if state_dict is None else state_dict
     return _offload(model, device, weights, offload_buffers, preload_module_classes)
@@ -69,6 +73,7 @@ def disk_offload(
     """
     folder = Path(offload_dir)
     device = _device_of(model) if execution_device is None else execution_device
+    check_device(device, "execution_device: the model")
     if not (folder / INDEX_NAME).is_file():
         offload_state_dict(folder, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=folder)
@@ -126,6 +131,7 @@ def dispatch_model(
     check_plan(model, device_map)
     places = list(dict.fromkeys(device_map.values()))
     main = main_device if main_device is not None else computing_device(device_map)
+    check_device(main, "main_device: the model")
     if len(places) == 1 and places[0] != "disk" and not force_hooks:
         tied = find_tied_parameters(model)
         model.to(as_device(places[0]))
@@ -307,6 +313,8 @@ def check_plan(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     Raises:
         ValueError: it leaves out a weight, or names a module or a device that is not there.
     """
+    if not isinstance(device_map, Mapping):
+        raise ValueError(f"device_map is {device_map!r}: give a strategy's name, or devices by the names of modules")
     check_device_map(model, plain_map(device_map))
     _check_names(model, device_map)
     _check_devices(device_map)
@@ -323,14 +331,25 @@ def _check_names(model: nn.Module, device_map: Mapping[str, Device]) -> None:
 
 def _check_devices(device_map: Mapping[str, Device]) -> None:
     for name, device in device_map.items():
-        if device in ("cpu", "disk"):
-            continue
-        try:
-            found = as_device(device)
-            torch.empty(0, device=found)
-        except (RuntimeError, AssertionError, ValueError) as error:
-            count = torch.cuda.device_count()
-            raise ValueError(
-                f"device_map: {name or 'the model'!r} is for device {device!r}, which this machine does not have: "
-                f"there are {count} accelerators, 'cpu' and 'disk' ({str(error).splitlines()[0]})"
-            ) from None
+        if device not in ("cpu", "disk"):
+            check_device(device, f"device_map: {name or 'the model'!r}")
+
+
+def check_device(device: Device, what: str) -> None:
+    """Refuse a *device* that this machine does not have.
+
+    Args:
+        device: the device.
+        what: what is to be there, for the message.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    try:
+        torch.empty(0, device=as_device(device))
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        count = torch.cuda.device_count()
+        raise ValueError(
+            f"{what} is for device {device!r}, which this machine does not have: "
+            f"there are {count} accelerators, 'cpu' and 'disk' ({str(error).splitlines()[0]})"
+        ) from None

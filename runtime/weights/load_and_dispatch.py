@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from orc.runtime.weights.alignment import Device, Keys
 from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
@@ -74,6 +75,7 @@ def load_checkpoint_and_dispatch(
         if given:
             raise ValueError(f"load_checkpoint_and_dispatch: {option}={option[0] == 'b'} is not supported")
     if device_map is None:
+        check_fit(model, _values(checkpoint_weights(checkpoint)), find_tied_parameters(model), checkpoint, strict)
         load_checkpoint_in_model(model, checkpoint, dtype=dtype, offload_folder=offload_folder, strict=strict)
         return model
     if isinstance(device_map, str):
@@ -85,7 +87,7 @@ def load_checkpoint_and_dispatch(
     check_plan(model, plan)
     weights = checkpoint_weights(checkpoint)
     ties = find_tied_parameters(model)
-    check_fit(model, {name: value for name, (_, value) in weights.items()}, ties, checkpoint, strict)
+    check_fit(model, _values(weights), ties, checkpoint, strict)
     placement = Placement(model, plan, offload_folder, offload_buffers)
     wanted = as_dtype(dtype)
     placement.put_all({name: (source, wanted) for name, source in weights.items()})
@@ -122,3 +124,7 @@ def planned(
     return infer_auto_device_map(
         model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
     )
+
+
+def _values(weights: Mapping[str, tuple[Path | None, Tensor]]) -> dict[str, Tensor]:
+    return {name: value for name, (_, value) in weights.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from orc.runtime.checkpoint.storage.durable import HashingFile
 from orc.runtime.core.names import safe_relative_name
 from orc.runtime.parallel import extract_model_from_parallel
 
+logger = logging.getLogger(__name__)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
           "TIB": 2**40}  # fmt: skip
 _SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)")
@@ -246,16 +248,19 @@ def load_checkpoint_in_model(
     lacking = sorted(set(model.state_dict()) - loaded)
     if strict and lacking:
         raise CheckpointError(f"{checkpoint} lacks {', '.join(lacking[:5])} of the model")
+    empty = [name for name in lacking if target.own[name].is_meta]
+    if empty:
+        logger.warning("%s lacks %s, which stay without values", checkpoint, ", ".join(empty[:5]))
     # On the meta device a shared parameter was replaced under each of its names.
     retie_parameters(model, tied)
 
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
-    from orc.runtime.checkpoint.state.placing import read_weights
+    from orc.runtime.checkpoint.state import placing
 
     try:
         if path.suffix == ".safetensors":
-            return read_weights(path)
+            return placing.read_weights(path)
         state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         return state
     except Exception as error:
@@ -296,10 +301,7 @@ class _Target:
             value = value.to(dtype)
         device = self._device(name)
         if device == "disk":
-            from orc.runtime.weights.offload import offload_weight
-
-            self.folder.mkdir(parents=True, exist_ok=True)
-            offload_weight(value, name, self.folder, self.index)
+            self._offload(name, value)
             self._replace(name, torch.empty_like(value, device="meta"))
             return
         target = torch.device(device) if device is not None else own.device
@@ -310,6 +312,16 @@ class _Target:
                 own.copy_(value)
         else:
             self._replace(name, value.to(target, copy=True))
+
+    def _offload(self, name: str, value: torch.Tensor) -> None:
+        from orc.runtime.weights.offload import no_room, offload_weight, remove_offloaded
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            offload_weight(value, name, self.folder, self.index)
+        except OSError as error:
+            remove_offloaded(self.folder, [*self.index, name])
+            raise no_room(self.folder, value.nbytes, error) from error
 
     def finish(self) -> None:
         """Write the index of what went to the disk."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.weights.alignment import Device, as_device
+from orc.runtime.weights.dispatch import check_device
 from orc.runtime.weights.hooks import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
 
 
@@ -69,7 +70,12 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and its hook: call ``hook.offload()`` after the last forward.
+
+    Raises:
+        ValueError: this machine does not have the device.
     """
+    if execution_device is not None:
+        check_device(execution_device, "execution_device: the model")
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)

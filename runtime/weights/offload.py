@@ -30,8 +30,12 @@ def offload_weight(
     index[weight_name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     # As bytes: NumPy does not know all dtypes of torch. A file of no bytes cannot be mapped, so it has one.
     data = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.zeros(1, dtype=np.uint8)
-    data.tofile(_file(offload_folder, weight_name))
+    _write(data, _file(offload_folder, weight_name))
     return index
+
+
+def _write(data: Any, path: Path) -> None:
+    data.tofile(path)
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
@@ -75,26 +79,32 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     Raises:
         CheckpointError: they do not fit there, or it cannot be written.
     """
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
     try:
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
         for name, tensor in state_dict.items():
             offload_weight(tensor, name, save_dir, index)
         save_offload_index(index, save_dir)
     except OSError as error:
         remove_offloaded(save_dir, state_dict)  # without an index nobody would use them, and a full disk has no room
-        needed = sum(tensor.nbytes for tensor in state_dict.values())
-        free = shutil.disk_usage(save_dir).free
-        raise CheckpointError(
-            f"the weights cannot be offloaded to {save_dir}: {error.strerror or error} (they need {needed} bytes, "
-            f"{free} are free); name another folder, or give the CPU more in max_memory"
-        ) from error
+        raise no_room(save_dir, sum(tensor.nbytes for tensor in state_dict.values()), error) from error
+
+
+def no_room(folder: str | os.PathLike[str], needed: int, error: OSError) -> CheckpointError:
+    """Return the error of weights of *needed* bytes that *folder* does not take, because of *error*."""
+    there = Path(folder).is_dir()
+    room = f", {shutil.disk_usage(folder).free} are free" if there else "; it is no folder"
+    return CheckpointError(
+        f"the weights cannot be offloaded to {folder}: {error.strerror or error} (they need {needed} bytes{room}); "
+        "name another folder, or give the CPU more in max_memory"
+    )
 
 
 def remove_offloaded(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
     """Remove the files of the weights *names* from *folder*; those that are not there are no failure."""
-    for name in names:
-        _file(folder, name).unlink(missing_ok=True)
+    if Path(folder).is_dir():
+        for name in names:
+            _file(folder, name).unlink(missing_ok=True)
 
 
 def load_offloaded_weights(

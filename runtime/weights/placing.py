@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.weights.alignment import Device, as_device
 from orc.runtime.weights.dispatch import module_device
 from orc.runtime.weights.empty_weights import moved_parameter
-from orc.runtime.weights.offload import offload_weight, remove_offloaded, save_offload_index
+from orc.runtime.weights.offload import no_room, offload_weight, remove_offloaded, save_offload_index
 from orc.runtime.weights.weights_map import file_entry
 
 Source = tuple[Path | None, Tensor]  # the file that holds a weight, if one does, and the weight
@@ -97,11 +95,7 @@ class Placement:
             offload_weight(value.detach().to(dtype), name, self.folder, self._written)
         except OSError as error:
             self.abandon(name)
-            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
-            raise CheckpointError(
-                f"{name} ({value.numel() * dtype.itemsize} bytes) cannot be offloaded to {self.folder}: "
-                f"{error.strerror or error} ({free} bytes are free); name another folder, or give the CPU more"
-            ) from error
+            raise no_room(self.folder, value.numel() * dtype.itemsize, error) from error
 
     def abandon(self, *names: str) -> None:
         """Remove what was written: without an index nobody would use it."""

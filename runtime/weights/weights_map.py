@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     Raises:
         ValueError: nothing of it was given, or *save_folder* has no index.
+        CheckpointError: the index is none, or files that it names are missing or cut off.
     """
 
     def __init__(
@@ -132,12 +134,32 @@ def _read_index(folder: Path) -> Mapping[str, Entry]:
     path = folder / INDEX_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has no {INDEX_NAME}: offload_state_dict writes such a folder")
-    found: Mapping[str, Entry] = json.loads(path.read_text())
+    try:
+        found: Mapping[str, Entry] = json.loads(path.read_text())
+        wrong = [name for name, entry in found.items() if not _is_whole(folder, name, entry)]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of offloaded weights: {error}") from None
+    if wrong:
+        raise CheckpointError(
+            f"{folder} is damaged: of {', '.join(wrong[:5])} the file is missing or cut off; remove the folder, "
+            "and the weights are written there again"
+        )
     return found
 
 
-def mapped_weights(path: Path) -> Mapping[str, Tensor]:
-    """Return the weights in the file *path*, mapped into memory.
+def _is_whole(folder: Path, name: str, entry: Entry) -> bool:
+    """Return whether the file of the weight *name* is there and long enough for it."""
+    if "shape" not in entry:  # in a file of a checkpoint, which is checked when it is mapped
+        return True
+    size: int = math.prod(entry["shape"]) * getattr(torch, str(entry["dtype"])).itemsize
+    try:
+        return (folder / safe_relative_name(f"{name}.dat")).stat().st_size >= size
+    except OSError:
+        return False
+
+
+def mapped_weights(path: Path, mapped: bool = True) -> Mapping[str, Tensor]:
+    """Return the weights in the file *path*, mapped into memory; without *mapped* a pickle is read into it.
 
     Raises:
         CheckpointError: it cannot be read, or holds something else.
@@ -145,7 +167,7 @@ def mapped_weights(path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
         return read_weights(path)
     try:
-        state = pickled.read(path, "cpu", mmap=True)
+        state = pickled.read(path, "cpu", mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -1,6 +1,7 @@
 """Models larger than a device: hooks, dispatch, offload to the CPU and the disk."""
 
 import copy
+import errno
 import inspect
 import pickle
 
@@ -32,6 +33,7 @@ from orc.runtime.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from orc.runtime.weights import offload
 from orc.runtime.weights.loading import save_model
 
 META = torch.device("meta")
@@ -287,6 +289,8 @@ def test_weights_that_are_used_sideways_come_with_their_class():
         ({"embed": "cpu", "block1": "cpu", "head": "cpu"}, "does not give any device"),
         ({"": "cpu", "blok1": "disk"}, "did you mean 'block1'"),
         ({"": "cpu", "block1": 99}, "does not have"),
+        ({"": None}, "does not have"),
+        (["cpu"], "by the names of modules"),
         (MAP, "offload_dir"),
     ],
 )
@@ -295,6 +299,64 @@ def test_a_map_that_does_not_fit_is_refused_and_changes_nothing(model, device_ma
         dispatch_model(model, device_map)
     assert not on_meta(model)
     assert not any(hasattr(one, "_hf_hook") for one in model.modules())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, folder: cpu_offload(model, "cuda:99"),
+        lambda model, folder: disk_offload(model, folder, "cuda:99"),
+        lambda model, folder: cpu_offload_with_hook(model, "cuda:99"),
+        lambda model, folder: dispatch_model(model, MAP, main_device="cuda:99", offload_dir=folder),
+    ],
+    ids=["cpu", "disk", "hook", "main"],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_moves(model, tmp_path, use):
+    with pytest.raises(ValueError, match="which this machine does not have"):
+        use(model, tmp_path / "away")
+    assert not any(hasattr(one, "_hf_hook") for one in model.modules())
+    assert not (tmp_path / "away").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "index"])
+def test_a_damaged_offload_folder_is_found_before_it_is_used(model, tmp_path, damage):
+    disk_offload(copy.deepcopy(model), tmp_path)
+    file = tmp_path / ("index.json" if damage == "index" else "block1.linear1.weight.dat")
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="index.json" if damage == "index" else r"of block1\.linear1\.weight"):
+        disk_offload(model, tmp_path)
+    assert not on_meta(model)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda model, weights, away: load_checkpoint_and_dispatch(
+            model, weights, device_map=MAP, dtype="bfloat16", offload_folder=away
+        ),
+        lambda model, weights, away: load_checkpoint_in_model(model, weights, MAP, away),
+        lambda model, weights, away: dispatch_model(Model(), MAP, offload_dir=away),
+    ],
+    ids=["dispatch", "in-model", "offload"],
+)
+def test_a_full_disk_is_said_and_left_as_it_was(model, tmp_path, monkeypatch, load):
+    save_model(model, tmp_path / "weights")
+    count = []
+
+    def write(array, path):
+        path.write_bytes(b"half")
+        count.append(path)
+        if len(count) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(offload, "_write", write)
+    target = empty()
+    with pytest.raises(CheckpointError, match=r"No space left .* are free\); name another folder"):
+        load(target, tmp_path / "weights", tmp_path / "away")
+    assert not list((tmp_path / "away").iterdir())
 
 
 # ---- loading
@@ -351,6 +413,16 @@ def test_weights_are_converted_where_that_is_asked_for(model, tmp_path):
         assert torch.equal(loaded(IDS), half(IDS))
 
 
+def test_files_of_the_old_format_are_read_into_memory(model, tmp_path):
+    expected = model(IDS)
+    torch.save(model.state_dict(), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_checkpoint_and_dispatch(empty(), tmp_path / "old.bin")(IDS), expected)
+    spread = load_checkpoint_and_dispatch(empty(), tmp_path / "old.bin", MAP, offload_folder=tmp_path / "away")
+    assert torch.equal(spread(IDS), expected)
+    with pytest.raises(ValueError, match="offload_folder"):
+        load_checkpoint_and_dispatch(empty(), tmp_path / "old.bin", MAP)
+
+
 @pytest.mark.parametrize("device_map", ["autp", {"embed": "cpu"}])
 def test_a_plan_that_is_none_is_refused(model, tmp_path, device_map):
     save_model(model, tmp_path)
@@ -365,6 +437,8 @@ def test_a_checkpoint_of_another_model_is_refused_as_a_whole(model, tmp_path):
     target = empty()
     with pytest.raises(CheckpointError, match=r"lacks block1\.linear1\.weight \(is it block1\.linear3\.weight\?\)"):
         load_checkpoint_and_dispatch(target, tmp_path / "weights.bin", device_map=MAP)
+    with pytest.raises(CheckpointError, match=r"lacks block1\.linear1\.weight"):
+        load_checkpoint_and_dispatch(target, tmp_path / "weights.bin")
     assert set(on_meta(target)) >= {"embed.weight", "block1.linear2.weight"}  # no half-loaded model
     torch.save({**model.state_dict(), "head.weight": torch.ones(2, 2)}, tmp_path / "weights.bin")
     with pytest.raises(CheckpointError, match=r"head\.weight has shape \(2, 2\)"):
