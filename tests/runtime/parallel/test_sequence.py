@@ -11,25 +11,30 @@ from torch.nn import functional
 VOCABULARY, LENGTH = 32, 16
 
 
+class Layer(nn.Module):
+    def __init__(self, heads, size):
+        super().__init__()
+        self.mixed, self.heads = nn.Linear(size, 3 * size, bias=False), heads
+
+    def forward(self, hidden):
+        query, key, value = self.mixed(hidden).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return hidden + attended.transpose(1, 2).flatten(2)
+
+
 class Decoder(nn.Module):
-    """Two layers of attention, causal ones computed again in backward."""
+    """Two layers of attention, which are computed again in backward."""
 
     def __init__(self, heads=4, size=16):
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, size), nn.Embedding(LENGTH, size)
-        self.mixed = nn.ModuleList(nn.Linear(size, 3 * size, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(heads, size) for _ in range(2))
         self.out = nn.Linear(size, VOCABULARY)
-        self.heads = heads
-
-    def attend(self, mixed, hidden):
-        query, key, value = mixed(hidden).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return hidden + attended.transpose(1, 2).flatten(2)
 
     def forward(self, input_ids, position_ids):
         hidden = self.tokens(input_ids) + self.places(position_ids)
-        for mixed in self.mixed:
-            hidden = torch.utils.checkpoint.checkpoint(self.attend, mixed, hidden, use_reentrant=False)
+        for layer in self.layers:
+            hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=False)
         return self.out(hidden)
 
 
@@ -190,3 +195,63 @@ def refusals():
 def test_what_heads_and_sequences_do_not_allow_is_refused_on_every_rank(run_ranks):
     for kept in run_ranks(2, refusals):
         assert kept == {"input_ids": (2, 8), "name": "a", "position_ids": (2, 8)}
+
+
+def composed(kind):
+    """The largest difference of a weight from one process's, for everything that goes around or into a model."""
+    from orc.runtime import (
+        Accelerator,
+        AcceleratorState,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
+
+    rows = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    whole = [rows, torch.arange(LENGTH).repeat(2, 1), rows.roll(-1, 1)]
+
+    def shards(**options):
+        policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Layer"]}
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **policy, **options)}
+
+    def trained(**options):
+        AcceleratorState._reset_state()
+        config = ParallelismConfig(sp_size=2, sp_backend="torch") if kind == "sp" else ParallelismConfig(cp_size=2)
+        accelerator = Accelerator(cpu=True, parallelism_config=config, **options)
+        torch.manual_seed(0)
+        model = Decoder()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        here = accelerator.process_index
+        for _ in range(2):
+            pieces = [(one.chunk(2, 1)[here] if kind == "sp" else one).clone() for one in whole]
+            with accelerator.maybe_context_parallel(pieces, [1, 1, 1]):
+                logits = model(*pieces[:2]).float()
+                accelerator.backward(functional.cross_entropy(logits.flatten(0, 1), pieces[2].flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        return max((float((state[name] - value).abs().max()) for name, value in expected.items() if state), default=0.0)
+
+    torch.manual_seed(0)
+    plain = Decoder()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        functional.cross_entropy(plain(*whole[:2]).flatten(0, 1), whole[2].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = plain.state_dict()
+    return {
+        "compiled": trained(dynamo_backend="eager"),
+        "compiled shards": trained(dynamo_backend="eager", **shards()),
+        "shards that recompute": trained(**shards(activation_checkpointing=True)),
+        "shards in host memory": trained(**shards(cpu_offload=True)),
+        "compressed gradients": trained(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="power_sgd")]),
+        "bf16": trained(mixed_precision="bf16") / 100,
+        "fp16": trained(mixed_precision="fp16") / 100,
+    }
+
+
+@pytest.mark.parametrize("kind", ["cp", "sp"])
+def test_pieces_go_together_with_compiling_precision_compression_and_shards(run_ranks, kind):
+    for differences in run_ranks(2, composed, kind, timeout=200):
+        assert {name: difference for name, difference in differences.items() if not difference < 1e-5} == {}
