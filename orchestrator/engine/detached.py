@@ -24,20 +24,14 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import fault_points, late_copies, schedules
+from orc.orchestrator.engine.pass_loop import Pass, PassLoop
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
-    from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.workspace import Workspace
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
 LOG_NAME = "reconciler.log"
-# Seconds between two passes: a twentieth of the time since the state of a job changed, between these bounds. The first
-# is for jobs on this machine, the second where a cluster has to be asked.
-SHORTEST_S = (1.0, 5.0)
-LONGEST_S = 30.0
-# For so long a step of a job that drives itself is left to its agents: they have the environment it was submitted in.
-PATIENCE_S = 15.0
 _LOG_BYTES = 1 << 20
 _TAKE_S = 2.0  # whoever only looks at the lease holds it for a moment
 
@@ -184,38 +178,26 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
     ledger = _stamp(_file(ws.ledger.database.url))
     me = Process(os.getpid(), os.uname().nodename, ws.clock())
     trouble: Mapping[str, str] = {}
-    jobs: list[JobRecord] | None
-    seen: dict[str, tuple[str, int]] = {}
-    away = False
     scheduled: float | None = None
-    last_change = ws.clock()
+    passes = PassLoop(client)
     _describe(descriptor, me)
     report_line(f"process {me.pid} takes care of {ws.ledger.database.url}")
     while True:
-        found: Mapping[str, str] = {}
         try:
-            found = client.refresh(patience_s=PATIENCE_S, max_age_s=None).unreachable
-            jobs = ws.ledger.active()
-            if ws.ledger.volatile:  # what has ended is not written down yet
-                found, jobs = {**found, "ledger": f"can only be read: {ws.ledger.volatile}"}, None
+            done = passes.run()
         except LaunchError as error:  # the ledger's disk is full, or somebody holds it for very long
-            found, jobs = {"ledger": str(error)}, None
-        for where, why in found.items():
+            done = Pass(None, {"ledger": str(error)})
+        for where, why in done.trouble.items():
             if trouble.get(where) != why:
                 report_line(f"{where}: {why}")
-        trouble, now = found, ws.clock()
-        if jobs is not None:
-            _describe(descriptor, Process(me.pid, me.host, me.started_at, now, len(jobs)))
+        trouble = done.trouble
+        if done.jobs is not None:
+            _describe(descriptor, Process(me.pid, me.host, me.started_at, ws.clock(), len(done.jobs)))
             scheduled = _next_duty(ws)
-            if not jobs and scheduled is None:
+            if not done.jobs and scheduled is None:
                 report_line("no job is live")
                 return StopReason.IDLE
-            if (states := {job.id: (str(job.state), job.number) for job in jobs}) != seen:
-                seen, last_change = states, now
-            away = client.is_remote({job.cluster for job in jobs})
-        due = [job.next_attempt_at for job in jobs or () if job.next_attempt_at is not None]
-        due += [scheduled] if scheduled is not None else []
-        ws.sleep(pause(now, last_change, due, SHORTEST_S[away]))
+        ws.sleep(passes.wait_s(scheduled))
         if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
             report_line("the ledger was removed or replaced")
             return StopReason.LEDGER_GONE
@@ -226,12 +208,6 @@ def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) 
 def _next_duty(ws: Workspace) -> float | None:
     """Return when something is due although no job is live: a schedule, or the look for a late copy."""
     return min((at for at in (schedules.next_due(ws), late_copies.next_due(ws)) if at is not None), default=None)
-
-
-def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:
-    """Return the seconds until the next pass; *due* are the times at which retries are."""
-    length = min(max(shortest, (now - last_change) / 20), LONGEST_S)
-    return min(length, max(min(due, default=now + length) - now, shortest))
 
 
 def _describe(descriptor: int, me: Process) -> None:

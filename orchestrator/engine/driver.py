@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orc.orchestrator.engine import late_copies, schedules
-from orc.orchestrator.engine.detached import PATIENCE_S, SHORTEST_S, pause
+from orc.orchestrator.engine.pass_loop import PassLoop
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ class _Worker:
 
     def _work(self) -> None:
         client: Client | None = None
+        passes: PassLoop | None = None
         described: tuple[int, ...] = ()
         failures = 0
-        last_change, states = 0.0, None
         while not self._stop.is_set():
             began = time.monotonic()
             done = ClusterPasses(self.cluster, live=1)
@@ -173,25 +173,20 @@ class _Worker:
                 if client is not None and _stamp(client) != described:  # another description of the clusters
                     _close(client)
                     client = None
-                if client is None:
+                if client is None or passes is None:
                     client = self._driver.open_client()
+                    passes = PassLoop(client, self.cluster)
                     described = _stamp(client)
-                report = client.refresh(cluster=self.cluster, patience_s=PATIENCE_S, max_age_s=None)
-                ws = client.workspace
-                jobs = [job for job in ws.ledger.active() if job.cluster == self.cluster]
-                done = replace(done, live=len(jobs), error=report.unreachable.get(self.cluster, ""))
-                now = ws.clock()
-                if (seen := {job.id: (str(job.state), job.number) for job in jobs}) != states:
-                    states, last_change = seen, now
-                due = [job.next_attempt_at for job in jobs if job.next_attempt_at is not None]
-                away = client.is_remote({self.cluster})
-                length = pause(now, last_change, due, SHORTEST_S[away])
+                found = passes.run()
+                error = found.trouble.get(self.cluster) or found.trouble.get("ledger", "")
+                done = replace(done, live=1 if found.jobs is None else len(found.jobs), error=error)
+                length = passes.wait_s()
                 failures = 0
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next pass with a new client may succeed
+            except Exception as problem:  # noqa: BLE001 - whatever it is, the next pass with a new client may succeed
                 failures += 1
-                done = replace(done, error=str(error) or type(error).__name__)
+                done = replace(done, error=str(problem) or type(problem).__name__)
                 _close(client)
-                client = None
+                client = passes = None
                 length = min(_RETRY_S[0] * 2.0 ** min(failures, 8), _RETRY_S[1])
             self._driver.note_pass(replace(done, pass_at=time.time(), took_s=time.monotonic() - began))
             if not done.live:

@@ -14,7 +14,7 @@ from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import detached, fault_points
+from orc.orchestrator.engine import detached, fault_points, pass_loop
 
 ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
 
@@ -216,7 +216,7 @@ def test_a_cluster_that_is_away_is_said_once(serve, client, backend, job_file):
     [(0, [], 2.0), (100, [], 5.0), (100_000, [], 30.0), (100_000, [100_007], 7.0), (100_000, [5], 2.0)],
 )
 def test_it_looks_less_often_the_longer_nothing_happens_but_in_time_for_a_retry(quiet_for, due, expected):
-    assert detached.pause(quiet_for, 0, due, 2.0) == expected
+    assert pass_loop.pause(quiet_for, 0, due, 2.0) == expected
 
 
 def test_one_pass_sends_the_retry_of_what_it_has_seen_fail(client, backend, job_file):

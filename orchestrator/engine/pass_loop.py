@@ -1,0 +1,65 @@
+"""Loop of passes: one after the other, soon again while something moves and seldom when nothing does.
+
+The detached reconciler runs one for all clusters, the driver of a service one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orc.orchestrator.client import Client
+    from orc.orchestrator.ledger.records import JobRecord
+
+# Seconds between two passes: a twentieth of the time since the state of a job changed, between these bounds. The first
+# is for jobs on this machine, the second where a cluster has to be asked.
+SHORTEST_S = (1.0, 5.0)
+LONGEST_S = 30.0
+# For so long a step of a job that drives itself is left to its agents: they have the environment it was submitted in.
+PATIENCE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Result of one pass."""
+
+    jobs: list[JobRecord] | None  # that have not ended; `None` where what has ended could not be written down
+    trouble: Mapping[str, str]  # by cluster (or "ledger"): why nothing can be said
+
+
+class PassLoop:
+    """Passes over the live jobs (of *cluster*, if given) with one client, and the times between them."""
+
+    def __init__(self, client: Client, cluster: str | None = None) -> None:
+        self._client, self._cluster = client, cluster
+        self._states: dict[str, tuple[str, int]] | None = None
+        self._changed_at = client.workspace.clock()
+        self._due: list[float] = []
+        self._away = False
+
+    def run(self) -> Pass:
+        """Run one pass. Raises `LaunchError` where the ledger cannot be used."""
+        ws = self._client.workspace
+        self._due = []
+        trouble = self._client.refresh(cluster=self._cluster, patience_s=PATIENCE_S, max_age_s=None).unreachable
+        jobs = [job for job in ws.ledger.active() if self._cluster in (None, job.cluster)]
+        if ws.ledger.volatile:
+            return Pass(None, {**trouble, "ledger": f"can only be read: {ws.ledger.volatile}"})
+        if (states := {job.id: (str(job.state), job.number) for job in jobs}) != self._states:
+            self._states, self._changed_at = states, ws.clock()
+        self._due = [job.next_attempt_at for job in jobs if job.next_attempt_at is not None]
+        self._away = self._client.is_remote({job.cluster for job in jobs})
+        return Pass(jobs, trouble)
+
+    def wait_s(self, *also: float | None) -> float:
+        """Return the seconds until the next pass; *also* are times at which something else is due."""
+        due = [*self._due, *(at for at in also if at is not None)]
+        return pause(self._client.workspace.clock(), self._changed_at, due, SHORTEST_S[self._away])
+
+
+def pause(now: float, last_change: float, due: list[float], shortest: float) -> float:
+    """Return the seconds until the next pass; *due* are the times at which something is to be done."""
+    length = min(max(shortest, (now - last_change) / 20), LONGEST_S)
+    return min(length, max(min(due, default=now + length) - now, shortest))
