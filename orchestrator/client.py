@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import LaunchError, SpecError
+from orc.launchers.errors import SpecError
+from orc.orchestrator.clients.cancel_calls import CancelCalls
+from orc.orchestrator.clients.cluster_calls import ClusterCalls
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.clients.group_calls import GroupCalls
+from orc.orchestrator.clients.wait_calls import WaitCalls
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.insight.calls import InsightCalls
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
-from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.calls import NotificationCalls
 from orc.orchestrator.views import EventView, JobRow, JobView
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, QueueReport
+    from orc.launchers.backends.base import Backend
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.engine.pass_report import PassReport
-    from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import JobRecord, Reservation
 
-# How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that drives
-# itself is asked by reading its files, a cluster by running its commands.
-_INTERVAL_HERE = (0.05, 2.0)
-_INTERVAL_AWAY = (1.0, 10.0)
-# An agent starts `orc tick` just before it is gone; for so long its attempt may still look alive.
-_SETTLE_S = 5.0
 
-
-class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
+class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls, NotificationCalls, WaitCalls):
     """Submit jobs, follow them, end them.
 
     Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
@@ -240,40 +235,6 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
             self.refresh([record.id])  # whoever seems to be in its way may have left since somebody looked
         return self.job(record.id)
 
-    def cancel(
-        self,
-        job_ids: Sequence[str],
-        *,
-        grace_s: float | None = None,
-        on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
-    ) -> list[JobView]:
-        """Cancel jobs. The request is durable first; those that have ended stay as they are.
-
-        Args:
-            job_ids: Ids of the jobs.
-            grace_s: Seconds between SIGTERM and SIGKILL; the job's own grace by default.
-            on_unreachable: Called with clusters that could not be reached, and the reasons; the next pass tries again.
-
-        Returns:
-            The jobs as they are now.
-
-        Raises:
-            JobNotFound: There is no such job.
-            LedgerError: The request could be neither stored nor sent.
-        """
-        ids = [self._checked_id(job_id) for job_id in job_ids]
-        self._reopen_ledger()
-        for job_id in ids:
-            grace = float(self.workspace.ledger.spec(job_id)["grace"]) if grace_s is None else grace_s
-            self._request_cancel(job_id, grace)
-        report = self.refresh(ids)
-        views = [self.job(job_id) for job_id in ids]
-        if self.workspace.ledger.volatile:
-            self._check_cancelled(ids, report)
-        if report.unreachable and on_unreachable:
-            on_unreachable(report.unreachable)
-        return views
-
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
         """Set tags of a job; `None` removes one, and others stay. Return the job with them.
 
@@ -289,22 +250,6 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
             write_tags(tx, job_id, changes)
         return self.job(job_id)
 
-    def _check_cancelled(self, ids: Sequence[str], report: PassReport) -> None:
-        """Raise `LedgerError` for a cancellation that is neither stored nor sent to the cluster."""
-        waiting = [
-            job.id
-            for job in self.workspace.ledger.active(ids)
-            if job.attempt is None or job.attempt.cancel_sent_at is None
-        ]
-        if waiting:
-            why = "; ".join(f"{cluster}: {text}" for cluster, text in report.unreachable.items())
-            raise LedgerError(
-                f"{', '.join(waiting)} cannot be cancelled now: {why or 'not at its cluster yet'}, "
-                f"and the wish cannot be kept: {self.workspace.ledger.volatile}",
-                where=self.workspace.ledger.database.url.removeprefix("sqlite:///"),
-                hint="free some space and try again",
-            )
-
     def _reopen_ledger(self) -> None:
         """Use the ledger itself where it can be written now, else a copy in memory."""
         from orc.orchestrator.ledger.opening import open_database
@@ -317,27 +262,6 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
         )
         ledger.database.close()
         ledger.database = database
-
-    def _request_cancel(self, job_id: str, grace_s: float) -> None:
-        from orc.orchestrator.engine import job_files
-
-        while True:
-            try:
-                with self.workspace.ledger.transaction(durable=False) as tx:
-                    job = tx.find(job_id)
-                    if job is None or job.state.terminal:
-                        return
-                    tx.record(
-                        job,
-                        Event(Kind.CANCEL_REQUESTED, None, {"grace_s": grace_s}),
-                        job_set={"cancel_requested_at": tx.now, "cancel_grace_s": grace_s},
-                        # A second request may come with another grace: it is passed on as well.
-                        attempt_set={"cancel_sent_at": None},
-                    )
-                job_files.note_cancelled(self.workspace.state_dir, job_id)
-                return
-            except Conflict:
-                continue
 
     # -- looking at jobs
 
@@ -462,43 +386,6 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
 
     # -- waiting
 
-    def wait(
-        self,
-        job_ids: Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        on_change: Callable[[JobView], None] | None = None,
-    ) -> list[JobView]:
-        """Run passes until all jobs have ended.
-
-        Args:
-            job_ids: Ids of the jobs.
-            timeout_s: Seconds after which it returns anyway, even if a cluster does not answer.
-            on_change: Called with each job at first, and whenever something about it has changed.
-
-        Returns:
-            The last views of the jobs, in the order of *job_ids*.
-
-        Raises:
-            JobNotFound: There is no such job.
-        """
-        ids = [self._checked_id(job_id) for job_id in job_ids]
-        if timeout_s is None:
-            from orc.orchestrator.engine.polling import FRESH_S
-
-            return self._wait(ids, None, on_change, lambda _: self.refresh(ids, max_age_s=FRESH_S) is not None)
-        from orc.orchestrator.engine.background_passes import BackgroundPasses
-
-        with BackgroundPasses(self._clone) as passes:
-
-            def run_pass(left: float) -> bool:
-                self._reopen_ledger()
-                if self.workspace.ledger.volatile:  # what another client sees is not written down
-                    return self.refresh(ids) is not None
-                return passes.run(ids, left)
-
-            return self._wait(ids, timeout_s, on_change, run_pass)
-
     def _clone(self) -> Client:
         """Return a client like this one, for another thread."""
         ws = self.workspace
@@ -510,175 +397,3 @@ class Client(FunctionCalls, GroupCalls, InsightCalls, NotificationCalls):
             sleep=ws.sleep,
             reconciler=self._detaches,
         )
-
-    def _wait(
-        self,
-        ids: Sequence[str],
-        timeout_s: float | None,
-        on_change: Callable[[JobView], None] | None,
-        run_pass: Callable[[float], bool],
-    ) -> list[JobView]:
-        ws = self.workspace
-        began = last_change = ws.clock()
-        revisions: dict[str, int] = {}
-        while True:
-            in_time = run_pass(began + timeout_s - ws.clock() if timeout_s is not None else 0.0)
-            now = ws.clock()
-            records = ws.ledger.jobs(ids)
-            for record in records:
-                if revisions.get(record.id) != record.revision:
-                    revisions[record.id] = record.revision
-                    last_change = now
-                    if on_change is not None:
-                        on_change(self.job(record.id))
-            waiting = [record for record in records if not record.state.terminal]
-            if not waiting or not in_time or (timeout_s is not None and now - began >= timeout_s):
-                return [self.job(job_id) for job_id in ids]
-            shortest, longest = self._interval({record.cluster for record in waiting})
-            pause = min(max(shortest, (now - last_change) / 20), longest)
-            due = [record.next_attempt_at for record in waiting if record.next_attempt_at is not None]
-            pause = min(pause, max(min(due, default=now + pause) - now, shortest / 10))
-            if timeout_s is not None:
-                pause = min(pause, max(began + timeout_s - now, 0.0))
-            ws.sleep(pause)
-
-    def _interval(self, clusters: set[str]) -> tuple[float, float]:
-        return _INTERVAL_AWAY if self.is_remote(clusters) else _INTERVAL_HERE
-
-    def is_remote(self, clusters: set[str]) -> bool:
-        """Return True when one of them is asked over a network or by its commands, and not by reading files here."""
-        for cluster in clusters:
-            try:
-                if not self.workspace.backend(cluster).self_driving:
-                    return True
-            except LaunchError:
-                return True  # its job's reason says what is wrong with the cluster
-        return False
-
-    def tick(self, job_id: str) -> JobView:
-        """Run one pass for an attempt that has ended, and wait for a retry that is due.
-
-        Returns when the job has ended, or when an attempt is safely at the backend.
-        """
-        self._checked_id(job_id)
-        ws = self.workspace
-        settled = ws.clock() + _SETTLE_S
-        first = ws.ledger.job(job_id)
-        attempts = first.number if first else 0
-        while True:
-            self.refresh([job_id])
-            job = ws.ledger.job(job_id)
-            if job is None or job.state.terminal:
-                break
-            now = ws.clock()
-            at_backend = job.state in (JobState.PENDING, JobState.RUNNING)
-            if at_backend and (job.number > attempts or now >= settled):
-                break
-            if not at_backend and job.next_attempt_at is None and now >= settled + 600.0:
-                break  # a cluster that cannot be reached; the next command goes on
-            # In slices, so that a job that is cancelled meanwhile is not waited for.
-            ws.sleep(min(max((job.next_attempt_at or 0.0) - now, 0.2), 1.0))
-        return self.job(job_id)
-
-    # -- logs
-
-    def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
-        """Return the logs of an attempt (the newest by default) that exist so far: ranks, then nodes."""
-        backend, handle = self.at_backend(job_id, attempt)
-        return backend.log_selectors(handle) if handle else []
-
-    def read_log(
-        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
-    ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it is now.
-
-        Args:
-            job_id: Id of the job.
-            selector: One of `log_selectors`.
-            attempt: Number of the attempt; the newest by default.
-            offset: First byte; a later call with the end of the last chunk follows the log.
-        """
-        backend, handle = self.at_backend(job_id, attempt)
-        return backend.logs(handle, selector, offset) if handle else iter(())
-
-    def follow_log(
-        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
-    ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it grows, until its attempt has ended.
-
-        Args:
-            job_id: Id of the job.
-            selector: The log; it need not exist yet.
-            attempt: Number of the attempt; by default the newest when this begins, or the first.
-            offset: First byte.
-        """
-        from orc.orchestrator.clients.following import follow_log
-
-        return follow_log(self, self.workspace.sleep, job_id, selector, attempt, offset)
-
-    def metrics(self, job_id: str) -> Reader:
-        """Return a reader of what the training of a job measures; each `read` goes on from where it stopped.
-
-        Raises:
-            JobNotFound: There is no such job.
-        """
-        from orc.orchestrator.insight.metrics import Reader
-
-        return Reader(self.workspace, self._checked_id(job_id))
-
-    def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
-        """Return the path of one log on this machine; `None` where it has to be read with `read_log`."""
-        backend, handle = self.at_backend(job_id, attempt)
-        return backend.log_file(handle, selector) if handle else None
-
-    def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
-        """Return the ways to the nodes of an attempt (the newest by default).
-
-        Raises:
-            LaunchError: It has no nodes yet, or its cluster's nodes cannot be entered.
-        """
-        from orc.launchers.backends.base import SupportsExec
-
-        backend, handle = self.at_backend(job_id, attempt)
-        if handle is None:
-            raise LaunchError(f"{job_id} has no nodes yet", hint=f"`orc status {job_id}` says what it waits for")
-        if not isinstance(backend, SupportsExec):
-            raise LaunchError(f"nodes of clusters of kind {backend.kind} cannot be entered", where=job_id)
-        return backend.entries(handle)
-
-    # -- queues of clusters
-
-    def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
-        """Return the clusters with a queue of their own, and the errors of those that fail to open. Contacts none."""
-        from orc.launchers.backends.base import SupportsQueue
-
-        return self.workspace.clusters_with(SupportsQueue)
-
-    def queue(self, cluster: str) -> QueueReport:
-        """Return the cluster's own queue, and our jobs in it.
-
-        Raises:
-            LaunchError: It has none, or does not answer.
-        """
-        from orc.launchers.backends.base import SupportsQueue
-
-        backend = self.workspace.backend(cluster)
-        if not isinstance(backend, SupportsQueue):
-            raise LaunchError(f"clusters of kind {backend.kind} have no queue of their own", where=cluster)
-        ours = [job.id for job in self.workspace.ledger.active() if job.cluster == cluster]
-        handles = [self.at_backend(job_id, None)[1] for job_id in ours]
-        return backend.queue([handle for handle in handles if handle is not None])
-
-    def at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
-        """Return the backend of a job, and the handle of one of its attempts there (the newest by default)."""
-        from orc.launchers.backends.base import Handle
-
-        ledger = self.workspace.ledger
-        job = ledger.job(self._checked_id(job_id))
-        assert job is not None
-        attempts = {attempt.number: attempt for attempt in ledger.attempts(job_id)}
-        if number is not None and number not in attempts:
-            raise JobNotFound(f"{job_id} has no attempt {number}", hint=f"it has {len(attempts)}")
-        chosen = attempts.get(number or job.number)
-        handle = Handle.from_dict(chosen.handle) if chosen and chosen.handle else None
-        return self.workspace.backend_of_user(job.cluster, job.owner), handle

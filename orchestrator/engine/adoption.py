@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import submission
+from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.writing import write
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
@@ -99,7 +99,7 @@ def _write(tx: Transaction, job: JobRecord, handle: Handle, placement: Placement
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
-    job = write(tx, job, submission.accepted(Kind.ACCEPTED, job, handle, tx.now))
+    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now))
     if last:
         return job
     over: Mapping[str, Any] = {"cause": "node_failure", "reason": _BEFORE}

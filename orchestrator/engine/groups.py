@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import artefacts, job_files, job_secrets, submission
+from orc.orchestrator.engine.array_submission import start_array
 from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.limits import is_limited
@@ -133,7 +134,7 @@ def submit_members(
     apart = any(entry.snapshot.digests != entries[0].snapshot.digests for entry in entries)
     if not isinstance(backend, SupportsArrays) or len(specs) == 1 or waits or apart or not _alike(specs):
         return enqueue(ws, entries, group=group, given=given)
-    return submission.start_array(
+    return start_array(
         ws,
         [as_member(spec, group.id) for spec in specs],
         entries[0].snapshot,

@@ -14,13 +14,14 @@ from orc.orchestrator.engine import (
     admission,
     claims,
     deadlines,
+    delivery,
     dependencies,
     job_files,
     job_secrets,
     late_copies,
     schedules,
-    submission,
 )
+from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
@@ -250,7 +251,7 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> bool:
     except Conflict:
         pass  # somebody asked to cancel it just now; the next pass sees that
     except InputsUnavailable as error:
-        submission.wait_for_room(ws, job, error.what)
+        steps.wait_for_room(ws, job, error.what)
     except LaunchError as error:
         note_unreachable(ws, job.cluster, [job], error.what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
@@ -264,7 +265,7 @@ def _drive_claimed(ws: Workspace, job: JobRecord) -> bool:
     attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
-        job = apply(ws, job, lambda _: True, lambda j, _: submission.ambiguous_update(j, reason))
+        job = apply(ws, job, lambda _: True, lambda j, _: steps.ambiguous_update(j, reason))
         attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
@@ -289,14 +290,14 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
         planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), owner=job.owner)
         prepared = planner.prepare(job)
     except NoRoom as error:
-        submission.wait_for_room(ws, job, planner.waiting_reason(error))
+        steps.wait_for_room(ws, job, planner.waiting_reason(error))
         return not planner.unusable
     except admission.Held as held:  # somebody else has just taken the last place
-        submission.wait_for_room(ws, job, held.what)
+        steps.wait_for_room(ws, job, held.what)
         return False
     except BackendUnreachable as error:
         if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest
-            submission.wait_for_room(ws, job, submission.waiting_for_host(error, job.cluster))
+            steps.wait_for_room(ws, job, delivery.waiting_for_host(error, job.cluster))
         raise
     except (LedgerError, InputsUnavailable):
         raise
@@ -305,7 +306,7 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
         return False
     fault_point("prepared")
-    submission.send(ws, planner, prepared, secrets, progress=submission.silent, patient=True)
+    delivery.send(ws, planner, prepared, secrets, progress=lambda _stage, _data: None, patient=True)
     return False
 
 
@@ -323,7 +324,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if handle is not None:
-            return submission.accepted(Kind.ADOPTED, current, handle, now)
+            return steps.accepted(Kind.ADOPTED, current, handle, now)
         first = attempt.first_negative_at if attempt else None
         if visibility_s > 0 and first is None:
             looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})
@@ -349,7 +350,7 @@ def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
 def _give_up(ws: Workspace, job: JobRecord, reason: str) -> None:
     """There will be no further attempt, because it cannot even be prepared."""
     if job.state is JobState.PREPARED:
-        submission.reject(ws, job, reason)
+        steps.reject(ws, job, reason)
         return
 
     def change(_: JobRecord, now: float) -> JobUpdate:

@@ -115,6 +115,7 @@ class FunctionCalls:
         from orc.launchers.ids import new_job_id
         from orc.launchers.spec.load import LoadedJob
         from orc.orchestrator.engine import snapshots, submission
+        from orc.orchestrator.engine.array_submission import start_array
         from orc.orchestrator.functions import jobs as functions
         from orc.orchestrator.functions.keys import new_key
 
@@ -144,7 +145,7 @@ class FunctionCalls:
         source = f"function:{name}"
         key = new_key(ws.state_dir, snapshot.code.digest)
         if arrays and len(specs) > 1:
-            records = submission.start_array(ws, specs, snapshot, source=source, at_once=at_once, given=key)
+            records = start_array(ws, specs, snapshot, source=source, at_once=at_once, given=key)
         else:
             records = [submission.start(ws, one, snapshot, source=source, given=key) for one in specs]
         return [functions.FunctionJob(client, record.id) for record in records]

@@ -15,7 +15,7 @@ from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import groups
-from orc.orchestrator.engine import snapshots, submission
+from orc.orchestrator.engine import array_submission, snapshots, submission
 
 
 class FakeArrays(FakeBackend):
@@ -36,7 +36,7 @@ def backend(tmp_path: Path) -> FakeArrays:
 def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> list[Any]:
     ws = client.workspace
     snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
-    return submission.start_array(ws, [loaded.spec] * count, snapshot, source="array", at_once=2)
+    return array_submission.start_array(ws, [loaded.spec] * count, snapshot, source="array", at_once=2)
 
 
 def test_each_element_is_a_job_with_its_own_handle(client, backend, job_file):

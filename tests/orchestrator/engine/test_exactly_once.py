@@ -43,10 +43,10 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import fault_points, late_copies
+from orc.orchestrator.engine.array_submission import start_array
 from orc.orchestrator.engine.dependencies import is_met
 from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
-from orc.orchestrator.engine.submission import start_array
 from orc.orchestrator.ledger import dependencies
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 

@@ -1,0 +1,164 @@
+"""Steps of a submission as the ledger has them: what is written before and after each thing that the backend is told.
+
+Each is one transaction that looks at the job again; one that somebody else has taken meanwhile changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.engine import claims, job_secrets, late_copies
+from orc.orchestrator.engine.queueing import room_backoff
+from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
+from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
+from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.workspace import Workspace
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.base import Handle
+    from orc.launchers.plan import Plan
+
+
+def abandon(ws: Workspace, job: JobRecord) -> None:
+    """The user stopped the submission by hand. What may be at the backend is found and cancelled."""
+
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        if attempt_is(AttemptState.PREPARED)(current):
+            return update_for_early_cancel(current, now)
+        wish = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": 0.0})
+        return JobUpdate((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
+
+    left = apply(ws, job, lambda current: not current.state.terminal, change)
+    if left.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+
+
+def reject(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """Record that the newest attempt could not be started."""
+    refused = apply(
+        ws,
+        job,
+        attempt_is(AttemptState.PREPARED, AttemptState.SUBMITTING),
+        lambda j, at: update_for_rejection(j, reason, at),
+    )
+    if refused.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+    return refused
+
+
+def attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:
+    """Return the check that the newest attempt of a job is in one of *states*."""
+    return lambda job: job.attempt is not None and job.attempt.state in states
+
+
+def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
+    """SUBMITTING, unless the job was cancelled meanwhile or the claim was lost."""
+
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        if current.cancel_requested_at is not None:
+            return update_for_early_cancel(current, now)
+        return JobUpdate(
+            (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
+            {"claim_expires_at": now + claims.TTL_S, "reason": ""},
+            # Now and not when the backend has answered: the job may have started by then.
+            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now},
+        )
+
+    begun = apply(
+        ws,
+        job,
+        lambda current: current.claim_owner == ws.owner and attempt_is(AttemptState.PREPARED)(current),
+        change,
+    )
+    if begun.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+    return begun
+
+
+def mark_ambiguous(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """Record that nobody knows whether the backend has the newest attempt."""
+    return apply(ws, job, attempt_is(AttemptState.SUBMITTING), lambda j, _: ambiguous_update(j, reason))
+
+
+def ambiguous_update(job: JobRecord, reason: str) -> JobUpdate:
+    """Return the change that makes a submission ambiguous: the backend may have the attempt or not."""
+    ambiguous = Event(Kind.AMBIGUOUS, job.number, {"reason": reason})
+    return JobUpdate((ambiguous,), {"reason": reason}, {"reason": reason, "first_negative_at": None})
+
+
+def release_attempt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """Record that the backend certainly has not got the newest attempt: it may be sent again."""
+
+    def change(current: JobRecord, _: float) -> JobUpdate:
+        return JobUpdate(
+            (Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, {"submitted_at": None}
+        )
+
+    return apply(ws, job, attempt_is(AttemptState.SUBMITTING), change)
+
+
+def wait_for_room(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
+    """Record that the job waits, without hosts, for *reason*."""
+
+    def change(current: JobRecord, _: float) -> JobUpdate:
+        if current.reason == reason:
+            return JobUpdate()
+        waiting = Event(Kind.WAITING, None, {"reason": reason})
+        return JobUpdate((waiting,), {"reason": reason}, vacate=current.state is JobState.PREPARED)
+
+    return apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), change)
+
+
+def release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[str]) -> JobRecord:
+    """Hosts that the ledger thought free are not: jobs of another ledger are there. Give them back, try again later."""
+    held = f" (held by {', '.join(holders)})" if holders else ""
+    waiting_reason = reason if reason.startswith("waiting") else f"waiting for room: {reason}{held}"
+
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        attempt = current.attempt
+        waited = now - attempt.prepared_at if attempt else 0.0
+        return JobUpdate(
+            (Event(Kind.RELEASED, current.number, {"reason": waiting_reason}),),
+            {"reason": waiting_reason, "next_attempt_at": now + room_backoff(waited, current.id)},
+            {"reason": waiting_reason, "submitted_at": None},
+            vacate=True,
+        )
+
+    return apply(ws, job, attempt_is(AttemptState.SUBMITTING), change)
+
+
+def accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
+    """Store the handle. Another process may have been faster; that is recorded, not repaired, because
+    the agents' lease lets only one copy run. Where the attempt was given up meanwhile, this copy is told to end."""
+
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        attempt = current.attempt
+        if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
+            return accepted(Kind.ACCEPTED, current, handle, now)
+        if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
+            return JobUpdate()
+        if attempt is not None and late_copies.is_given_up(attempt):
+            return JobUpdate()
+        return JobUpdate((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
+
+    stored = apply(ws, job, lambda _: True, change)
+    late_copies.end_if_given_up(ws, stored, handle)
+    return stored
+
+
+def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> JobUpdate:
+    """Return the update of a job that its backend has accepted. Gives the claim back."""
+    event = Event(kind, job.number, {"native_id": handle.native_id})
+    begun = job.attempt.submitted_at if job.attempt else None
+    return JobUpdate(
+        (event,),
+        {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
+        {
+            "handle": handle.to_dict(),
+            "submitted_at": min(at for at in (handle.submitted_at, begun, now) if at),
+            "reason": "",
+            "first_negative_at": None,
+        },
+    )
