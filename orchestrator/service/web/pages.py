@@ -94,6 +94,13 @@ def clusters_page() -> HTMLResponse:
     return page("clusters.html", "/clusters")
 
 
+@router.get("/schedules")
+@public
+def schedules_page() -> HTMLResponse:
+    """Return the page of schedules and quotas."""
+    return page("schedules.html", "/schedules")
+
+
 @router.get("/admin")
 @public
 def admin_page() -> HTMLResponse:

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is in the extra dev")
 from playwright.sync_api import Browser, Page, expect
 
+from orc.launchers.spec import load_job
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.clients import groups
 from orc.orchestrator.views import JobView
@@ -328,6 +329,29 @@ def test_tokens_are_made_shown_once_and_revoked_and_the_audit_log_says_so(servic
     expect(page.locator("#audit tbody tr").first).to_contain_text(getpass.getuser())
 
 
+def test_schedules_are_paused_and_deleted_and_quotas_set_and_removed(service, visit):
+    with service.client() as client:
+        made = client.create_schedule(load_job(service.job_file("print(1)")), "0 3 * * *", name="<b>nightly</b>")
+    page = visit("/schedules")
+    row = page.locator("#schedules tbody tr")
+    expect(row).to_contain_text("<b>nightly</b>")  # as text
+    page.get_by_role("button", name="Pause <b>nightly</b>").click()
+    expect(row).to_contain_text("paused")
+    with service.client() as client:
+        assert [one.enabled for one in client.schedules() if one.id == made.id] == [False]
+    page.get_by_role("button", name="Resume <b>nightly</b>").click()
+    expect(row).not_to_contain_text("paused")
+    page.evaluate("window.confirm = () => true")
+    page.get_by_role("button", name="Delete <b>nightly</b>").click()
+    expect(page.locator("#schedules")).to_contain_text("No job is submitted by the clock")
+    page.get_by_label("Name").fill("grace")
+    page.get_by_label("Amount").fill("8")
+    page.get_by_role("button", name="Set quota").click()
+    expect(page.locator("#quotas tbody tr")).to_have_text(re.compile("user\\s*grace\\s*gpus\\s*8"))
+    page.get_by_role("button", name="Remove the quota of gpus of grace").click()
+    expect(page.locator("#quotas")).to_contain_text("Nobody's use is limited")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_every_width_and_have_names_for_everything(service, page: Page, failed, scheme):
     page.emulate_media(color_scheme=scheme)
@@ -335,6 +359,7 @@ def test_pages_fit_every_width_and_have_names_for_everything(service, page: Page
         ("/", "#rows tr"),
         (f"/jobs/{failed.id}", "#log .l"),
         ("/clusters", "#clusters .card"),
+        ("/schedules", "#quotas .empty"),
         ("/admin", "#tokens td"),
         ("/groups/none", ".error"),
     ):
