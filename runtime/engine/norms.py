@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.parallel.shards import shard_group
+from orc.runtime.parallel.shards import shard_group, stage_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,12 +22,10 @@ def clip_norm(
     *,
     sharded: bool,
     over: ProcessGroup | None = None,
-    without: Collection[int] = (),
 ) -> Tensor:
     """Scale the gradients of *parameters* down to *max_norm*; returns their total norm before, as a plain tensor.
 
-    *sharded* says that some may be DTensors; then all processes call it. The ranks of *over* have other parameters of
-    the same models; those whose ids are in *without* another of them counts.
+    *sharded* says that some may be DTensors; then all processes call it. *over*: see `total_norm`.
     """
     if not sharded:
         gradients = [one.grad for one in parameters if one.grad is not None]
@@ -37,10 +35,7 @@ def clip_norm(
             norm = _combined(torch._foreach_norm(gradients, norm_type), norm_type)
             torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
-    norm = total_norm([one for one in parameters if id(one) not in without] if without else parameters, norm_type)
-    if over is not None:
-        device = next((one.device for one in parameters), norm.device)
-        norm = _summed(norm.float().to(device).clone(), over, norm_type)
+    norm = total_norm(parameters, norm_type, over)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
         for gradient in (_local(one.grad) for one in parameters if one.grad is not None):
@@ -48,14 +43,23 @@ def clip_norm(
     return norm
 
 
-def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients of *parameters* together, over all shards; 0 without gradients."""
+def total_norm(parameters: Iterable[Tensor], norm_type: float, over: ProcessGroup | None = None) -> Tensor:
+    """Return the norm of all gradients of *parameters* together, over all shards and stages; 0 without gradients.
+
+    *over*: the group whose ranks have other stages; also where this one has none of the parameters.
+    """
     # torch's own comes with 2.6, and takes gradients of one mesh only.
     groups: dict[Any, list[Tensor]] = {}
     # By group and device, also without gradients: others of the group may have some.
     noted: dict[tuple[ProcessGroup, torch.device], list[Tensor]] = {}
+    device: torch.device | None = None
     for parameter in parameters:
         gradient = parameter.grad
+        device = device or parameter.device
+        if (stage := stage_group(parameter)) is not None:
+            over = stage[0]
+            if not stage[1]:
+                continue
         if (group := shard_group(parameter)) is not None:
             noted.setdefault((group, parameter.device), []).extend(() if gradient is None else (gradient,))
         elif gradient is not None:
@@ -63,8 +67,10 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     norms = [_whole(_combined(torch._foreach_norm(group, norm_type), norm_type)) for group in groups.values()]
     norms += [_over_group(*place, gradients, norm_type) for place, gradients in noted.items()]
     if not norms:
-        return torch.tensor(0.0)
-    return norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
+        norm = torch.tensor(0.0)
+    else:
+        norm = norms[0] if len(norms) == 1 else _combined([norm.to(norms[0].device) for norm in norms], norm_type)
+    return norm if over is None else _summed(norm.float().to(device or norm.device).clone(), over, norm_type)
 
 
 def _alike(gradients: Sequence[Tensor]) -> bool:

@@ -48,12 +48,8 @@ class PipelineEngine(NativeEngine):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages down to *max_norm*; returns their norm before. All processes call it."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = [(one, parts) for one in self.prepared.models if (parts := parts_of(one)) is not None]
         group = self.ctx.topology.group("pp")
-        twice: set[int] = set().union(
-            *(parts.counted_elsewhere(extract_model_from_parallel(one)) for one, parts in found)
-        )
-        norm = clip_norm(parameters, max_norm, float(norm_type), sharded=True, over=group, without=twice)
+        norm = clip_norm(parameters, max_norm, float(norm_type), sharded=True, over=group)
         for tell in self.events.on_clip:
             tell(norm)
         return norm

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from orc.runtime.parallel.shards import shard_group
+from orc.runtime.parallel.shards import shard_group, take_place
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,7 @@ def replaced(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -
     for name, parameter in old.items():
         if name in new and new[name] is not parameter:
             _new[parameter] = new[name]
+            take_place(parameter, new[name])
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from orc.runtime.parallel.pipeline import agree
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 from orc.runtime.parallel.pipeline_model import Line, PipelineModel
 from orc.runtime.parallel.precision import AutocastForward, unwrap_forward
+from orc.runtime.parallel.shards import note_stage
 from orc.runtime.parallel.stage_body import Body, Stage, StageForward
 from orc.runtime.parallel.stages import Traced, trace
 
@@ -65,6 +66,8 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
     if place:
         move(model, ctx.device)
     _share_values(model, cut.parts)
+    elsewhere = cut.parts.counted_elsewhere(model)
+    note_stage(model.parameters(), cut.parts.ctx.require_group("a pipeline"), elsewhere)
     line = Line(
         model,
         forward,

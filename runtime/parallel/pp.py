@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,10 @@ class PipelineParallel:
                 f"{' and '.join(others)} cannot be combined with pp: stages are traced as one process computes them; "
                 "combine pp with dp_replicate or dp_shard"
             )
+        if importlib.util.find_spec("torch.distributed.pipelining") is None:
+            return "this torch has no torch.distributed.pipelining; install 2.4 or newer"
+        if ctx.config.mixed_precision == "fp8":
+            return "fp8 layers keep scales of their own, which a trace would fix; use bf16"
         if ctx.config.mixed_precision == "fp16":
             return "fp16 scales losses, and a pipeline has run backward when its loss is known; use bf16"
         return "the process group is not open" if ctx.group is None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+# parameter -> the group whose ranks have other parameters of its model, and whether it counts here
+_stages: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the group; does not keep the parameters alive
 
 
@@ -46,3 +48,24 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
     """Return the group over which *parameter* was noted to be cut."""
     group: ProcessGroup | None = _groups.get(parameter) if len(_groups) else None
     return group
+
+
+def note_stage(parameters: Iterable[Tensor], group: ProcessGroup, elsewhere: Collection[int]) -> None:
+    """Note that the ranks of *group* have other parameters of the same model.
+
+    Those of *parameters* whose ids are in *elsewhere* another rank has too, and counts.
+    """
+    for parameter in parameters:
+        _stages[parameter] = (group, id(parameter) not in elsewhere)
+
+
+def stage_group(parameter: Tensor) -> tuple[ProcessGroup, bool] | None:
+    """Return the group whose ranks have other parameters of the same model, and whether *parameter* counts here."""
+    found: tuple[ProcessGroup, bool] | None = _stages.get(parameter) if len(_stages) else None
+    return found
+
+
+def take_place(old: Tensor, new: Tensor) -> None:
+    """Note of *new* what was noted of *old*, which it replaces."""
+    if len(_stages) and old in _stages:
+        _stages[new] = _stages[old]

@@ -228,6 +228,8 @@ def test_schedules_and_replicas_learn_the_same(run_ranks):
         found[2].eval()
         torch.testing.assert_close(found[2](data[-1][0]), alone(data[-1][0]), rtol=1e-4, atol=1e-4)
 
+        from orc.runtime.engine.norms import total_norm
+
         # Sums, divided by the number of rows; stages that the script names.
         accelerator = accelerator_for(2, schedule="gpipe", loss_fn=sum_loss, loss_reduction="sum", num_microbatches=2,
                                       split_points=["blocks.1"])  # fmt: skip
@@ -243,6 +245,8 @@ def test_schedules_and_replicas_learn_the_same(run_ranks):
         expected.backward()
         assert norm == pytest.approx(nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item(), rel=1e-4)
         assert loss.item() == pytest.approx(expected.item() * target.numel(), rel=1e-4)
+        # Who watches the gradients on one process sees those of all stages.
+        assert float(total_norm(model.parameters(), 2.0)) == pytest.approx(min(norm, 1.0), rel=1e-3)
 
         # bfloat16, with its loss in float32.
         accelerator = accelerator_for(2, precision="bf16")
@@ -338,6 +342,40 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_process(run_ranks):
     assert "did you mean 'blocks.1'?" in seen["point"]
     assert "use bf16" in seen["fp16"]
     assert "torch.compile" in seen["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "message"),
+    [
+        ({"pp": 2, "tp": 2}, "no", "tp cannot be combined with pp"),
+        ({"pp": 2, "cp": 2}, "no", "cp cannot be combined with pp"),
+        ({"pp": 2, "sp": 2}, "no", "sp cannot be combined with pp"),
+        ({"pp": 4}, "fp8", "fp8 layers keep scales"),
+        ({"pp": 4}, "fp16", "fp16 scales losses"),
+        ({"pp": 2, "dp_shard": 2}, "bf16", None),
+    ],
+)
+def test_layouts_and_precisions_that_do_not_go_together_are_told(sizes, precision, message):
+    from orc.runtime.parallel.pp import PARALLELIZER
+    from orc.runtime.testing import fake_context
+
+    context = fake_context(0, 4)
+    context.configure({"mixed_precision": precision})
+    context.set_topology(sizes, by="the test")
+    told = PARALLELIZER.requires(context)
+    assert told is None if message is None else message in str(told)
+
+
+def test_a_stage_is_one_unit_of_shards():
+    from orc.runtime import FullyShardedDataParallelPlugin
+    from orc.runtime.parallel.sharding import choose_units
+
+    model = Net()
+    model.one_unit = "a stage of a pipeline"
+    assert choose_units(model, FullyShardedDataParallelPlugin(fsdp_version=2), []) == [model]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="a stage of a pipeline, which is one unit"):
+        choose_units(model, plugin, [])
 
 
 @pytest.mark.parametrize(
