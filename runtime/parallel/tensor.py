@@ -43,6 +43,11 @@ class TensorParallel:
         """An open process group of the device."""
         if not ctx.compute.device_in_group:
             return "the process group does not reach the tensors of this device"
+        if ctx.config.mixed_precision == "fp16" and ctx.fsdp_plugin is None:
+            return (
+                "torch's gradient scaler does not take whole gradients and cut ones together; use bf16, or shard too "
+                "(fsdp_plugin), which cuts all of them"
+            )
         return "the process group is not open" if ctx.group is None else None
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:

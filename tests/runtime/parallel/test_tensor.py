@@ -102,30 +102,29 @@ def config_of(sizes, kind, **more):
     return ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()}, tp_handler=handler, **more)
 
 
-def plugin_of(sizes, kind):
+def plugin_of(sizes, kind, **more):
     if "dp_shard" not in sizes:
         return None
     block = "LlamaDecoderLayer" if kind.startswith("llama") else "Block"
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[block]
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[block], **more
     )
 
 
-def trained(sizes, kind, accumulate=1, before=None, after=None):
+def trained(sizes, kind, accumulate=1, sharding=None, **options):
     """The same of this rank, with what it keeps."""
     AcceleratorState._reset_state(reset_partial_state=False)
     accelerator = Accelerator(
         cpu=True,
         parallelism_config=config_of(sizes, kind),
-        fsdp_plugin=plugin_of(sizes, kind),
+        fsdp_plugin=plugin_of(sizes, kind, **(sharding or {})),
         gradient_accumulation_steps=accumulate,
+        **options,
     )
     torch.manual_seed(accelerator.process_index)  # the first rank's values count
     model = made(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    if before is not None:
-        before(accelerator)
     losses, norms = [], []
     for ids in batches(accelerator.ctx.topology.data_size):
         with accelerator.accumulate(model):
@@ -136,12 +135,8 @@ def trained(sizes, kind, accumulate=1, before=None, after=None):
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
             optimizer.step()
             optimizer.zero_grad()
-    if after is not None:
-        after(accelerator)
-    whole = accelerator.get_state_dict(model)
     held = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.parameters())
-    tensor = [type(one).__name__ for one in accelerator.unwrap_model(model).parameters()]
-    return losses, norms, whole, held, tensor
+    return losses, norms, accelerator.get_state_dict(model), held
 
 
 def compare(ranks, expected):
@@ -181,6 +176,24 @@ def test_training_gives_the_numbers_of_one_process(world, cases, run_ranks):
         assert whole / parts <= max(rank[number][3] for rank in ranks) < 1.2 * whole / parts + 200
 
 
+def test_precision_recomputing_offload_and_compiling_go_with_it(run_ranks):
+    sharded, copied = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}
+    cases = [
+        (sharded, {"sharding": {"activation_checkpointing": True, "cpu_offload": True}}, 1e-4),
+        (sharded, {"mixed_precision": "bf16"}, 1e-2),
+        (sharded, {"mixed_precision": "fp16"}, 1e-2),
+        (copied, {"dynamo_backend": "aot_eager"}, 1e-4),
+    ]
+
+    def every():
+        return [trained(sizes, "plain", **options)[:2] for sizes, options, _ in cases]
+
+    expected = alone("plain", 2)[:2]
+    for (_, options, tolerance), found in zip(cases, run_ranks(4, every, timeout=240)[0], strict=True):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-5, msg=lambda t, at=options: f"{at}: {t}")
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "message"),
     [
@@ -211,6 +224,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank_with_all_its_names(make, pl
     [
         ({"fsdp_plugin": {"fsdp_version": 1}}, "the strategies tensor and fsdp1 cannot be used together"),
         ({"tp_handler": {"enable_async_tp": True}}, "enable_async_tp needs GPUs"),
+        ({"mixed_precision": "fp16"}, "gradient scaler does not take whole gradients and cut ones together; use bf16"),
     ],
 )
 def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, message):
@@ -219,6 +233,7 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, me
         handler = TorchTensorParallelConfig(plan=PLAN, **options.get("tp_handler", {}))
         accelerator = Accelerator(
             cpu=True,
+            mixed_precision=options.get("mixed_precision"),
             fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None,
             parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler),
         )
