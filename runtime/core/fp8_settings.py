@@ -230,12 +230,12 @@ def check_together(found: Mapping[str, Any]) -> None:
 
 def check_with(values: Mapping[str, Any], *, cpu: bool, deepspeed: bool) -> None:
     """Raise `ValueError` where fp8 with the settings *values* cannot be, in a run on CPUs or with DeepSpeed."""
-    if deepspeed:
-        raise ValueError(
-            "mixed_precision=fp8 and DeepSpeed do not go together in this version of orc: shard with FSDP, or choose "
-            "bf16"
-        )
     chosen = values.get("backend")
+    if deepspeed and chosen not in (None, "AO"):
+        raise ValueError(
+            f"the back end {str(chosen).lower()} of fp8 and DeepSpeed do not go together in this version of orc: choose "
+            "ao, shard with FSDP, or choose bf16"
+        )
     if cpu and chosen not in (None, "AO"):
         raise ValueError(
             f"the back end {str(chosen).lower()} of fp8 computes on NVIDIA GPUs, not on CPUs; ao emulates it"

@@ -140,6 +140,11 @@ class Preparation:
             follow(optimizer.optimizer)
         return model
 
+    def converted(self, model: nn.Module) -> nn.Module:
+        """Return *model* with the layers of the precision, for an engine that prepares it by itself."""
+        request = Request(options={"fsdp": None}, mixed_precision=self.precision.name)
+        return self.precision.convert(model, self.ctx, request)
+
     def _in_precision(self, model: nn.Module, request: Request) -> nn.Module:
         """Return *model* with the layers and the forward of the precision."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import Prepared, RunContext
 from orc.runtime.core.events import Events
 from orc.runtime.engine.deepspeed import library
@@ -109,6 +110,8 @@ class DeepSpeed:
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
         filled(plugin, self._facts(model, optimizer, scheduler, loaders))
+        if optimizer is not None:
+            model = preparation.converted(model)
         engine, made = self._initialize(plugin, model, optimizer, scheduler)
         if compiles(preparation.dynamo):
             options = preparation.dynamo.to_kwargs()
@@ -167,7 +170,7 @@ class DeepSpeed:
             raise ValueError(f"DeepSpeed refuses what is prepared: {error}") from error
         if optimizer is not None:
             self._gradient.num_steps = engine.gradient_accumulation_steps()
-        if self.ctx.config.mixed_precision == "bf16":
+        if PRECISIONS[self.ctx.config.mixed_precision] == "bf16":
             cast_inputs(engine.module, torch.bfloat16)
         return engine, made
 

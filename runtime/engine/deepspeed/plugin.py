@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.core.config import PRECISIONS as HALVES
 from orc.runtime.core.deepspeed_keys import check_value
 from orc.runtime.engine.deepspeed.config import AUTO, HfDeepSpeedConfig
 from orc.runtime.engine.deepspeed.settings import (
@@ -204,6 +205,9 @@ class DeepSpeedPlugin:
             ValueError: *mixed_precision* is an *explicit* argument and the configuration says another one.
         """
         said = precision_of(self.hf_ds_config)
+        half = HALVES[mixed_precision]  # what DeepSpeed computes in; layers may compute in fewer bits
+        if said is not None and said == half:
+            said = mixed_precision
         if said is not None and explicit and mixed_precision != said:
             raise ValueError(
                 f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, which says {said!r}: "
@@ -213,7 +217,7 @@ class DeepSpeedPlugin:
         for name in PRECISIONS:
             section = self.deepspeed_config.setdefault(name, {"enabled": AUTO})
             if section.get("enabled", AUTO) == AUTO:
-                section["enabled"] = name == chosen
+                section["enabled"] = name == HALVES[chosen]
                 if name == "fp16" and chosen == "fp16":
                     section.setdefault("auto_cast", True)
         return chosen

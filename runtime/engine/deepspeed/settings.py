@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orc.runtime.core.config import PRECISIONS as HALVES
 from orc.runtime.core.deepspeed_keys import FIELDS, KEYS
 from orc.runtime.engine.deepspeed.config import AUTO, HfDeepSpeedConfig
 
@@ -96,7 +97,7 @@ def refuse_ambiguity(
         ignored = ignored or [name for name in both if name in told]
     said = precision_of(config)
     wanted = env.get("ORC_MIXED_PRECISION", env.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
-    if not ignored and (said is None or wanted in ("no", said)):
+    if not ignored and (said is None or wanted == "no" or HALVES.get(wanted) == said):
         return
     names = both if ignored else []
     names += ["mixed_precision"] if said is not None else []

@@ -82,7 +82,10 @@ def test_sizes_of_parallelism_reach_the_script() -> None:
         ({"tpu": True, "num_processes": 2}, "In a job file: launcher: xla"),
         ({"tpu_cluster": True}, "In a job file: resources.nodes"),
         ({"use_megatron_lm": True}, "no Megatron-LM engine"),
-        ({"mixed_precision": "fp8", "use_deepspeed": True}, "mixed_precision=fp8 and DeepSpeed do not go together"),
+        (
+            {"mixed_precision": "fp8", "fp8_backend": "TE", "use_deepspeed": True},
+            "the back end te of fp8 and DeepSpeed do not go together",
+        ),
         ({"mixed_precision": "fp8", "fp8_backend": "TE", "cpu": True}, "computes on NVIDIA GPUs, not on CPUs"),
         (
             {"mixed_precision": "fp8", "fp8_backend": "TE", "fp8_opt_level": "O1"},

@@ -25,9 +25,11 @@ class FP8Backend:
 
     Attributes:
         name: as scripts and configurations say it.
+        with_deepspeed: its layers keep the parameters of the script, which is all that DeepSpeed asks of them.
     """
 
     name: str
+    with_deepspeed: bool = False
 
     def __init__(self, recipe: FP8Recipe) -> None:
         self.recipe = recipe

@@ -148,11 +148,24 @@ def test_an_old_gpu_is_refused_by_its_name(monkeypatch):
     assert TE(TERecipeKwargs()).requires(Context()) is None
 
 
-def test_deepspeed_is_refused():
+def test_deepspeed_trains_with_torchao_only(monkeypatch):
     from orc.runtime import DeepSpeedPlugin
 
-    with pytest.raises(LaunchError, match="fp8 and DeepSpeed do not go together in this version of orc"):
+    monkeypatch.setattr(fp8_settings, "installed", lambda: ["TE"])
+    with pytest.raises(LaunchError, match="the back end te of fp8 and DeepSpeed do not go together in this version"):
         Accelerator(mixed_precision="fp8", deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), cpu=True)
+
+
+def test_a_pipeline_of_stages_is_refused(run_ranks):
+    def run():
+        from orc.runtime import ParallelismConfig
+
+        with pytest.raises(
+            LaunchError, match="fp8 and pp_size do not go together: layers that compute in fp8 cannot be"
+        ):
+            Accelerator(mixed_precision="fp8", cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+
+    run_ranks(2, run, timeout=120)
 
 
 def test_shards_keep_what_fp8_does_not_compute_in_bfloat16():

@@ -205,6 +205,79 @@ def test_replicas_and_shards_train_in_float8_on_two_ranks(run_ranks, tmp_path):
     assert run_ranks(2, run, timeout=240) == [expected] * 2
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_trains_in_float8_on_two_ranks(run_ranks, stage):
+    def run():
+        from orc.runtime import DeepSpeedPlugin
+
+        result = {}
+        for precision in ("bf16", "fp8"):
+            fresh()
+            plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True)
+            accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
+            model = network()
+            rows = torch.randn(20 * 32, 16, generator=torch.Generator().manual_seed(0))
+            model, optimizer, loader = accelerator.prepare(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(rows, batch_size=16)
+            )
+            losses = []
+            for inputs in loader:
+                loss = (model(inputs).float() - 2 * inputs[:, :4]).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            state = accelerator.get_state_dict(model)
+            if accelerator.is_main_process:
+                network().load_state_dict(state)
+            result[precision] = losses, kinds(model)
+        losses, layers = result["fp8"]
+        return near(losses, result["bf16"][0]), losses != result["bf16"][0], layers.count("Float8Linear")
+
+    assert run_ranks(2, run, timeout=200) == [(True, True, 2)] * 2
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp", "sp"])
+def test_shards_of_a_model_whose_layers_or_sequences_are_shared_out_train_in_float8(run_ranks, dimension):
+    def run():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from orc.runtime import ParallelismConfig
+
+        sizes = {"dp_shard_size": 2, f"{dimension}_size": 2} | ({"sp_backend": "torch"} if dimension == "sp" else {})
+        result = {}
+        for precision in ("bf16", "fp8"):
+            fresh()
+            torch.manual_seed(0)
+            options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+            model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, **options))
+            recipe = [AORecipeKwargs(enable_fsdp_float8_all_gather=True)] if precision == "fp8" else []
+            accelerator = Accelerator(
+                cpu=True,
+                mixed_precision=precision,
+                parallelism_config=ParallelismConfig(**sizes),
+                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+                kwargs_handlers=recipe,
+            )
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            losses = []
+            for _ in range(8):
+                tokens = torch.arange(32).reshape(2, 16) % 7
+                labels = tokens.clone()
+                with accelerator.maybe_context_parallel([tokens, labels], [1, 1]):
+                    loss = model(input_ids=tokens, labels=labels).loss
+                    accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            result[precision] = losses
+        assert result["fp8"] == pytest.approx(result["bf16"], rel=0.1)
+        return kinds(model).count("Float8Linear"), result["fp8"][-1] < 0.8 * result["fp8"][0]
+
+    assert run_ranks(4, run, timeout=240) == [(13, True)] * 4
+
+
 def test_a_model_that_the_script_has_sharded_is_refused_unless_it_has_converted_it(run_ranks):
     def run():
         from torch.distributed.fsdp import fully_shard
