@@ -233,8 +233,8 @@ def check_with(values: Mapping[str, Any], *, cpu: bool, deepspeed: bool) -> None
     chosen = values.get("backend")
     if deepspeed and chosen not in (None, "AO"):
         raise ValueError(
-            f"the back end {str(chosen).lower()} of fp8 and DeepSpeed do not go together in this version of orc: choose "
-            "ao, shard with FSDP, or choose bf16"
+            f"the back end {str(chosen).lower()} of fp8 and DeepSpeed do not go together in this version of orc: "
+            "choose ao, shard with FSDP, or choose bf16"
         )
     if cpu and chosen not in (None, "AO"):
         raise ValueError(

@@ -216,7 +216,7 @@ def test_deepspeed_trains_in_float8_on_two_ranks(run_ranks, stage):
             plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True)
             accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
             model = network()
-            rows = torch.randn(20 * 32, 16, generator=torch.Generator().manual_seed(0))
+            rows = torch.randn(12 * 32, 16, generator=torch.Generator().manual_seed(0))
             model, optimizer, loader = accelerator.prepare(
                 model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(rows, batch_size=16)
             )
@@ -237,31 +237,33 @@ def test_deepspeed_trains_in_float8_on_two_ranks(run_ranks, stage):
     assert run_ranks(2, run, timeout=200) == [(True, True, 2)] * 2
 
 
-@pytest.mark.parametrize("dimension", ["tp", "cp", "sp"])
-def test_shards_of_a_model_whose_layers_or_sequences_are_shared_out_train_in_float8(run_ranks, dimension):
+@pytest.mark.parametrize(("dimension", "shard"), [("tp", True), ("cp", False), ("sp", False)])
+def test_models_whose_layers_or_sequences_are_shared_out_train_in_float8(run_ranks, dimension, shard):
     def run():
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from orc.runtime import ParallelismConfig
 
-        sizes = {"dp_shard_size": 2, f"{dimension}_size": 2} | ({"sp_backend": "torch"} if dimension == "sp" else {})
+        sizes = {f"{dimension}_size": 2} | ({"sp_backend": "torch"} if dimension == "sp" else {})
+        gathering = [AORecipeKwargs(enable_fsdp_float8_all_gather=True)]
+        if shard:
+            sizes["dp_shard_size"] = 2
         result = {}
         for precision in ("bf16", "fp8"):
             fresh()
             torch.manual_seed(0)
             options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
             model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, **options))
-            recipe = [AORecipeKwargs(enable_fsdp_float8_all_gather=True)] if precision == "fp8" else []
             accelerator = Accelerator(
                 cpu=True,
                 mixed_precision=precision,
                 parallelism_config=ParallelismConfig(**sizes),
-                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
-                kwargs_handlers=recipe,
+                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if shard else None,
+                kwargs_handlers=gathering if shard and precision == "fp8" else [],
             )
-            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
             losses = []
-            for _ in range(8):
+            for _ in range(5):
                 tokens = torch.arange(32).reshape(2, 16) % 7
                 labels = tokens.clone()
                 with accelerator.maybe_context_parallel([tokens, labels], [1, 1]):
@@ -272,10 +274,11 @@ def test_shards_of_a_model_whose_layers_or_sequences_are_shared_out_train_in_flo
                 optimizer.zero_grad()
                 losses.append(accelerator.reduce(loss.detach(), "mean").item())
             result[precision] = losses
-        assert result["fp8"] == pytest.approx(result["bf16"], rel=0.1)
-        return kinds(model).count("Float8Linear"), result["fp8"][-1] < 0.8 * result["fp8"][0]
+        assert result["fp8"] == pytest.approx(result["bf16"], rel=0.05)
+        return kinds(model).count("Float8Linear"), result["fp8"][-1] < result["fp8"][0] - 0.5
 
-    assert run_ranks(4, run, timeout=240) == [(13, True)] * 4
+    ranks = 4 if shard else 2
+    assert run_ranks(ranks, run, timeout=240) == [(13, True)] * ranks
 
 
 def test_a_model_that_the_script_has_sharded_is_refused_unless_it_has_converted_it(run_ranks):
