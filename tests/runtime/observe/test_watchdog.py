@@ -2,9 +2,11 @@
 
 import json
 import os
-import subprocess
+import runpy
+import signal
 import sys
 import textwrap
+import traceback
 
 import pytest
 
@@ -132,40 +134,72 @@ SCRIPT = """
 """
 
 
+def run_script(script, env, errors):
+    """The life of a process that `python script` would start, after its imports; never returns."""
+    import atexit
+    import threading
+
+    status = 1
+    try:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        for name in [name for name in os.environ if name.startswith(("ORC_", "ACCELERATE_"))]:
+            del os.environ[name]
+        os.environ.update(env)
+        sys.argv = [script]
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_scripts(script, envs, errors, culprit, kills_it):
+    """Statuses of as many processes, of which *culprit* hangs."""
+    pids = []
+    for env, file in zip(envs, errors, strict=True):
+        pid = os.fork()
+        if pid == 0:
+            run_script(script, env, file)
+        pids.append(pid)
+    hanging = pids[culprit]
+    statuses = {}
+    for pid in [pid for pid in pids if pid != hanging] + [hanging]:
+        if kills_it and pid == hanging:
+            os.kill(pid, signal.SIGKILL)
+        statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [statuses[pid] for pid in pids]
+
+
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, run_ranks):
     """``launch(hang, world_size, **env)`` runs the script in a simulated job; per rank (status, stderr).
 
-    The last rank hangs, or *culprit*. With *kills_it* that one is killed when the others have ended.
+    The last rank hangs, or *culprit*. With *kills_it* that one is killed when the others have ended. All are forked
+    from a process that has imported torch.
     """
     (tmp_path / "a1" / "node-0").mkdir(parents=True)
-    processes = []
 
     def run(hang, world_size=1, port=0, pace=0, culprit=-1, kills_it=False, **env):
         script = tmp_path / "train.py"
         source = textwrap.dedent(SCRIPT).replace("HANG", hang).replace("PACE", str(pace))
         script.write_text(source.replace("CULPRIT", str(culprit)))
-        base = {name: value for name, value in os.environ.items() if not name.startswith(("ORC_", "ACCELERATE_"))}
-        base |= {"ORC_JOB_DIR": str(tmp_path), "ORC_ATTEMPT_DIR": str(tmp_path / "a1"), "OMP_NUM_THREADS": "1", **env}
-        for rank in range(world_size):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = base | {name: str(value) for name, value in own.items()}
-            errors = (tmp_path / f"rank-{rank}.err").open("w")
-            processes.append(subprocess.Popen([sys.executable, script], env=variables, stderr=errors))
-            errors.close()
-        hanging = processes[culprit]
-        for process in [process for process in processes if process is not hanging] + [hanging]:
-            if kills_it and process is hanging:
-                process.kill()
-            process.wait(timeout=150)
-        said = [(tmp_path / f"rank-{rank}.err").read_text() for rank in range(world_size)]
-        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+        base = {"ORC_JOB_DIR": str(tmp_path), "ORC_ATTEMPT_DIR": str(tmp_path / "a1"), **env}
+        own = [
+            {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            for rank in range(world_size)
+        ]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        envs = [base | meeting | {name: str(value) for name, value in one.items()} for one in own]
+        errors = [tmp_path / f"rank-{rank}.err" for rank in range(world_size)]
+        words = [str(script), envs, [str(file) for file in errors], culprit, kills_it]
+        [statuses] = run_ranks(1, run_scripts, *words, timeout=150)
+        return [(status, file.read_text()) for status, file in zip(statuses, errors, strict=True)]
 
-    yield run
-    for process in processes:
-        process.kill()
-        process.wait()
+    return run
 
 
 def stall_file(tmp_path, rank):
