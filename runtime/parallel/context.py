@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request
 from orc.runtime.parallel.pieces import Piece, check_model, watch_model
 from orc.runtime.parallel.ring import missing, ring
@@ -47,6 +48,7 @@ class ContextParallel:
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Return *model*, which checks what it computes inside a block."""
         watch_model(model)
+        model.register_forward_hook(_expect_backward)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
@@ -60,6 +62,21 @@ class ContextParallel:
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """Left to what averages the gradients."""
         return None
+
+
+def _expect_backward(model: nn.Module, args: Any, output: Any) -> None:
+    """Let a backward of *output* that comes after the block say so."""
+    piece = Piece.current
+    if piece is None:
+        return
+
+    def check(gradient: Tensor) -> None:
+        if Piece.current is not piece:
+            raise ContextError(f"{_KIND}: backward after the block of its forward has ended; put it inside the block")
+
+    for leaf in torch.utils._pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(check)
 
 
 @contextlib.contextmanager
