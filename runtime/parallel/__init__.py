@@ -77,14 +77,14 @@ def refuse_compression(ctx: RunContext, options: DistributedDataParallelKwargs |
         )
 
 
-def refuse_unserved(ctx: RunContext, served: Collection[str] = ()) -> None:
+def refuse_unserved(ctx: RunContext, served: Collection[str] = (), by: str = "this version of orc") -> None:
     """Raise `ContextError` for dimensions that are not *served*: copies of a model would differ there silently."""
     topology = ctx.topology
     unserved = [name for name in DIMENSIONS if name not in (*DATA_DIMENSIONS, *served) and topology.size(name) > 1]
     if unserved:
         sizes = " and ".join(f"{name} {topology.size(name)}" for name in unserved)
         raise ContextError(
-            f"{topology.by} asks for {sizes}, and this version of orc cannot spread a model over it: shard the model "
+            f"{topology.by} asks for {sizes}, and {by} cannot spread a model over it: shard the model "
             "over accelerator.torch_device_mesh before prepare, or leave it out"
         )
 

@@ -6,6 +6,7 @@ import warnings
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.fsdp import FullySharded, is_instance
 from orc.runtime.parallel.moving import named_parameters, replaced
 from orc.runtime.parallel.shards import note_shards
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 
     from orc.runtime.core.context import RunContext
@@ -52,7 +54,7 @@ class FSDP1(FullySharded):
             wrapped = FullyShardedDataParallel(
                 model,
                 device_mesh=mesh,
-                sharding_strategy=cast("ShardingStrategy", plugin.sharding_strategy),
+                sharding_strategy=_strategy(cast("ShardingStrategy", plugin.sharding_strategy), mesh),
                 cpu_offload=None if ctx.device.type == "cpu" else plugin.cpu_offload,  # it is there already
                 auto_wrap_policy=CustomPolicy(lambda module: module in inner) if inner else None,
                 backward_prefetch=cast("BackwardPrefetch | None", plugin.backward_prefetch),
@@ -83,6 +85,26 @@ class FSDP1(FullySharded):
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """Let the next backward reduce what has been accumulated."""
         return _sync_in_backward(model) if is_instance(model, "FullyShardedDataParallel") else None
+
+
+def _strategy(asked: ShardingStrategy, mesh: DeviceMesh | None) -> ShardingStrategy:
+    """Return *asked*, or what it is called where the model has copies: on a mesh of two dimensions.
+
+    Raises:
+        ContextError: it shards nothing, and there are ranks to shard over.
+    """
+    from torch.distributed.fsdp import ShardingStrategy
+
+    if mesh is None or mesh.ndim == 1:
+        return asked
+    if asked is ShardingStrategy.NO_SHARD:
+        raise ContextError("NO_SHARD shards nothing: leave dp_shard_size out, or choose another sharding_strategy")
+    # torch takes the others for the names of a mesh of one dimension, and would not average over the copies.
+    hybrid = {
+        ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }
+    return hybrid.get(asked, asked)
 
 
 def _units(model: nn.Module) -> list[Any]:

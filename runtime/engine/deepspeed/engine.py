@@ -104,7 +104,7 @@ class DeepSpeed:
         optimizer = objects[optimizers[0]] if optimizers else None
         scheduler = objects[schedulers[0]] if schedulers else None
         plugin = self.plugin
-        refuse_unserved(self.ctx)
+        refuse_unserved(self.ctx, by="DeepSpeed")
         refuse_compression(self.ctx, preparation.options.ddp, self.name)
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
