@@ -64,9 +64,19 @@ def llama(tied=False, **changes):
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **options, **changes}))
 
 
+def qwen():
+    """Norms over each head, which a plan says in a style of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=4, vocab_size=WORDS, num_hidden_layers=2, use_cache=False))
+
+
 def made(kind):
     name, _, tied = kind.partition("-")
-    return llama(bool(tied)) if name == "llama" else Plain(tied=bool(tied))
+    if name == "plain":
+        return Plain(tied=bool(tied))
+    return qwen() if name == "qwen" else llama(bool(tied))
 
 
 def loss_of(model, ids):
@@ -158,7 +168,7 @@ def all_of(cases):
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (2, [({"tp": 2}, "llama", 1), ({"tp": 2}, "llama-tied", 1), ({"tp": 2}, "plain", 2)]),
+        (2, [({"tp": 2}, "llama", 1), ({"tp": 2}, "llama-tied", 1), ({"tp": 2}, "qwen", 1), ({"tp": 2}, "plain", 2)]),
         (4, [({"dp_shard": 2, "tp": 2}, "llama-tied", 1), ({"dp_replicate": 2, "tp": 2}, "llama", 2)]),
         (4, [({"dp_shard": 2, "tp": 2}, "plain-tied", 2), ({"dp_replicate": 2, "dp_shard": 2}, "plain", 1)]),
         (8, [({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain-tied", 1)]),
