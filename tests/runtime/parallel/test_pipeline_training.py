@@ -295,6 +295,41 @@ def test_two_copies_of_two_stages_learn_from_all_batches(run_ranks):
         assert "failed on process 3: IndexError" in text
 
 
+def test_a_model_of_transformers_learns_in_stages(run_ranks):
+    def run():
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=16,
+            use_cache=False,
+        )  # fmt: skip
+        words, target = batches()[0]
+        mask = torch.ones_like(words)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        torch.manual_seed(0)
+        alone = AutoModelForCausalLM.from_config(config)
+        accelerator = accelerator_for(
+            3,
+            loss_fn=lambda output, target: mean_loss(output.logits, target),
+            example_kwargs={"attention_mask": mask},
+            split_points=["model.layers.1", "model.layers.2"],
+        )
+        model = accelerator.prepare(model)
+        # Mask and positions are made in the first stage, and used in all.
+        loss = model(words, attention_mask=mask, target=target)
+        accelerator.backward(loss)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        expected = mean_loss(alone(words, attention_mask=mask).logits, target)
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        assert norm == pytest.approx(nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item(), rel=1e-4)
+        assert model.config is not None
+        return True
+
+    assert run_ranks(3, run, env={"ORC_USE_CPU": "1"}, timeout=240) == [True, True, True]
+
+
 def test_what_a_pipeline_cannot_do_is_refused_on_every_process(run_ranks):
     def run():
         from orc.runtime import Accelerator, AcceleratorState, ParallelismConfig
