@@ -53,7 +53,7 @@ def notebook_launcher(
         args: its arguments.
         num_processes: ranks on this machine; by default as many as there are GPUs, or one on the CPU. On a TPU all of
             its chips.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
         use_port: where the ranks meet; one machine takes another port when this one is in use.
         master_addr: the address of the machine with ``node_rank`` 0.
         node_rank: this machine, from 0.

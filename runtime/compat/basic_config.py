@@ -26,7 +26,7 @@ def write_basic_config(
     `orc launch` reads it; a job needs none, because its job file says all of it. A file that is there stays as it is.
 
     Args:
-        mixed_precision: ``no``, ``fp16`` or ``bf16``.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
         save_location: the file, YAML, or JSON where it ends in ``.json``; ``default_config.yaml`` in
             `default_config_folder` by default.
         use_xpu: count Intel GPUs where there is no CUDA.

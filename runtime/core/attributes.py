@@ -84,7 +84,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """``no``, ``fp16`` or ``bf16``."""
+        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
         return str(self.ctx.config.mixed_precision)
 
     @property

@@ -140,7 +140,7 @@ class AcceleratorState(PartialState):
     """`PartialState` and the training settings.
 
     Args:
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; must agree with what is in force already.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; must agree with what is in force already.
         cpu: stay on the CPU.
         options: as for `PartialState`.
     """
@@ -160,7 +160,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``no``, ``fp16`` or ``bf16``."""
+        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
         return str(self.ctx.config.mixed_precision)
 
     @property

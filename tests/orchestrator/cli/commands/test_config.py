@@ -60,6 +60,10 @@ CONVERSATIONS = {
             "use_cpu": True,
         },
     ),
+    "fp8 by ms-amp": (
+        "This machine|multi-GPU|1||no|no|no|4|all|fp8|msamp|O1",
+        {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O1"}, "num_processes": 4},
+    ),
     "a file of deepspeed": (
         "This machine|multi-GPU|1||yes|yes|ds_config.json|yes|4",
         {
