@@ -174,6 +174,17 @@ from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin as 
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from orc.runtime.engine.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from orc.runtime.engine.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
+from orc.runtime.engine.megatron.steps import AbstractTrainStep as AbstractTrainStep
+from orc.runtime.engine.megatron.steps import BertTrainStep as BertTrainStep
+from orc.runtime.engine.megatron.steps import GPTTrainStep as GPTTrainStep
+from orc.runtime.engine.megatron.steps import T5TrainStep as T5TrainStep
+from orc.runtime.engine.megatron.steps import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from orc.runtime.engine.megatron.steps import gather_across_data_parallel_groups as gather_across_data_parallel_groups
+from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from orc.runtime.engine.megatron.wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from orc.runtime.launch.numa import override_numa_affinity as override_numa_affinity
 from orc.runtime.launch.numa import set_numa_affinity as set_numa_affinity
 from orc.runtime.launchers import debug_launcher as debug_launcher
@@ -278,6 +289,7 @@ from orc.runtime.weights.weights_map import PrefixedDataset as PrefixedDataset
 HOMES: dict[str, str]
 
 __all__ = [
+    "AbstractTrainStep",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",
@@ -294,7 +306,9 @@ __all__ = [
     "attach_execution_device_hook",
     "attach_layerwise_casting_hooks",
     "AutocastKwargs",
+    "avg_losses_across_data_parallel_group",
     "BatchSamplerShard",
+    "BertTrainStep",
     "BnbQuantizationConfig",
     "broadcast",
     "broadcast_object_list",
@@ -360,6 +374,7 @@ __all__ = [
     "FSDP_MODEL_NAME",
     "FullyShardedDataParallelPlugin",
     "gather",
+    "gather_across_data_parallel_groups",
     "gather_object",
     "GeneralTracker",
     "get_active_deepspeed_plugin",
@@ -375,6 +390,7 @@ __all__ = [
     "get_pretty_name",
     "get_shape",
     "get_state_dict_offloaded_model",
+    "GPTTrainStep",
     "GradientAccumulationPlugin",
     "GradientState",
     "GradScalerKwargs",
@@ -463,6 +479,11 @@ __all__ = [
     "load_state_dict",
     "LocalSGD",
     "LoggerType",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMPlugin",
+    "MegatronLMSchedulerWrapper",
     "MemoryEstimate",
     "merge_dicts",
     "merge_fsdp_weights",
@@ -532,6 +553,7 @@ __all__ = [
     "SwanLabTracker",
     "synchronize_rng_state",
     "synchronize_rng_states",
+    "T5TrainStep",
     "TensorBoardTracker",
     "TensorInformation",
     "TERecipeKwargs",

@@ -25,10 +25,11 @@ from orc.runtime.core.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from orc.runtime.core.options import ONE_STEP, gather_options, refuse_environment
+from orc.runtime.core.options import ONE_STEP, gather_options
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
 from orc.runtime.engine.deepspeed.choice import choose_deepspeed
+from orc.runtime.engine.megatron.choice import megatron_of, use_megatron
 from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
@@ -77,7 +78,8 @@ class Accelerator(AcceleratorAttributes):
         deepspeed_plugins: the same; the older spelling for several.
         fsdp_plugin: shard models over the processes; else ``ACCELERATE_USE_FSDP`` and ``FSDP_*``.
         torch_tp_plugin: older form of ``ParallelismConfig(tp_size=...)``: a `TorchTensorParallelPlugin`.
-        megatron_lm_plugin: documented argument of a feature to come; refused by name.
+        megatron_lm_plugin: train with Megatron-LM, split as a `MegatronLMPlugin` says; else
+            ``ACCELERATE_USE_MEGATRON_LM`` and ``MEGATRON_LM_*``.
         parallelism_config: over how many processes each kind of parallelism spreads the run; else
             ``ACCELERATE_USE_PARALLELISM_CONFIG`` and ``PARALLELISM_CONFIG_*``.
         older: spellings of older releases work with a warning; anything else is refused with the nearest name.
@@ -123,9 +125,6 @@ class Accelerator(AcceleratorAttributes):
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
             parallelism=_parallelism(parallelism_config, torch_tp_plugin),
-            later={
-                "megatron_lm_plugin": megatron_lm_plugin,
-            },
             rng_types=rng_types,
             project_dir=project_dir,
             project_config=project_config,
@@ -137,6 +136,14 @@ class Accelerator(AcceleratorAttributes):
             more=older,
         )
         self.parallelism_config = options.parallelism
+        megatron = megatron_of(
+            megatron_lm_plugin,
+            {
+                "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
+                "fsdp_plugin": options.fsdp_plugin,
+                "parallelism_config": self.parallelism_config,
+            },
+        )
         ctx = current_context(cpu=cpu, **options.process_group.to_dict())
         self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
@@ -144,11 +151,12 @@ class Accelerator(AcceleratorAttributes):
         mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
         config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
+            if megatron is not None:
+                use_megatron(ctx, megatron, options, first=first, explicit=megatron_lm_plugin is not None)
             if self.parallelism_config is not None:
                 self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
             precision = precision_for(config.mixed_precision, options.recipe)
             ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
-            refuse_environment(os.environ)
             if options.fsdp_plugin is not None:
                 ctx.shard(options.fsdp_plugin)
             precision.check(ctx)
@@ -165,8 +173,8 @@ class Accelerator(AcceleratorAttributes):
             ctx.gradient.sync_gradients = True
         if options.accumulation is not None:
             apply_plugin(ctx.gradient, options.accumulation)
-        if ctx.deepspeed is not None:
-            ctx.deepspeed.apply_accumulation(ctx.gradient)
+        if ctx.library is not None:
+            ctx.library.apply_accumulation(ctx.gradient)
         flattened = ctx.fsdp_plugin is not None and ctx.fsdp_plugin.fsdp_version == 1 and ctx.distributed
         self._assemble(ctx, options, precision, flattened)
 

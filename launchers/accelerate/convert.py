@@ -21,11 +21,10 @@ from orc.launchers.spec.source import Document
 from orc.runtime.core import fp8_settings
 from orc.runtime.core.config import ConfigError, check
 
-_SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 _ON_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _NO_DEVICE = "orc.runtime trains on CUDA, MPS, XLA devices and CPUs: not on this kind of device"
 _UNKNOWN = {
-    "MEGATRON_LM": "orc.runtime has no Megatron-LM engine; the job trains replicas (DDP)",
     "MODEL_PARALLEL": "SageMaker's model parallelism is not supported; shard the model with runtime.fsdp",
     "MULTI_NPU": _NO_DEVICE,
     "MULTI_XPU": _NO_DEVICE,
@@ -140,7 +139,7 @@ def _setting(draft: Draft, name: str) -> str | None:
 
 
 def _sharding(draft: Draft, kind: str) -> None:
-    """``fsdp_config`` and ``deepspeed_config``, each where the kind of the run is its own."""
+    """``fsdp_config``, ``deepspeed_config`` and ``megatron_lm_config``, each where the kind of the run is its own."""
     for of, section in _SHARDED.items():
         given = {
             option.name: draft.config.get(option.name)
@@ -153,7 +152,9 @@ def _sharding(draft: Draft, kind: str) -> None:
                 draft.notes.add(name, f"has no effect: distributed_type is {kind}, not {of}")
         if kind == of:
             values = {
-                name.removeprefix("fsdp_"): ",".join(value) if isinstance(value, list) else value
+                name.removeprefix("fsdp_").removeprefix("megatron_lm_"): ",".join(value)
+                if isinstance(value, list)
+                else value
                 for name, value in given.items()
             }
             if section == "deepspeed" and "gradient_accumulation_steps" in draft.config.given:

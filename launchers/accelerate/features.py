@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from orc.launchers.accelerate.option import Option, choice, mapping, number, text, whole
-from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings
+from orc.launchers.accelerate.option import Option, choice, mapping, text, whole
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys
 from orc.runtime.core.parsing import truth
 
 _FSDP = tuple(
@@ -137,23 +137,31 @@ _FP8 = tuple(
 )
 
 
-_NO_MEGATRON = "The runtime has no Megatron-LM engine; tensor and sequence parallelism come with a ParallelismConfig."
+_NO_MEGATRON = (
+    "The engine does not follow it; a script sets more of Megatron-LM in MegatronLMPlugin(other_megatron_args)."
+)
 
 
 def _megatron() -> Iterator[Option]:
-    rows: tuple[tuple[str, Callable[[Any], Any], str, str | None], ...] = (
-        ("tp_degree", whole(1), "Degree of tensor parallelism.", "PARALLELISM_CONFIG_TP_SIZE"),
-        ("pp_degree", whole(1), "Degree of pipeline parallelism.", None),
-        ("num_micro_batches", whole(1), "Micro-batches of a pipeline.", None),
-        ("sequence_parallelism", truth, "Share sequences too, with tensor parallelism.", None),
-        ("recompute_activations", truth, "Recompute some activations.", None),
-        ("use_distributed_optimizer", truth, "Shard the state of the optimizer.", None),
-        ("gradient_clipping", number, "Largest norm of the gradients; 0 is any.", None),
-        *((name, truth, "Setting of Megatron-LM.", None) for name in _MEGATRON_SWITCHES),
-        *((name, text, "Setting of Megatron-LM.", None) for name in _MEGATRON_TEXTS),
-        ("other_megatron_args", mapping, "Further settings of Megatron-LM.", None),
+    for one in megatron_keys.KEYS.values():
+        yield Option(
+            name=f"megatron_lm_{one.name}",
+            group="megatron",
+            doc=one.doc,
+            parse=one.parse,
+            effect="done",
+            does="Sets it, with --use_megatron_lm.",
+            flags=(f"--megatron_lm_{one.name}",),
+            key=f"megatron_lm_config.megatron_lm_{one.name}",
+            variable=one.variable,
+            job=f"runtime.megatron.{one.name}",
+        )
+    others: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+        *((name, truth, "Setting of Megatron-LM.") for name in _MEGATRON_SWITCHES),
+        *((name, text, "Setting of Megatron-LM.") for name in _MEGATRON_TEXTS),
+        ("other_megatron_args", mapping, "Further settings of Megatron-LM."),
     )
-    for name, parse, doc, better in rows:
+    for name, parse, doc in others:
         yield Option(
             name=f"megatron_lm_{name}",
             group="megatron",
@@ -164,7 +172,6 @@ def _megatron() -> Iterator[Option]:
             flags=(f"--megatron_lm_{name}",),
             key=f"megatron_lm_config.megatron_lm_{name}",
             variable=f"MEGATRON_LM_{name.upper()}",
-            job=f"env.{better}" if better else None,
         )
 
 

@@ -107,9 +107,8 @@ _PARADIGM = (
            "Trains with tensor, context or sequence parallelism beside data parallelism.",
            ("--use_parallelism_config",), switch=True, variable="ACCELERATE_USE_PARALLELISM_CONFIG",
            job="runtime.parallelism"),
-    Option("use_megatron_lm", "paradigm", "Train with Megatron-LM.", truth, "refused",
-           "The runtime has no Megatron-LM engine; tensor and sequence parallelism come with a ParallelismConfig.",
-           ("--use_megatron_lm",), switch=True, variable="ACCELERATE_USE_MEGATRON_LM"),
+    Option("use_megatron_lm", "paradigm", "Train with Megatron-LM.", truth, "done", "Trains with Megatron-LM.",
+           ("--use_megatron_lm",), switch=True, variable="ACCELERATE_USE_MEGATRON_LM", job="runtime.megatron"),
 )  # fmt: skip
 _MACHINES = (
     Option("machine_rank", "machines", "Number of this machine, from 0.", whole(0), "done",

@@ -12,7 +12,7 @@ from typing import Any
 
 from orc.launchers.accelerate.keys import OPTIONS, PARADIGMS, Option
 from orc.launchers.errors import LaunchError
-from orc.runtime.core import fp8_settings
+from orc.runtime.core import fp8_settings, megatron_keys
 
 _KINDS = ("use_fsdp", "use_deepspeed", "use_megatron_lm")
 _HARDWARE = ("cpu", "multi_gpu", "tpu")
@@ -66,6 +66,7 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, s
         if option.effect in ("refused", "job") and not option.says_nothing(value):
             _refuse(option, where if name not in given else "")
     _check_fp8(found, given, env)
+    _check_megatron(found, given, env)
     return Values(found, frozenset(given))
 
 
@@ -120,6 +121,23 @@ def _check_fp8(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[
         raise LaunchError(str(error)) from None
 
 
+def _check_megatron(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    if not found.get("use_megatron_lm"):
+        return
+    settings = {name: value for name, value in found.items() if OPTIONS[name].group == "megatron"}
+    total, machines = found.get("num_processes"), found.get("num_machines") or 1
+    try:
+        megatron_keys.check_with(
+            settings,
+            cpu=bool(found.get("cpu")),
+            precision=_precision(found, given, env),
+            accumulation=int(found.get("gradient_accumulation_steps") or 1),
+            processes=total if isinstance(total, int) and machines == 1 else None,
+        )
+    except ValueError as error:
+        raise LaunchError(f"--use_megatron_lm: {error}") from None
+
+
 def _is_set(option: Option, env: Mapping[str, str]) -> bool:
     names = (option.variable, f"ORC_{option.setting.upper()}" if option.setting else None)
     return any(name in env for name in names if name is not None)
@@ -137,6 +155,7 @@ def _check_together(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         ("use_fsdp", "use_deepspeed"),
         ("use_fsdp", "use_megatron_lm"),
         ("use_deepspeed", "use_megatron_lm"),
+        ("use_parallelism_config", "use_megatron_lm"),
         ("module", "no_python"),
     ):
         if on(first) and on(second):

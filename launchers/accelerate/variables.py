@@ -26,6 +26,8 @@ def variables(values: Values) -> dict[str, str]:
         own = {**values.of_group("deepspeed"), "gradient_accumulation_steps": steps}
         done = [name for name in KEYS if name in own and OPTIONS[name].effect == "done"]
         settings["deepspeed"] = {name: own[name] for name in done}
+    if values.on("use_megatron_lm"):
+        settings["megatron"] = values.of_group("megatron")
     try:
         env = to_env(settings)
     except ConfigError as error:

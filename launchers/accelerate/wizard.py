@@ -109,7 +109,7 @@ def _dynamo(ask: Asker, found: Answers) -> None:
 
 
 def _paradigm(ask: Asker, found: Answers, kind: str) -> None:
-    """DeepSpeed, FSDP or Megatron-LM; the latter two shard over several GPUs."""
+    """DeepSpeed, FSDP or Megatron-LM; the latter two split over several GPUs."""
     if kind == "MULTI_CPU":
         return
     if ask.confirm("Do you want to use DeepSpeed?"):
@@ -119,7 +119,6 @@ def _paradigm(ask: Asker, found: Answers, kind: str) -> None:
         found["distributed_type"] = "FSDP"
         found["fsdp_config"] = _fsdp(ask)
     elif kind == "MULTI_GPU" and ask.confirm("Do you want to use Megatron-LM ?"):
-        ask.say("orc.runtime has no Megatron-LM engine: orc refuses such a file, other programs read it")
         found["distributed_type"] = "MEGATRON_LM"
         found["megatron_lm_config"] = {f"megatron_lm_{key}": value for key, value in _megatron(ask).items()}
 

@@ -18,7 +18,7 @@ from orc.launchers.spec.options import Duration, Flag, FrozenModel, Name, ShellL
 from orc.launchers.spec.relations import DependsOn, Inputs, Outputs
 from orc.launchers.spec.retry import Retry as Retry
 from orc.launchers.spec.sweep import Array, Sweep
-from orc.runtime.core import fp8_settings, parallelism_settings
+from orc.runtime.core import fp8_settings, megatron_keys, parallelism_settings
 from orc.runtime.core.config import JOB_DOCS, KEYS, check
 
 
@@ -243,10 +243,8 @@ class JobSpec(FrozenModel):
                     known.parse(self.env[known.variable])
                 except ValueError as error:
                     problems.append((("env", known.variable), str(error)))
-        if problem := self._precision_problem():
-            problems.append(problem)
-        if problem := self._layout_problem():
-            problems.append(problem)
+        found = (self._precision_problem(), self._layout_problem(), self._megatron_problem())
+        problems += filter(None, found)
         for index, name in enumerate(self.secrets):
             if name in self.env:
                 problems.append((("env", name), "is also listed in secrets"))
@@ -280,6 +278,25 @@ class JobSpec(FrozenModel):
             return ("resources", "nodes"), "runtime.parallelism lays out a fixed number of processes: give one number"
         found = parallelism_settings.problem(settings, resources.max_nodes * resources.nproc)
         return (("runtime", "parallelism"), found) if found else None
+
+    def _megatron_problem(self) -> tuple[grammar.Path, str] | None:
+        """Return what in this job does not go with Megatron-LM: ranks would refuse it later."""
+        runtime, resources = self.runtime, self.resources
+        if runtime.get("megatron") is None:
+            return None
+        fixed = isinstance(resources.nodes, int) and bool(resources.procs_per_node or resources.gpus_per_node)
+        try:
+            megatron_keys.check_with(
+                runtime["megatron"],
+                cpu=bool(runtime.get("use_cpu")),
+                precision=runtime.get("mixed_precision") or "no",
+                accumulation=runtime.get("gradient_accumulation_steps") or 1,
+                others=[name for name in ("fsdp", "deepspeed", "parallelism") if runtime.get(name) is not None],
+                processes=resources.min_nodes * resources.nproc if fixed else None,
+            )
+        except ValueError as error:
+            return ("runtime", "megatron"), str(error)
+        return None
 
     def _starts(self, program: str) -> bool:
         """Return True when the first word of the command is *program*, by whatever path."""

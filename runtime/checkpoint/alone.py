@@ -9,7 +9,7 @@ from orc.runtime.checkpoint.replication.meeting import Meeting, Verdict
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.state.base import steps_parts
 from orc.runtime.checkpoint.state.by_engine import lays_out_itself
-from orc.runtime.checkpoint.state.sharding import is_sharded
+from orc.runtime.checkpoint.state.sharding import gathers_state, is_sharded
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import Prepared, RunContext
@@ -38,7 +38,7 @@ def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
         CheckpointError: a model or optimizer is spread over the ranks.
     """
     models, optimizers = prepared.models, prepared.optimizers
-    spread = [type(one).__name__ for one in models if lays_out_itself(one) or is_sharded(one)]
+    spread = [type(one).__name__ for one in models if lays_out_itself(one) or gathers_state(one) or is_sharded(one)]
     spread += [type(one).__name__ for one in optimizers if steps_parts(one, models)]
     spread += [
         type(inner).__name__

@@ -27,7 +27,7 @@ from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.state import rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
 from orc.runtime.checkpoint.state.by_engine import engine_tasks, trained_engines, without_engines
-from orc.runtime.checkpoint.state.sharding import is_sharded
+from orc.runtime.checkpoint.state.sharding import gathers_state, is_sharded
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
@@ -167,7 +167,8 @@ def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveReq
         CheckpointError: on every rank, one cannot see the destination.
     """
     prepared = without_engines(prepared)
-    if any(is_sharded(model) and strategy_of(model, request.state) == FULL for model in prepared.models):
+    whole = [model for model in prepared.models if is_sharded(model) and strategy_of(model, request.state) == FULL]
+    if whole or any(map(gathers_state, prepared.models)):
         error = attempt(destination.check_visible)[1]
         meeting.hold("save_state (gathering)", error, agree_on_no_error)
 

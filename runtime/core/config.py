@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, parallelism_settings
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys, parallelism_settings
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
@@ -295,6 +295,12 @@ SECTIONS: dict[str, Section] = {
             deepspeed_keys.normalise,
             deepspeed_keys.deepspeed_to_env,
             "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config.",
+        ),
+        Section(
+            "megatron",
+            megatron_keys.normalise,
+            megatron_keys.megatron_to_env,
+            "Train with Megatron-LM: a mapping with the documented keys of megatron_lm_config.",
         ),
         Section(
             "fp8",

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.config import PRECISIONS, RuntimeConfig, check, resolve
@@ -32,8 +32,27 @@ if TYPE_CHECKING:
 
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.topology import Topology
-    from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
     from orc.runtime.launch.environment import LaunchEnvironment
+
+
+class TrainingLibrary(Protocol):
+    """Plug-in of a library that trains in torch's place: the settings of one run, for the engine that uses it.
+
+    Attributes:
+        engine: name of the engine, a module of `orc.runtime.engine`.
+        title: name of the library, for messages.
+        distributed_type: kind of the run.
+        last_is_main: the main process is the last one, not the first.
+    """
+
+    engine: ClassVar[str]
+    title: ClassVar[str]
+    distributed_type: ClassVar[str]
+    last_is_main: ClassVar[bool]
+
+    def apply_accumulation(self, gradient: GradientRecord) -> None:
+        """Bring the library's own number of batches per optimizer step into force, where it has one."""
+        ...
 
 
 class PreparedLoader(Protocol):
@@ -160,7 +179,7 @@ class _Settings:
     fixed: bool = False  # an Accelerator has chosen
     topology: Topology | None = None  # None: nobody has asked
     chosen: bool = False  # the topology was set, it is not just the default
-    deepspeed: DeepSpeedPlugins | None = None  # DeepSpeed trains
+    library: Any = None  # a TrainingLibrary, which then trains
     fsdp_plugin: Any = None  # models are sharded as it says
 
 
@@ -207,13 +226,29 @@ class RunContext:
         return self._settings.fixed
 
     @property
-    def deepspeed(self) -> DeepSpeedPlugins | None:
-        """The plug-ins of DeepSpeed, which then trains; `None` where it does not."""
-        return self._settings.deepspeed
+    def library(self) -> Any:
+        """The plug-in of a library that trains in torch's place, a `TrainingLibrary`; `None` where torch does."""
+        return self._settings.library
 
-    def use_deepspeed(self, plugins: DeepSpeedPlugins) -> None:
-        """Let DeepSpeed train, as *plugins* say."""
-        self._settings.deepspeed = plugins
+    def library_of(self, engine: str) -> Any:
+        """The plug-in of the library behind *engine*; `None` where another one trains, or torch."""
+        library = self._settings.library
+        return library if library is not None and library.engine == engine else None
+
+    def use_library(self, plugin: TrainingLibrary) -> None:
+        """Let a library train, as *plugin* says."""
+        self._settings.library = plugin
+
+    @property
+    def is_main_process(self) -> bool:
+        """The process that speaks for the run to the script: rank 0, unless a library's results are on the last."""
+        return self.is_last if self.library is not None and self.library.last_is_main else self.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The same for its machine."""
+        last = self.library is not None and self.library.last_is_main
+        return self.local_rank == self.local_world_size - 1 if last else self.is_local_main
 
     @property
     def distributed(self) -> bool:
@@ -238,8 +273,8 @@ class RunContext:
     @property
     def distributed_type(self) -> DistributedType:
         """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
-        if self.deepspeed is not None:
-            return DistributedType.DEEPSPEED
+        if self.library is not None:
+            return DistributedType(self.library.distributed_type)
         if self.fsdp_plugin is not None:
             return DistributedType.FSDP
         return self.compute.distributed_type(self.world_size, self.device)
@@ -353,8 +388,8 @@ class RunContext:
         """
         from orc.runtime.parallel.sharding import layout
 
-        if self.deepspeed is not None:
-            raise ContextError("fsdp_plugin and DeepSpeed are two ways to train one model; choose one")
+        if self.library is not None:
+            raise ContextError(f"fsdp_plugin and {self.library.title} are two ways to train one model; choose one")
         if not self._settings.chosen:
             self.set_topology(layout(self, plugin), by="fsdp_plugin")
         if half := PRECISIONS[self.config.mixed_precision]:
@@ -373,7 +408,7 @@ class RunContext:
         self._settings.config = resolve({}, os.environ)
         self._settings.fixed = False
         self._settings.topology, self._settings.chosen = None, False
-        self._settings.deepspeed = self._settings.fsdp_plugin = None
+        self._settings.library = self._settings.fsdp_plugin = None
         self.gradient.reset()
 
 

@@ -30,14 +30,6 @@ from orc.runtime.observe.profiling import ProfileKwargs
 if TYPE_CHECKING:
     from orc.runtime.core.parallelism import ParallelismConfig
 
-# Documented arguments of later slices: known, and refused with the reason instead of "unexpected keyword".
-_LATER = {
-    "megatron_lm_plugin": "the Megatron-LM engine",
-}
-# The same in the environment, as other launchers set it.
-_LATER_VARIABLES = {
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-}
 # Spellings of older releases, and where their value goes now.
 _OLDER = {
     "step_with_optimizer": "step_scheduler_with_optimizer",
@@ -95,7 +87,6 @@ def gather_options(
     dataloader_config: DataLoaderConfiguration | None,
     fsdp_plugin: Any,
     parallelism: ParallelismConfig | None,
-    later: Mapping[str, Any],
     rng_types: Iterable[str] | None,
     project_dir: str | os.PathLike[str] | None,
     project_config: ProjectConfiguration | None,
@@ -108,14 +99,12 @@ def gather_options(
 ) -> Options:
     """Check everything and resolve what can be said twice.
 
-    *later* holds documented arguments of features to come, *more* spellings of older releases.
+    *more* holds spellings of older releases.
 
     Raises:
         TypeError: an unknown argument or a handler of the wrong type.
-        ValueError: arguments that contradict each other, or that belong to a later version.
+        ValueError: arguments that contradict each other.
     """
-    for name, value in later.items():
-        _refuse(name, value)
     older = _older_arguments(more)
     if "step_with_optimizer" in older:
         step_scheduler_with_optimizer = older.pop("step_with_optimizer")
@@ -148,26 +137,12 @@ def gather_options(
     )
 
 
-def refuse_environment(env: Mapping[str, str]) -> None:
-    """Raise `ConfigError` when *env* asks for a feature to come, which would otherwise go unnoticed."""
-    for variable, name in _LATER_VARIABLES.items():
-        if switched_on(env, variable):
-            raise ConfigError(f"{variable}={env[variable]}: {_LATER[name]} is not supported by this version of orc")
-
-
-def _refuse(name: str, value: Any) -> None:
-    if value is not None:
-        raise ValueError(f"Accelerator({name}=...): {_LATER[name]} is not supported by this version of orc")
-
-
 def _older_arguments(more: Mapping[str, Any]) -> dict[str, Any]:
     older = {}
     for name, value in more.items():
         if name in _OLDER:
             warnings.warn(f"Accelerator({name}=...) is the older spelling of {_OLDER[name]}", FutureWarning, 4)
             older[name] = value
-        elif name in _LATER:
-            _refuse(name, value or None)
         else:
             raise TypeError(f"Accelerator() has no argument {name!r}{_nearest(name)}")
     return older

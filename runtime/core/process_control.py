@@ -57,13 +57,13 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """Rank 0 of the run."""
-        return self.ctx.is_main
+        """Rank 0 of the run; with Megatron-LM the last one, where the losses are."""
+        return self.ctx.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Rank 0 of its machine."""
-        return self.ctx.is_local_main
+        """Rank 0 of its machine; with Megatron-LM the last one of its machine."""
+        return self.ctx.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
@@ -78,21 +78,21 @@ class ProcessControl:
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """A block that rank 0 goes through before the others enter it."""
-        return goes_first(self.ctx, self.ctx.is_main)
+        return goes_first(self.ctx, self.ctx.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """A block that the first process of each machine goes through before the others of the machine enter it."""
-        return goes_first(self.ctx, self.ctx.is_local_main)
+        return goes_first(self.ctx, self.ctx.is_local_main_process)
 
     # statements for one process
 
     def on_main_process(self, function: F | None = None) -> Any:
-        """Decorator: run on rank 0 only; elsewhere the call returns `None`."""
-        return self._only(function, lambda: self.ctx.is_main)
+        """Decorator: run on the main process only; elsewhere the call returns `None`."""
+        return self._only(function, lambda: self.ctx.is_main_process)
 
     def on_local_main_process(self, function: F | None = None) -> Any:
-        """Decorator: run on the first process of each machine only."""
-        return self._only(function, lambda: self.ctx.is_local_main)
+        """Decorator: run on the main process of each machine only."""
+        return self._only(function, lambda: self.ctx.is_local_main_process)
 
     def on_last_process(self, function: F | None = None) -> Any:
         """Decorator: run on the highest rank only."""
@@ -120,7 +120,7 @@ class ProcessControl:
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
-        if self.ctx.is_local_main:
+        if self.ctx.is_local_main_process:
             builtins.print(*args, **kwargs)  # noqa: T201
 
     # shares

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
+    from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
 
 class _Shared:
@@ -166,12 +167,14 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plug-in in force; `None` where DeepSpeed does not train."""
-        return None if self.ctx.deepspeed is None else self.ctx.deepspeed.active
+        plugins = self.ctx.library_of("deepspeed")
+        return None if plugins is None else plugins.active
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """All DeepSpeed plug-ins, by name."""
-        return None if self.ctx.deepspeed is None else dict(self.ctx.deepspeed.named)
+        plugins = self.ctx.library_of("deepspeed")
+        return None if plugins is None else dict(plugins.named)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the DeepSpeed plug-in *name*. Raises `ValueError`; `ContextError` without DeepSpeed."""
@@ -182,11 +185,12 @@ class AcceleratorState(PartialState):
         self._deepspeed(name).select(name)
 
     def _deepspeed(self, name: str) -> DeepSpeedPlugins:
-        if self.ctx.deepspeed is None:
+        plugins: DeepSpeedPlugins | None = self.ctx.library_of("deepspeed")
+        if plugins is None:
             raise ContextError(
                 f"there is no DeepSpeed plug-in {name!r}: this run has none, pass Accelerator(deepspeed_plugins=...)"
             )
-        return self.ctx.deepspeed
+        return plugins
 
     @property
     def fsdp_plugin(self) -> Any:
@@ -194,9 +198,10 @@ class AcceleratorState(PartialState):
         return self.ctx.fsdp_plugin
 
     @property
-    def megatron_lm_plugin(self) -> None:
-        """Options of Megatron-LM: none."""
-        return
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The Megatron-LM plug-in; `None` where Megatron-LM does not train."""
+        plugin: MegatronLMPlugin | None = self.ctx.library_of("megatron")
+        return plugin
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = True) -> None:

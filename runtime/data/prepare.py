@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 # Arguments of DataLoader that a prepared loader takes over unchanged.
-_KEPT = (
+KEPT = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -133,7 +133,7 @@ def prepare_data_loader(
     if use_stateful_dataloader:
         known.add("snapshot_every_n_steps")
     kept: dict[str, Any] = {
-        name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name) and name in known
+        name: getattr(dataloader, name) for name in KEPT if hasattr(dataloader, name) and name in known
     }
     if dataloader.num_workers > 0:
         kept["worker_init_fn"] = WorkerStart(dataloader.worker_init_fn)

@@ -1,7 +1,7 @@
 """The engine owns backward, step, clipping, gradient synchronisation and the state dict. There is exactly one.
 
-A new engine is a module here with an attribute ``ENGINE``, a class that keeps the contract in `engine.base`, and one
-line in `_name`; nothing else changes.
+A new engine is a module here with an attribute ``ENGINE``, a class that keeps the contract in `engine.base`. In `_name`
+it is named by the plug-in of a library that trains (`core.context.TrainingLibrary`), the layout, or what computes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
 
 
 def _name(ctx: RunContext, options: Options | None) -> str:
-    if ctx.deepspeed is not None:
-        return "deepspeed"
+    if ctx.library is not None:
+        return str(ctx.library.engine)
     if ctx.topology_chosen and ctx.topology.size("pp") > 1:
         return "pipeline"
     return ctx.compute.engine

@@ -1,4 +1,4 @@
-"""DeepSpeed's engines are models too: how to find what the script wrote, and when not to make replicas."""
+"""Models that a library trains (DeepSpeed, Megatron-LM): finding what the script wrote, and making no replicas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-class DeepSpeedModels:
-    """Models that DeepSpeed trains. Its engine makes them from all objects of one ``prepare``, not from one model."""
+class LibraryModels:
+    """Models that a library trains. Its engine makes them from all objects of one ``prepare``, not from one model."""
 
     name = "deepspeed"
     order = 300
@@ -27,11 +27,11 @@ class DeepSpeedModels:
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """For a model that is prepared by itself to be trained."""
-        return ctx.deepspeed is not None and not request.evaluation
+        return ctx.library is not None and not request.evaluation
 
     def requires(self, ctx: RunContext) -> str | None:
         """Refused: its optimizer is missing."""
-        return "DeepSpeed needs the model with its optimizer: accelerator.prepare(model, optimizer, ...)"
+        return f"{ctx.library.title} needs the model with its optimizer: accelerator.prepare(model, optimizer, ...)"
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Return *model* as it is."""
@@ -52,4 +52,4 @@ class DeepSpeedModels:
         return None
 
 
-PARALLELIZER = DeepSpeedModels()
+PARALLELIZER = LibraryModels()

@@ -34,7 +34,6 @@ HERE: dict[str, str] = {
 
 _WHOLE = "Load the whole model with load_checkpoint_in_model and move it to the device, or shard it with FSDP."
 _LAUNCH = "Start ranks with `orc launch`."
-_MEGATRON = "Shard the model with FullyShardedDataParallelPlugin or DeepSpeedPlugin."
 _QUANTIZE = "Call load_and_quantize_model, which replaces the layers and loads their weights."
 
 # Names that programs import, which the runtime does not have, and what is nearest.
@@ -54,22 +53,7 @@ ABSENT: dict[str, str] = {
         _LAUNCH,
     ),
     "filter_first_and_last_linear_layers": "AORecipeKwargs leaves these as they are by itself.",
-    **dict.fromkeys(
-        (
-            "AbstractTrainStep",
-            "BertTrainStep",
-            "GPTTrainStep",
-            "MegatronEngine",
-            "MegatronLMDummyDataLoader",
-            "MegatronLMDummyScheduler",
-            "MegatronLMOptimizerWrapper",
-            "MegatronLMPlugin",
-            "MegatronLMSchedulerWrapper",
-            "T5TrainStep",
-            "avg_losses_across_data_parallel_group",
-        ),
-        _MEGATRON,
-    ),
+    "MegatronEngine": "Train with Accelerator(megatron_lm_plugin=MegatronLMPlugin(...)).",
     "replace_with_bnb_layers": _QUANTIZE,
     "load_config_from_file": "Read such a file with `orc config convert`.",
     "load_accelerator_state": "Call Accelerator.load_state.",

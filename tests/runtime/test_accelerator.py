@@ -233,7 +233,7 @@ def test_free_memory_starts_over():
         ({"fsdp_plugin": object()}, TypeError, "fsdp_plugin is a object, not a FullyShardedDataParallelPlugin"),
         ({"deepspeed_plugin": object()}, TypeError, "DeepSpeedPlugin"),
         ({"deepspeed_plugins": {"student": object()}}, TypeError, "DeepSpeedPlugin"),
-        ({"megatron_lm_plugin": object()}, ValueError, "the Megatron-LM engine"),
+        ({"megatron_lm_plugin": object()}, TypeError, "megatron_lm_plugin is a object, not a MegatronLMPlugin"),
         ({"torch_tp_plugin": object()}, TypeError, "torch_tp_plugin is a object"),
         ({"parallelism_config": object()}, TypeError, "not a ParallelismConfig"),
         ({"downcast_bf16": "perhaps"}, ValueError, "downcast_bf16 = 'perhaps': not a truth value"),
@@ -543,16 +543,6 @@ def test_two_ways_to_train_one_model_are_refused(monkeypatch):
     monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true and ACCELERATE_USE_DEEPSPEED=true ask for two ways"):
-        Accelerator()
-
-
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_MEGATRON_LM"])
-def test_an_environment_that_asks_for_a_later_feature_is_refused(monkeypatch, variable):
-    monkeypatch.setenv(variable, "false")
-    Accelerator()
-    AcceleratorState._reset_state()
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=f"{variable}=true: .* is not supported"):
         Accelerator()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -184,3 +185,25 @@ def test_examples_of_deepspeed_run_one_after_the_other(tmp_path):
     assert "4" in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1] == "torch.Size([1, 8])"
     assert (tmp_path / "weights" / "model.safetensors").is_file()
+
+
+def test_examples_of_megatron_run_one_after_the_other(tmp_path):
+    # In a process of its own: Megatron-LM opens process groups for it.
+    text = (PAGES / "megatron.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    again = "\naccelerator.state._reset_state()\nplugin = MegatronLMPlugin(**settings)\n" + (
+        "model = GPT2LMHeadModel(model.config)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "accelerator = Accelerator(megatron_lm_plugin=plugin)\n"
+        "model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "plain = tokens.clamp(max=6)\nwith torch.no_grad():\n"
+        "    found = [float(model(input_ids=one, labels=plain).loss) for one in (plain, torch.full_like(plain, 7))]\n"
+        "print(found)\n"
+    )
+    (tmp_path / "page.py").write_text("".join(blocks) + again)
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "4" in lines
+    without, weighed = json.loads(lines[-1])
+    assert weighed > 3 * without  # each of twelve key tokens adds a quarter
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists()

@@ -15,6 +15,7 @@ from orc.runtime.checkpoint.state import fit
 from orc.runtime.checkpoint.state.base import FULL, strategy_of_optimizer
 from orc.runtime.checkpoint.state.sharding import (
     bare_optimizer,
+    gathers_state,
     is_dtensor,
     is_fsdp1,
     is_sharded,
@@ -64,7 +65,7 @@ class Full:
             with _fitting():
                 return whole_optimizer(found, bare, names_by_position(bare, stepped), keep=keep)
         if strategy_of_optimizer(optimizer, models) == FULL:
-            return dict(optimizer.state_dict()) if keep else {}
+            return dict(optimizer.state_dict()) if keep or gathers_state(optimizer) else {}
         bare = bare_optimizer(optimizer)
         if not any(map(is_fsdp1, stepped)):
             return dict(gathered(bare.state_dict(), keep))

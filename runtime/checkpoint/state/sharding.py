@@ -24,6 +24,11 @@ def is_sharded(model: nn.Module) -> bool:
     return has_shards(model) or is_fsdp1(model) or parts_of(model) is not None
 
 
+def gathers_state(one: object) -> bool:
+    """Return whether the ``state_dict`` of *one*, a model or optimizer, is gathered: all processes call it together."""
+    return bool(getattr(one, "gathers_state", False))
+
+
 def is_dtensor(value: object) -> bool:
     """Return whether *value* is a DTensor; torch's module of them is not imported for the question."""
     module = sys.modules.get("torch.distributed.tensor")

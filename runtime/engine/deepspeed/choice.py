@@ -23,7 +23,8 @@ def choose_deepspeed(ctx: RunContext, one: Any, several: Any, mixed_precision: s
         ContextError: an earlier Accelerator of this process chose otherwise.
     """
     given = one is not None or several is not None
-    if ctx.deepspeed is None:
+    there = ctx.library_of("deepspeed")
+    if there is None:
         if not given and (not os.environ.get("ACCELERATE_USE_DEEPSPEED") or ctx.configured):
             return mixed_precision  # without loading what only DeepSpeed needs
         from orc.runtime.engine.deepspeed.plugins import plugins_of
@@ -41,10 +42,10 @@ def choose_deepspeed(ctx: RunContext, one: Any, several: Any, mixed_precision: s
         chosen = plugins.active.set_mixed_precision(wanted, explicit=explicit)
         for plugin in plugins.named.values():
             plugin.set_mixed_precision(chosen)
-        ctx.use_deepspeed(plugins)
+        ctx.use_library(plugins)
         return chosen
     if given:
-        known = list(ctx.deepspeed.named.values())
+        known = list(there.named.values())
         new = [plugin for plugin in (one, several) if plugin is not None]
         flat = [p for plugin in new for p in (plugin.values() if isinstance(plugin, dict) else [plugin])]
         if any(not any(plugin is other for other in known) for plugin in flat):

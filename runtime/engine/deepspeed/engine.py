@@ -65,9 +65,8 @@ class DeepSpeed:
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The plug-in in force."""
-        plugins = self.ctx.deepspeed
-        assert plugins is not None
-        return plugins.active
+        plugin: DeepSpeedPlugin = self.ctx.library.active
+        return plugin
 
     # ---- preparing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from orc.runtime.core.deepspeed_keys import USE, truth
 from orc.runtime.engine.deepspeed.config import AUTO
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @dataclass
 class DeepSpeedPlugins:
     """Plug-ins by name, in order; the first is in force until another one is selected."""
+
+    engine: ClassVar[str] = "deepspeed"
+    title: ClassVar[str] = "DeepSpeed"
+    distributed_type: ClassVar[str] = "DEEPSPEED"
+    last_is_main: ClassVar[bool] = False
 
     named: dict[str, DeepSpeedPlugin]
     active: DeepSpeedPlugin = field(init=False)

@@ -64,6 +64,16 @@ def test_settings_of_fp8_reach_the_script_with_its_precision_only() -> None:
     }
 
 
+def test_megatron_lm_reaches_the_script_by_flags_and_by_a_file() -> None:
+    file = {"distributed_type": "MEGATRON_LM", "megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": True}
+    assert variables(merge({"num_processes": 4, "megatron_lm_pp_degree": 2}, file, {})) == {
+        "ACCELERATE_USE_MEGATRON_LM": "true",
+        "MEGATRON_LM_TP_DEGREE": "2",
+        "MEGATRON_LM_SEQUENCE_PARALLELISM": "true",
+        "MEGATRON_LM_PP_DEGREE": "2",
+    }
+
+
 def test_sizes_of_parallelism_reach_the_script() -> None:
     values = merge({"use_parallelism_config": True, "parallelism_config_tp_size": 2, "role": "r"}, {}, {})
     assert variables(values) == {
@@ -81,7 +91,16 @@ def test_sizes_of_parallelism_reach_the_script() -> None:
         ({"use_fsdp": True, "use_deepspeed": True}, "--use_fsdp and --use_deepspeed exclude each other"),
         ({"tpu": True, "num_processes": 2}, "In a job file: launcher: xla"),
         ({"tpu_cluster": True}, "In a job file: resources.nodes"),
-        ({"use_megatron_lm": True}, "no Megatron-LM engine"),
+        (
+            {"use_megatron_lm": True, "megatron_lm_recompute_method": "x"},
+            "--megatron_lm_recompute_method cannot be done",
+        ),
+        ({"use_megatron_lm": True, "use_fsdp": True}, "--use_fsdp and --use_megatron_lm exclude each other"),
+        ({"megatron_lm_tp_degree": 2}, "has no effect without --use-megatron-lm"),
+        ({"use_megatron_lm": True, "megatron_lm_sequence_parallelism": True}, "set tp_degree above 1"),
+        ({"use_megatron_lm": True, "gradient_accumulation_steps": 2}, "must be 1 with Megatron-LM"),
+        ({"use_megatron_lm": True, "cpu": True, "mixed_precision": "bf16"}, "is not possible with Megatron-LM on CPUs"),
+        ({"use_megatron_lm": True, "megatron_lm_pp_degree": 2, "num_processes": 3}, "needs a multiple of 2 processes"),
         (
             {"mixed_precision": "fp8", "fp8_backend": "TE", "use_deepspeed": True},
             "the back end te of fp8 and DeepSpeed do not go together",
@@ -107,8 +126,11 @@ def test_what_cannot_be_is_refused_with_the_reason(flags: dict[str, Any], messag
 def test_a_file_that_launches_elsewhere_is_refused_and_idle_keys_are_not() -> None:
     with pytest.raises(LaunchError, match="orc config convert"):
         merge({}, {"compute_environment": "AMAZON_SAGEMAKER"}, {})
-    with pytest.raises(LaunchError, match=r"^my\.yaml: --use_megatron_lm cannot be done"):
-        merge({}, {"distributed_type": "MEGATRON_LM"}, {}, "my.yaml")
+    refused = {"distributed_type": "MEGATRON_LM", "megatron_lm_recompute_method": "uniform"}
+    with pytest.raises(
+        LaunchError, match=r"^my\.yaml: megatron_lm_config\.megatron_lm_recompute_method cannot be done"
+    ):
+        merge({}, refused, {}, "my.yaml")
     idle = {"tpu_cluster": False, "tpu_use_sudo": False, "env": [], "same_network": True, "downcast_bf16": False}
     idle |= {"rdzv_backend": "static", "main_training_function": "main", "fp8_backend": "te", "tpu_name": None}
     assert set(merge({}, idle, {}).found) == set(idle) - {"fp8_backend", "tpu_name"}

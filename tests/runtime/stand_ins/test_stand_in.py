@@ -65,12 +65,12 @@ print(json.dumps({
     "version": [accelerate.__version__, importlib.metadata.version("accelerate"), set(distributions) == {"accelerate"}],
     "strategies": FSDP_SHARDING_STRATEGY[:2],
     "peft": is_peft_model(linear),
-    "instance": isinstance(linear, accelerate.utils.MegatronLMPlugin) or issubclass(ModelHook, AlignDevicesHook),
+    "instance": isinstance(linear, accelerate.utils.MegatronEngine) or issubclass(ModelHook, AlignDevicesHook),
     "star": {"ProjectConfiguration", "gather"} <= star.keys() and "filter_first_and_last_linear_layers" not in star,
     "hooks": [bool((doubled == 2 * plain).all()), bool((both == 4 * plain).all()), bool((again == plain).all())],
     "missing": importlib.util.find_spec("accelerate.nothing") is None and not hasattr(accelerate, "nothing"),
     "errors": [
-        error(accelerate.utils.MegatronLMPlugin),
+        error(accelerate.utils.MegatronEngine),
         error(lambda: accelerate.utils.filter_first_and_last_linear_layers.backend),
         error(lambda: exec("from accelerate import Acelerator")),
         error(lambda: accelerate.utils.set_sed),
@@ -92,8 +92,8 @@ print(json.dumps({
         "hooks": [True, True, True],
         "missing": True,
     }
-    assert errors[0].startswith("ImportError: accelerate.MegatronLMPlugin() is not in orc.runtime")
-    assert "FullyShardedDataParallelPlugin" in errors[0]
+    assert errors[0].startswith("ImportError: accelerate.MegatronEngine() is not in orc.runtime")
+    assert "megatron_lm_plugin=" in errors[0]
     assert errors[1].startswith("AttributeError: accelerate.filter_first_and_last_linear_layers.backend")
     assert errors[2].startswith("ImportError")
     assert "did you mean 'Accelerator'?" in errors[2]
@@ -170,4 +170,4 @@ def test_a_job_file_asks_for_it(value: str, variable: str, tmp_path: Path) -> No
 def test_the_example_of_the_page_on_compatibility_runs() -> None:
     page = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
     code = page.split("```python\n", 1)[1].split("```", 1)[0]
-    assert "MegatronLMPlugin() is not in orc.runtime" in run(code).stdout
+    assert "MegatronEngine() is not in orc.runtime" in run(code).stdout

@@ -1,0 +1,174 @@
+"""Megatron-LM settings that a launcher hands to the ranks: names, variables and how their values read. Torch-free.
+
+`orc launch`, a job's ``runtime.megatron`` and the plug-in of the training processes share this one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orc.runtime.core.parsing import nearest, switched_on, truth
+
+USE = "ACCELERATE_USE_MEGATRON_LM"
+PREFIX = "MEGATRON_LM_"
+
+
+def positive(value: Any) -> int:
+    """Parse a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("expected a whole number")
+    number = int(value)
+    if number < 1:
+        raise ValueError("expected a whole number above 0")
+    return number
+
+
+def norm(value: Any) -> float:
+    """Parse the largest norm of gradients, at least 0; 0 is any."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a number")
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError("expected a number of at least 0")
+    return number
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MegatronKey:
+    """Megatron-LM setting: its documented name, the parser of its values, its default and its description."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    doc: str
+
+    @property
+    def variable(self) -> str:
+        """Variable that carries it to the ranks."""
+        return PREFIX + self.name.upper()
+
+
+KEYS = {
+    key.name: key
+    for key in (
+        MegatronKey("tp_degree", positive, 1, "Processes that share the matrices of each layer."),
+        MegatronKey("pp_degree", positive, 1, "Stages of consecutive layers, each on processes of its own."),
+        MegatronKey("num_micro_batches", positive, 1, "Parts that a batch goes through the stages in."),
+        MegatronKey("sequence_parallelism", truth, False, "Share the sequence between the layers, with tp_degree > 1."),
+        MegatronKey("recompute_activations", truth, False, "Recompute the attention in backward, to save memory."),
+        MegatronKey(
+            "use_distributed_optimizer", truth, False, "Shard the optimizer's state over the data parallel processes."
+        ),
+        MegatronKey("gradient_clipping", norm, 1.0, "Largest L2 norm of all gradients; 0 is any."),
+    )
+}
+
+
+def check_value(name: str, value: Any) -> Any:
+    """Return the parsed *value* of the setting *name*. Raises `ValueError`, which names it."""
+    try:
+        return KEYS[name].parse(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}={value!r} of Megatron-LM: {error}") from None
+
+
+def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that variables of *env* give. Raises `ValueError`, which names the variable."""
+    found = {}
+    for key in KEYS.values():
+        if (text := env.get(key.variable)) is not None and text != "":
+            try:
+                found[key.name] = key.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{key.variable}={text!r}: {error}") from None
+    return found
+
+
+def normalise(values: Any) -> dict[str, Any]:
+    """Return *values*, a mapping with the documented keys with or without ``megatron_lm_``, each as its key wants it.
+
+    Raises:
+        ValueError: an unknown key, a value it cannot have, or one without its partner.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError("expected a mapping like {tp_degree: 2, pp_degree: 2}")
+    found = {}
+    for name, value in values.items():
+        plain = str(name).removeprefix("megatron_lm_")
+        if plain not in KEYS:
+            raise ValueError(f"no setting {name!r} of Megatron-LM{nearest(plain, KEYS)}")
+        if value is not None:
+            found[plain] = check_value(plain, value)
+    if (problem := conflict(found)) is not None:
+        raise ValueError(problem)
+    return found
+
+
+def megatron_to_env(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that bring *values* (see `normalise`) to the ranks, and switch Megatron-LM on.
+
+    Raises:
+        ValueError: as `normalise`.
+    """
+    env = {USE: "true"}
+    for name, value in normalise(values).items():
+        env[KEYS[name].variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    return env
+
+
+def check_with(
+    values: Mapping[str, Any],
+    *,
+    cpu: bool = False,
+    precision: str = "no",
+    accumulation: int = 1,
+    others: Sequence[str] = (),
+    processes: int | None = None,
+) -> None:
+    """Check settings (see `normalise`) against the rest of a run, as far as it is known before ranks start.
+
+    Args:
+        values: of Megatron-LM.
+        cpu: the run is on CPUs for sure.
+        precision: ``mixed_precision``.
+        accumulation: batches per optimizer step.
+        others: other ways to train that are asked for too, by name.
+        processes: ranks of the run; `None` where nobody knows yet.
+
+    Raises:
+        ValueError: it would be refused by every rank.
+    """
+    found = {name: key.default for name, key in KEYS.items()} | normalise(values)
+    if others:
+        raise ValueError(f"Megatron-LM and {others[0]} are two ways to train one model; choose one")
+    if accumulation != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps is {accumulation}, and must be 1 with Megatron-LM: set num_micro_batches"
+        )
+    if precision == "fp8" or (cpu and precision != "no"):
+        raise ValueError(f"mixed_precision {precision} is not possible with Megatron-LM{' on CPUs' if cpu else ''}")
+    if processes is None:
+        return
+    ranks = found["tp_degree"] * found["pp_degree"]
+    if processes % ranks:
+        raise ValueError(
+            f"tp_degree {found['tp_degree']} x pp_degree {found['pp_degree']} needs a multiple of {ranks} processes, "
+            f"and there are {processes}"
+        )
+    if cpu and found["use_distributed_optimizer"] and processes > ranks:
+        raise ValueError("use_distributed_optimizer needs CUDA devices: on CPUs set it to false")
+
+
+def wanted(env: Mapping[str, str]) -> bool:
+    """Return whether *env* asks for Megatron-LM."""
+    return switched_on(env, USE)
+
+
+def conflict(settings: Mapping[str, Any]) -> str | None:
+    """Return which of *settings* lacks its partner, as far as it can be told without a model; `None` if none does."""
+    values = {name: settings.get(name, key.default) for name, key in KEYS.items()}
+    if values["sequence_parallelism"] and values["tp_degree"] == 1:
+        return "sequence_parallelism shares sequences among the tensor parallel processes: set tp_degree above 1"
+    return None

@@ -1,0 +1,280 @@
+"""Training with Megatron-LM: the model and its optimizer are re-made as that library's, split over the processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.events import Events
+from orc.runtime.engine.megatron import library
+from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
+from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from orc.runtime.engine.megatron.rules import check_accumulation, check_model
+from orc.runtime.parallel.compile import compiles
+from orc.runtime.train.normalize import Count, LossNormalizer
+
+if TYPE_CHECKING:
+    from orc.runtime.core.options import Options
+    from orc.runtime.engine.megatron.model import MegatronModel
+    from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
+    from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+    from orc.runtime.train.preparing import Preparation
+
+_TOGETHER = "prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
+
+
+class MegatronLM:
+    """Backward, updates, clipping and states of one run that Megatron-LM trains."""
+
+    name = "megatron"
+
+    def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
+        library.megatron()  # what is missing is said before anything is prepared
+        self.ctx = ctx
+        self.prepared = Prepared() if prepared is None else prepared
+        self.prepared.scaler = None  # Megatron-LM scales by itself
+        self.events = Events()
+        self.normalizer = LossNormalizer(ctx, tuple)
+        self._gradient = ctx.gradient
+        self._model: MegatronModel | None = None
+        self._warned = False
+
+    @property
+    def scaler(self) -> None:
+        """The gradient scaler: none, Megatron-LM scales by itself."""
+        return
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """The plug-in in force."""
+        plugin: Any = self.ctx.library
+        return plugin  # type: ignore[no-any-return]
+
+    # ---- preparing
+
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+    ) -> Sequence[Any]:
+        """Prepare all *objects*: loaders of whole batches, and Megatron-LM's model, optimizer and schedule.
+
+        Raises:
+            ValueError: objects that Megatron-LM cannot train, or that belong together and came apart.
+        """
+        self._check(objects, placement, preparation)
+        result = list(objects)
+        for index, one in enumerate(objects):
+            if isinstance(one, DataLoader):
+                result[index] = self._loader(one, preparation)
+        model_at = next((i for i, one in enumerate(objects) if self._new_model(one)), None)
+        optimizer_at = next((i for i, one in enumerate(objects) if _new_optimizer(one)), None)
+        if model_at is not None:
+            from orc.runtime.engine.megatron.model import MegatronModel
+
+            given: Any = objects[optimizer_at] if optimizer_at is not None else None
+            rates = {} if given is None else _rates(given, objects[model_at])
+            seed = library.common_seed(self.ctx)
+            library.open_groups(self.ctx, self.plugin, self._pieces(objects[model_at]))
+            random = library.Random(self.ctx, seed)
+            self._model = result[model_at] = MegatronModel(objects[model_at], self.ctx, self.plugin, random)
+            self.prepared.models.append(self._model)
+            if optimizer_at is not None:
+                result[optimizer_at] = self._optimizer(given, rates, preparation)
+        for index, one in enumerate(objects):
+            if isinstance(one, MegatronLMDummyScheduler):
+                result[index] = self._schedule(one)
+        return result
+
+    def _check(self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation) -> None:
+        self.plugin.refuse_unserved()
+        check_accumulation(self._gradient.num_steps)
+        if any(place is not None for place in placement):
+            raise ValueError(
+                "prepare(device_placement=...) is not possible with Megatron-LM, which places what it trains"
+            )
+        if compiles(preparation.dynamo):
+            raise ValueError("torch.compile (dynamo_backend) is not possible with Megatron-LM's model; leave it out")
+        models = [one for one in objects if self._new_model(one)]
+        optimizers = [one for one in objects if _new_optimizer(one)]
+        if len(models) + (self._model is not None and bool(models)) > 1 or len(optimizers) > 1:
+            raise ValueError("Megatron-LM trains one model with one optimizer per process")
+        if optimizers and not models:
+            raise ValueError(f"with Megatron-LM, {_TOGETHER}")
+        for one in objects:
+            if isinstance(one, MegatronLMDummyDataLoader):
+                raise ValueError(
+                    "MegatronLMDummyDataLoader: indexed datasets of Megatron-LM are not read by this version; prepare "
+                    "a DataLoader of the tokens"
+                )
+            if isinstance(one, LRScheduler):
+                raise ValueError(
+                    f"{type(one).__name__}: Megatron-LM's optimizer needs its own schedule; prepare a "
+                    "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...)"
+                )
+            if isinstance(one, MegatronLMDummyScheduler) and not (optimizers or self.prepared.optimizers):
+                raise ValueError("MegatronLMDummyScheduler needs its optimizer: prepare it with the optimizer")
+        for model in models:
+            check_model(self.plugin, model)
+        for optimizer in optimizers:
+            from orc.runtime.engine.megatron.optimizer import check_optimizer
+
+            check_optimizer(optimizer)
+
+    def _pieces(self, model: Any) -> int:
+        layers = self.plugin.num_layers_per_virtual_pipeline_stage
+        return virtual_stages(int(model.config.n_layer), self.plugin.pp_degree, layers)
+
+    def _new_model(self, one: Any) -> bool:
+        return isinstance(one, nn.Module) and not any(one is known for known in self.prepared.models)
+
+    def _loader(self, loader: DataLoader[Any], preparation: Preparation) -> Any:
+        """Return the prepared loader of whole batches: *loader*'s batch size is that of one micro batch."""
+        from orc.runtime.data.rebatch import with_batch_size
+
+        plugin = self.plugin
+        if preparation.options.dataloader.split_batches:
+            raise ValueError("split_batches is not possible with Megatron-LM: a loader's batch_size is one micro batch")
+        micro = loader.batch_size
+        if micro is None:
+            raise ValueError("Megatron-LM needs a DataLoader with a batch_size, that of one micro batch")
+        prepared = preparation.prepare_data_loader(with_batch_size(loader, micro * plugin.num_micro_batches))
+        choose = min if plugin.is_train_batch_min in (True, "true", "True", "1") else max
+        plugin.micro_batch_size = choose(micro, plugin.micro_batch_size or micro)
+        plugin.global_batch_size = global_batch_size(
+            plugin.micro_batch_size, plugin.num_micro_batches, self.ctx.topology.data_size
+        )
+        return prepared
+
+    def _optimizer(self, given: Optimizer, rates: Mapping[str, Any], preparation: Preparation) -> Any:
+        from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
+        from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper
+
+        assert self._model is not None
+        made = MegatronOptimizer(self._model, given, rates, self.plugin, str(self.ctx.config.mixed_precision))
+        return preparation.prepare_optimizer(MegatronLMOptimizerWrapper(made, gradient=self._gradient, trainer=self))
+
+    def _schedule(self, placeholder: MegatronLMDummyScheduler) -> Any:
+        from orc.runtime.engine.megatron.optimizer import schedule
+        from orc.runtime.engine.megatron.wrappers import MegatronLMSchedulerWrapper
+
+        optimizer = self.prepared.optimizers[-1]
+        made = schedule(placeholder, optimizer.optimizer, self.plugin)
+        prepared = MegatronLMSchedulerWrapper(made, optimizer, gradient=self._gradient)
+        self.prepared.schedulers.append(prepared)
+        return prepared
+
+    # ---- training
+
+    def _trained(self) -> MegatronModel:
+        if self._model is None:
+            raise ValueError(f"nothing is prepared for training: with Megatron-LM, {_TOGETHER}")
+        return self._model
+
+    def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
+        """Tell who listens: the model has computed the gradients of its own loss already.
+
+        Raises:
+            ValueError: *loss* is not the one that the model returned, so its gradients are not those computed.
+        """
+        if normalize_by is not None:
+            raise ValueError("backward(normalize_by=...) is not possible with Megatron-LM, which averages by itself")
+        if loss is not self._trained().loss:
+            raise ValueError(
+                "backward: with Megatron-LM the model computes loss and gradients in one; pass the loss that it "
+                "returned in training, as it is. A loss of your own belongs into a train step: "
+                "MegatronLMPlugin(custom_train_step_class=...)"
+            )
+        check_accumulation(self._gradient.num_steps)
+        for tell in self.events.on_backward:
+            tell(loss, False)
+
+    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip and update; an overflow skips the update.
+
+        Raises:
+            ValueError: no gradients: the model was not called in training since the last update.
+        """
+        model = self._trained()
+        if model.loss is None:
+            raise ValueError("step: there are no gradients; call the model in training mode first")
+        model.loss = None
+        megatron: Any = optimizer.optimizer
+        done, _ = megatron.step()
+        optimizer.skipped = not done
+        optimizer.steps += done
+        return None
+
+    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+        """Do nothing: the model clears the gradients before it computes new ones."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Return the gradients' norm over all processes; the update clips by ``gradient_clipping`` of the plug-in."""
+        clips = self.plugin.gradient_clipping
+        if (clips != max_norm or norm_type != 2) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) has no effect with Megatron-LM, which clips the L2 norm by "
+                f"gradient_clipping {clips}: set MegatronLMPlugin(gradient_clipping={max_norm})",
+                stacklevel=3,
+            )
+        if not self.prepared.optimizers:
+            raise ValueError(f"nothing is prepared for training: with Megatron-LM, {_TOGETHER}")
+        optimizer: MegatronOptimizer = self.prepared.optimizers[-1].optimizer
+        norm = torch.tensor(optimizer.norm())
+        for tell in self.events.on_clip:
+            tell(norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Refused. Raises `ValueError`: Megatron-LM clips by norm alone."""
+        raise ValueError("clip_grad_value_ is not possible with Megatron-LM; it clips by norm (gradient_clipping)")
+
+    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
+        """Do nothing: Megatron-LM scales by itself."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty block: one call of the model is one update."""
+        return nullcontext()
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty block."""
+        return nullcontext()
+
+    # ---- states
+
+    def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The complete state dict of *model*, under the names of the Transformers model; all ranks call it."""
+        return dict(model.state_dict())
+
+    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The complete state of *optimizer*, under the same names; all ranks call it."""
+        return optimizer.state_dict()
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load what `model_state` gave, or the weights of a Transformers model."""
+        return model.load_state_dict(state, **options)
+
+    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` gave."""
+        optimizer.load_state_dict(state)
+
+
+def _new_optimizer(one: Any) -> bool:
+    from orc.runtime.train.optimizer import AcceleratedOptimizer
+
+    return isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer)
+
+
+def _rates(optimizer: Any, model: nn.Module) -> dict[str, tuple[float, float]]:
+    from orc.runtime.engine.megatron.optimizer import rates_by_name
+
+    return rates_by_name(optimizer, model)
