@@ -11,6 +11,7 @@ from orc.runtime import (
     Accelerator,
     AcceleratorState,
     AORecipeKwargs,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     convert_model_to_fp8_ao,
     has_ao_layers,
@@ -165,14 +166,26 @@ def test_a_checkpoint_of_a_run_in_float8_continues_in_bfloat16_and_back(tmp_path
     assert copy.deepcopy(model)(torch.ones(1, 16)).equal(model(torch.ones(1, 16)))
 
 
+WAYS = ("replicas", "fsdp1", "fsdp2", "compressed", "recomputed", "compiled", "gathered")
+
+
 def test_replicas_and_shards_train_in_float8_on_two_ranks(run_ranks, tmp_path):
     def run():
-        plugin = lambda version: FullyShardedDataParallelPlugin(fsdp_version=version)  # noqa: E731
+        def plugin(version, **options):
+            return FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+
+        units = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}
         gathering = [AORecipeKwargs(enable_fsdp_float8_all_gather=True)]
         ways = {
             "replicas": {},
             "fsdp1": {"plugin": plugin(1)},
             "fsdp2": {"plugin": plugin(2)},
+            "compressed": {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]},
+            "recomputed": {
+                "plugin": plugin(2, activation_checkpointing=True, cpu_offload=True, **units),
+                "kwargs_handlers": gathering,
+            },
+            "compiled": {"plugin": plugin(2), "dynamo_backend": "aot_eager"},
             "gathered": {"plugin": plugin(2), "kwargs_handlers": gathering},
         }
         full, *_ = trained("no")
@@ -200,7 +213,7 @@ def test_replicas_and_shards_train_in_float8_on_two_ranks(run_ranks, tmp_path):
             accelerator.prepare(tied)
         return result
 
-    expected = dict.fromkeys(("replicas", "fsdp1", "fsdp2", "gathered"), (True, 2))
+    expected = dict.fromkeys(WAYS, (True, 2))
     expected |= {"bf16 continues": True, "fp8 continues": True}
     assert run_ranks(2, run, timeout=240) == [expected] * 2
 
