@@ -127,6 +127,8 @@ class FourBit(Scheme):
         ).to(device)  # fmt: skip
         layer.bias = linear.bias
         layer.register_load_state_dict_pre_hook(_weight_of_state)
+        if linear.in_features % 64 or linear.out_features % 32:
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # its kernel packs whole blocks alone
         return layer
 
 

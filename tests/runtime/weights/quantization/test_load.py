@@ -112,6 +112,14 @@ def test_layers_are_quantized_and_compute_nearly_the_same(whole, folder, config,
     assert error(again, loaded) == 0
 
 
+def test_four_bits_take_layers_of_any_size():
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 3))
+    model = load_and_quantize_model(copy.deepcopy(whole), FOUR)
+    x = torch.randn(4, 100)
+    assert (model(x) - whole(x)).abs().max() < 0.3
+
+
 @pytest.mark.parametrize("form", [{"safe_serialization": False}, {"max_shard_size": 30_000}], ids=["bin", "shards"])
 def test_weights_come_from_a_state_dict_or_from_shards(whole, folder, tmp_path, form):
     expected = load_and_quantize_model(empty(), EIGHT, folder)
