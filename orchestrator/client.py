@@ -93,19 +93,20 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         return self._clusters_file or paths.clusters_file()
 
     def leave_reconciler(self) -> None:
-        """Start a detached reconciler where there is work for one and none runs: live jobs, notifications to send."""
+        """Start a detached reconciler where there is work for one and none runs: live jobs, messages, schedules."""
         ledger = self.workspace.ledger
         if self._detaches and not ledger.volatile and (ledger.any_active() or self._any_due()):
             self._start_reconciler()
 
     def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import outbox, schedules
+        from orc.orchestrator.ledger import late_copies, outbox, schedules
 
         with self.workspace.ledger.database.read() as connection:
             at = outbox.next_due(connection)
-        if at is not None and at <= self.workspace.clock():
-            return True
-        with self.workspace.ledger.database.read() as connection:
+            if at is not None and at <= self.workspace.clock():
+                return True
+            if late_copies.next_due(connection) is not None:
+                return True
             return any(found.enabled for found in schedules.all_schedules(connection))
 
     def _start_reconciler(self) -> None:

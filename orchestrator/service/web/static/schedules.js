@@ -22,7 +22,7 @@ async function schedules(who) {
   const { schedules: found } = await api("schedules");
   fill($("schedules"), found.length ? table("Schedules", ["Name", "Owner", "When", "Next", "Last job", ""], found.map((one) =>
     h("tr", {}, h("td", {}, h("a", { href: `/groups/${encodeURIComponent(one.id)}`, "data-row": true }, one.name)), h("td", {}, one.owner || "–"),
-      h("td", {}, h("code", {}, one.cron), ` ${one.timezone}`), h("td", { class: "nowrap" }, one.enabled ? time(one.next_at) : "paused"),
+      h("td", { class: "nowrap" }, h("code", {}, one.cron), ` ${one.timezone}`), h("td", { class: "nowrap" }, one.enabled ? time(one.next_at) : "paused"),
       h("td", {}, one.last_job ? h("a", { href: `/jobs/${encodeURIComponent(one.last_job)}` }, one.last_job) : "none yet"),
       h("td", { class: "number nowrap" }, actions(one, who))))) :
     h("div", { class: "empty" }, "No job is submitted by the clock: ", h("code", {}, "orc schedule create"), " makes a schedule."));
@@ -32,7 +32,7 @@ async function quotas(who) {
   const { quotas: found } = await api("quotas");
   const put = (quota, amount) => attempt(() => api("quotas", { method: "PUT", body: { ...quota, amount } }));
   fill($("quotas"), found.length ? table("Quotas", ["Of", "Name", "Resource", "At most", ""], found.map((one) =>
-    h("tr", {}, h("td", {}, one.scope), h("td", {}, one.name), h("td", {}, one.resource), h("td", { class: "number" }, one.amount.toLocaleString()),
+    h("tr", {}, h("td", {}, one.scope), h("td", {}, one.name), h("td", {}, one.resource), h("td", {}, one.amount.toLocaleString()),
       h("td", { class: "number" }, who.role === "admin" ?
         h("button", { class: "danger", "aria-label": `Remove the quota of ${one.resource} of ${one.name}`, onclick: () => put(one, null) }, "Remove") : null)))) :
     h("div", { class: "empty" }, "Nobody's use is limited."));
