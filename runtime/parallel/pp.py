@@ -49,8 +49,6 @@ class PipelineParallel:
             return "fp8 layers keep scales of their own, which a trace would fix; use bf16"
         if ctx.config.mixed_precision == "fp16":
             return "fp16 scales losses, and a pipeline has run backward when its loss is known; use bf16"
-        if ctx.config.mixed_precision == "fp8":
-            return "the layers of fp8 cannot be traced into stages; use bf16"
         return "the process group is not open" if ctx.group is None else None
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
