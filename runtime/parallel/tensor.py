@@ -41,8 +41,6 @@ class TensorParallel:
 
     def requires(self, ctx: RunContext) -> str | None:
         """An open process group of the device, and gradients of one kind where they are scaled."""
-        if ctx.config.mixed_precision == "fp16" and ctx.fsdp_plugin is None:
-            return "fp16 scales gradients, and torch does not scale whole and cut ones together; use bf16, or shard too"
         if not ctx.compute.device_in_group:
             return "the process group does not reach the tensors of this device"
         if ctx.config.mixed_precision == "fp16" and ctx.fsdp_plugin is None:
