@@ -14,8 +14,7 @@ from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
-from orc.runtime.checkpoint.save import attempt
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
 from orc.runtime.checkpoint.saving import write
 from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.adapters import adapter_names

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.alone import MeetingAlone, check_savable_alone, survey_alone
 from orc.runtime.checkpoint.background import Background
+from orc.runtime.checkpoint.content import capture
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
 from orc.runtime.checkpoint.format.manifest import locate, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
+from orc.runtime.checkpoint.request import Progress, SaveRequest
 from orc.runtime.checkpoint.save import (
-    Progress,
-    SaveRequest,
-    attempt,
-    capture,
     looks,
     meet_before_gathering,
     open_destination,

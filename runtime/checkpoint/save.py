@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import json
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from orc.runtime.checkpoint.content import Content, Task, capture
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
-from orc.runtime.checkpoint.format import layout, pickled
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest, plain
+from orc.runtime.checkpoint.format import layout
+from orc.runtime.checkpoint.format.manifest import NAME, Manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
-from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.replication.absence import Absence
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
-from orc.runtime.checkpoint.state import rng, strategy_named
+from orc.runtime.checkpoint.request import SaveRequest
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import engine_tasks, trained_engines, without_engines
+from orc.runtime.checkpoint.state.by_engine import without_engines
 from orc.runtime.checkpoint.state.sharding import gathers_state, is_sharded
-from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.fence import refuse_superseded
@@ -40,43 +34,6 @@ if TYPE_CHECKING:
 
 _WRITERS = 4  # files at a time
 _COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk
-T = TypeVar("T")
-Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of training: optimizer steps, and the position of the loader that training reads."""
-
-    step: int = 0
-    epoch: int = 0
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """Arguments of one save, as each rank passes them.
-
-    directory:
-        Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
-    state:
-        Name of the strategy that saves sharded models; with `None` each rank saves its shards.
-    """
-
-    directory: Place | None
-    root: CheckpointRoot | RemoteRoot | None
-    at_least: int
-    progress: Progress
-    safe: bool = True
-    hooks: Sequence[Hook] = ()
-    state: str | None = None  # strategy of sharded models
-    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
-    alone: bool = False  # rank 0 saves by itself
-
-
-Task = Callable[[Hashing], None]
-# What a rank is going to write, by file name; or the error that keeps it from doing so.
-Content = dict[str, Task] | str
 
 
 @dataclass(frozen=True)
@@ -184,109 +141,6 @@ def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> S
     from orc.runtime.checkpoint.state.planning import ShardPlans
 
     return ShardPlans(meeting)
-
-
-def capture(
-    context: RunContext,
-    prepared: Prepared,
-    request: SaveRequest,
-    destination: Destination,
-    stage: Stage | None = None,
-    *,
-    shards: ShardPlans | None = None,
-) -> Content:
-    """Collect this rank's states, the second part of a save; with *stage* copied, so that training may go on.
-
-    The hooks run on every rank, before; they may take weights off the list. The ranks agree on *shards*.
-
-    Raises:
-        CheckpointError: on every rank, they could not agree.
-    """
-    tasks: dict[str, Task] = {}
-    collected: list[Collected] = []
-    # First, while all ranks are sure to come: engines wait for each other.
-    own, failure = attempt(
-        lambda: engine_tasks(trained_engines(prepared), request.engine_options, _pickle, stage is not None)
-    )
-    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1] or failure
-    if shards is not None:
-        shards.agree(collected[0].sharded if collected else {}, error)
-    if error is None:
-        error = attempt(lambda: tasks.update(_tasks(context, request, destination, collected[0], stage, shards)))[1]
-    return tasks | (own or {}) if error is None else error
-
-
-@dataclass(frozen=True)
-class Collected:
-    """States that a rank is going to write: whole ones by file, and its part of sharded ones by folder."""
-
-    weights: dict[str, dict[str, Any]]
-    states: list[tuple[str, Any, bool]]
-    sharded: dict[str, dict[str, Any]]
-
-
-def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
-    destination.check_visible()
-    all_models, prepared = prepared.models, without_engines(prepared)
-    models = list(prepared.models)
-    strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
-    weights = [
-        strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
-    ]
-    in_shards = {id(one) for one, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
-    optimizers = [
-        strategy_named(strategy_of_optimizer(one, prepared.models, request.state)) for one in prepared.optimizers
-    ]
-    optimizer_states = [
-        strategy.optimizer_state(one, prepared.models, keep=destination.leads)
-        for strategy, one in zip(optimizers, prepared.optimizers, strict=True)
-    ]
-    for hook in request.hooks:
-        hook(list(all_models), weights, str(destination.hook_directory()))
-    whole: dict[str, dict[str, Any]] = {}
-    sharded: dict[str, dict[str, Any]] = {}
-    for index, state in enumerate(weights):
-        if id(state) in in_shards:
-            sharded[layout.model_shards(index)] = {"model": state}
-        elif destination.leads:
-            whole[layout.model_file(index, request.safe)] = state
-    states: list[tuple[str, Any, bool]] = []
-    for index, (strategy, state) in enumerate(zip(optimizers, optimizer_states, strict=True)):
-        if strategy.name != FULL:
-            sharded[layout.optimizer_shards(index)] = {"optimizer": state}
-        elif destination.leads:
-            states.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), state, False))
-    states += _states(prepared) if destination.leads else []
-    return Collected(whole, states, sharded)
-
-
-def _tasks(
-    context: RunContext,
-    request: SaveRequest,
-    destination: Destination,
-    collected: Collected,
-    stage: Stage | None,
-    shards: ShardPlans | None,
-) -> dict[str, Task]:
-    weights, states = collected.weights, collected.states
-    weights, states = context.compute.to_cpu((weights, states))
-    random_states = rng.capture(context.compute)
-    mine = {} if shards is None else shards.values
-    if stage is not None:
-        weights, states, mine = stage.take((weights, states, mine))
-    write_model = _write_weights if request.safe else _pickle
-    tasks: dict[str, Task] = {name: partial(write_model, state) for name, state in weights.items()}
-    if shards is not None:
-        from orc.runtime.checkpoint.state.shard_files import write_shards
-
-        for folder, values in mine.items():
-            tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
-    for name, state, check in states:
-        if check:
-            _check_loadable(name, state)
-        tasks[name] = partial(_pickle, state)
-    tasks[layout.random_states_file(context.rank)] = partial(_pickle, random_states)
-    return tasks
 
 
 def write(
@@ -401,16 +255,6 @@ def _write_files(destination: Destination, tasks: Mapping[str, Task], writers: i
     return records
 
 
-def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of *action*, or its error as text to bring to the meeting: no other rank must wait for it."""
-    try:
-        return action(), None
-    except CheckpointError as error:
-        return None, str(error)
-    except Exception as error:  # noqa: BLE001 - raised on every rank by the meeting
-        return None, f"{type(error).__name__}: {error}"
-
-
 def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
     """Return whether this rank lists *root*: one per machine, which may have its own disk; rank 0 if it is remote."""
     return context.is_main if isinstance(root, RemoteRoot) else context.is_local_main
@@ -435,56 +279,3 @@ def _files_by_site(reports: list[Any]) -> dict[str, Any]:
     for report in reports:
         files.setdefault(str(report["site"]), {}).update(report["files"])
     return files
-
-
-def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
-    """Name and state of all but models and optimizers, and whether it can hold what only the user knows."""
-    named: list[tuple[str, Any, bool]] = []
-    for index, scheduler in enumerate(prepared.schedulers):
-        named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
-    for index, loader in enumerate(prepared.dataloaders):
-        named.append((layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader.state_dict(), False))
-    if prepared.scaler is not None:
-        named.append((layout.SCALER_NAME, prepared.scaler.state_dict(), False))
-    for index, registered in enumerate(prepared.custom):
-        named.append((layout.custom_file(index), registered.state_dict(), True))
-    return named
-
-
-def _write_weights(state: Mapping[str, Any], file: Hashing) -> None:
-    tensors, aliases = without_aliases(state)
-    metadata = {"format": "pt"}
-    if aliases:
-        metadata["orc.aliases"] = json.dumps(aliases)
-    write_tensors(file, tensors, metadata)
-
-
-def _pickle(state: Any, file: Hashing) -> None:
-    torch.save(plain(state), cast(IO[bytes], file))
-
-
-def _check_loadable(name: str, state: Any) -> None:
-    """Make sure that the safe loader will take *state*, without its tensors and arrays: those can always be loaded."""
-    memory = io.BytesIO()
-    torch.save(_without_tensors(plain(state)), memory)
-    memory.seek(0)
-    try:
-        pickled.read(memory)
-    except Exception as error:  # noqa: BLE001 - whatever the loader objects to
-        reason = str(error).split("\n")[-1] or type(error).__name__
-        raise CheckpointError(
-            f"{name} could not be loaded again: its state_dict holds something else than tensors, arrays, "
-            f"numbers, strings, lists and dictionaries ({reason.strip()}); return plain values, or allow the type with "
-            "torch.serialization.add_safe_globals"
-        ) from None
-
-
-def _without_tensors(state: Any) -> Any:
-    """*state* with dense tensors and arrays as `None`, in dictionaries, lists and tuples of the plain kinds."""
-    if type(state) in (torch.Tensor, torch.nn.Parameter) or pickled.is_array(state):
-        return None
-    if type(state) in (dict, OrderedDict):
-        return {key: _without_tensors(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return [_without_tensors(value) for value in state]
-    return state

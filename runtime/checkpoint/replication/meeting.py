@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, RanksElsewhere
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _series: WeakKeyDictionary[RunContext, Counter[str]] = WeakKeyDictionary()
 Verdict = Callable[[list[Any]], Any]
+T = TypeVar("T")
 PATIENCE_S = 600.0
 FAREWELL_S = 5.0
 
@@ -223,6 +224,16 @@ def agree_on_no_error(errors: list[Any]) -> None:
     texts = {f"rank {rank}: {text}" if len(errors) > 1 else str(text) for rank, text in enumerate(errors) if text}
     if texts:
         raise CheckpointError("; ".join(sorted(texts)))
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of *action*, or its error as text to bring to the meeting: no other rank must wait for it."""
+    try:
+        return action(), None
+    except CheckpointError as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001 - raised on every rank by the meeting
+        return None, f"{type(error).__name__}: {error}"
 
 
 def see_off(timeout_s: float = FAREWELL_S) -> None:

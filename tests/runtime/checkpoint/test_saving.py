@@ -15,12 +15,15 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import save
+from orc.runtime.checkpoint.content import _check_loadable, _pickle, _write_weights, capture
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import pickled
 from orc.runtime.checkpoint.format.manifest import Manifest, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.replication.meeting import attempt
 from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.save import Opened, Progress, SaveRequest, attempt, capture, looks, open_destination, write
+from orc.runtime.checkpoint.request import Progress, SaveRequest
+from orc.runtime.checkpoint.save import Opened, looks, open_destination, write
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteDestination
@@ -575,7 +578,7 @@ def test_weights_say_their_format_and_which_names_share_a_tensor(tmp_path):
         ({"a": shared, "b": own, "c": shared}, {"format": "pt", "orc.aliases": '{"c": "a"}'}),
     ]:
         with open(tmp_path / "w", "wb") as file:
-            save._write_weights(state, file)
+            _write_weights(state, file)
         with safe_open(tmp_path / "w", framework="pt") as found:
             assert found.metadata() == metadata
             assert {name: found.get_tensor(name).tolist() for name in found.keys()} == {  # noqa: SIM118 - no mapping
@@ -586,7 +589,7 @@ def test_weights_say_their_format_and_which_names_share_a_tensor(tmp_path):
 
 def test_pickled_states_hold_plain_numbers():
     memory = io.BytesIO()
-    save._pickle({"a": np.float64(0.5)}, memory)
+    _pickle({"a": np.float64(0.5)}, memory)
     memory.seek(0)
     found = pickled.read(memory)
     assert (found, type(found["a"])) == ({"a": 0.5}, float)
@@ -594,8 +597,8 @@ def test_pickled_states_hold_plain_numbers():
 
 def test_what_could_not_be_loaded_again_is_told_by_its_name_and_reason():
     fine = {"n": np.float64(1), "t": torch.zeros(2), "a": [np.arange(3)], "o": OrderedDict(x=(1, "y", None))}
-    assert save._check_loadable("c.pkl", fine) is None
-    text = said(lambda: save._check_loadable("c.pkl", {"f": print}))
+    assert _check_loadable("c.pkl", fine) is None
+    text = said(lambda: _check_loadable("c.pkl", {"f": print}))
     start, reason, end = re.fullmatch(r"(.*?\()(.*)(\);.*)", text).groups()
     assert start == (
         "c.pkl could not be loaded again: its state_dict holds something else than tensors, arrays, numbers, strings, "
@@ -614,7 +617,7 @@ def test_the_reason_is_the_last_line_or_the_kind_of_the_error(monkeypatch):
             raise error
 
         monkeypatch.setattr(pickled, "read", refuse)
-        assert f"dictionaries ({reason});" in said(lambda: save._check_loadable("c.pkl", {}))
+        assert f"dictionaries ({reason});" in said(lambda: _check_loadable("c.pkl", {}))
 
 
 def test_tensors_and_arrays_need_not_be_tried():
