@@ -55,7 +55,8 @@ def has_sharded_parameters(optimizer: Any) -> bool:
 
 def models_of(optimizer: Any, models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return those of *models* whose parameters *optimizer* steps, in their order."""
-    stepped = {id(one) for group in bare_optimizer(optimizer).param_groups for one in group["params"]}
+    groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
+    stepped = {id(one) for group in groups for one in group["params"]}
     return [model for model in models if any(id(one) in stepped for one in model.parameters())]
 
 

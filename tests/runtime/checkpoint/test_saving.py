@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import save
-from orc.runtime.checkpoint.content import _check_loadable, _pickle, _write_weights, capture
+from orc.runtime.checkpoint.content import _check_loadable, _pickle, _without_tensors, _write_weights, capture
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import pickled
 from orc.runtime.checkpoint.format.manifest import Manifest, read_manifest
@@ -628,14 +628,14 @@ def test_tensors_and_arrays_need_not_be_tried():
         pass
 
     special, own = torch.zeros(1).as_subclass(Special), Own(x=torch.zeros(1))
-    assert save._without_tensors(torch.zeros(1)) is None
-    assert save._without_tensors(torch.nn.Parameter(torch.zeros(1))) is None
-    assert save._without_tensors(np.zeros(1)) is None
-    assert save._without_tensors({"a": torch.zeros(1), "b": [np.zeros(1), 3], "c": (torch.zeros(1), "x")}) == {
+    assert _without_tensors(torch.zeros(1)) is None
+    assert _without_tensors(torch.nn.Parameter(torch.zeros(1))) is None
+    assert _without_tensors(np.zeros(1)) is None
+    assert _without_tensors({"a": torch.zeros(1), "b": [np.zeros(1), 3], "c": (torch.zeros(1), "x")}) == {
         "a": None,
         "b": [None, 3],
         "c": [None, "x"],
     }
-    assert save._without_tensors(OrderedDict(a=torch.zeros(1))) == {"a": None}
+    assert _without_tensors(OrderedDict(a=torch.zeros(1))) == {"a": None}
     for whole in (special, own, 3):
-        assert save._without_tensors(whole) is whole
+        assert _without_tensors(whole) is whole
