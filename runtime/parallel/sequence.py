@@ -58,8 +58,8 @@ class SequenceParallel:
             )
         if request.options.get("sp_backend") == "deepspeed":
             raise ContextError(
-                f"{_KIND}: sp_backend='deepspeed' (the default) is computed by DeepSpeed, and there is no "
-                "deepspeed_plugin: pass one, or choose ParallelismConfig(sp_backend='torch')"
+                f"{_KIND}: sp_backend='deepspeed' (the default) is not part of this version of orc: choose "
+                "ParallelismConfig(sp_backend='torch'), which exchanges heads in the same way"
             )
         _check_heads(model, ctx.topology.size("sp"), ctx.topology.size("tp"))
         check_model(model, _KIND)

@@ -172,7 +172,7 @@ def refusals():
     marked[:, 0] = 0
     odd = prepared(Decoder(heads=1))
     wrong = [
-        ("there is no deepspeed_plugin: pass one, or choose", lambda: accelerator().prepare(Decoder())),
+        ("sp_backend='deepspeed' .the default. is not part of this version", lambda: accelerator().prepare(Decoder())),
         ("3 attention heads cannot be shared out to sp_size=2", lambda: prepared(unmoved)),
         ("1 attention heads cannot be shared out", lambda: odd(torch.ones(2, 8).long(), torch.arange(8))),
         ("sp_attn_implementation='flash_attention_2' is not computed", lambda: prepared(Decoder(), sp_handler=flash)),
