@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.parallel.base import Request
 
-_HOOKS = ("comm_hook", "comm_wrapper", "comm_state_option")
-
 
 class Averaging:
     """Averaging of the gradients of *parameters* over *group*, in buckets of *limit* bytes.
@@ -131,11 +129,6 @@ class Copies:
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Give all copies the values of the first, and let backward average their gradients."""
         options: DistributedDataParallelKwargs = request.options.get("ddp") or DistributedDataParallelKwargs()
-        if given := sorted(options.to_kwargs().keys() & {*_HOOKS}):
-            raise ValueError(
-                f"DistributedDataParallelKwargs({given[0]}=...): gradients of a model that is cut over tp travel as "
-                "they are; leave it out"
-            )
         group = ctx.topology.loss_group
         assert group is not None
         sharding.place([*model.parameters(), *model.buffers()], ctx.device, ctx, synchronise=True)

@@ -43,12 +43,15 @@ class TensorParallel:
         """An open process group of the device, and gradients of one kind where they are scaled."""
         if not ctx.compute.device_in_group:
             return "the process group does not reach the tensors of this device"
-        if ctx.config.mixed_precision == "fp16" and ctx.fsdp_plugin is None:
-            return (
-                "torch's gradient scaler does not take whole gradients and cut ones together; use bf16, or shard too "
-                "(fsdp_plugin), which cuts all of them"
-            )
         return "the process group is not open" if ctx.group is None else None
+
+    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
+        """Refuse a model that cannot be cut as its plan says, and options that the device does not have."""
+        handler = _handler(request)
+        if handler is not None and handler.enable_async_tp and ctx.device.type != "cuda":
+            raise ContextError("enable_async_tp needs GPUs that reach each other's memory; leave it out here")
+        if not any(_is_cut(one) for one in model.parameters()):
+            _tied(model, styles_of(model, handler, ctx.topology.size("tp")))
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Cut *model* in place, one matrix at a time, with the values of the first rank along ``tp``."""
@@ -170,10 +173,8 @@ def _overlap(ctx: RunContext) -> None:
     """Let compiled models overlap exchanges along ``tp`` with the products around them.
 
     Raises:
-        ContextError: the device cannot, or this torch.
+        ContextError: this torch cannot.
     """
-    if ctx.device.type != "cuda":
-        raise ContextError("enable_async_tp needs GPUs that reach each other's memory; leave it out here")
     import torch._inductor.config as inductor
 
     try:

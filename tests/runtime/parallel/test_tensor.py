@@ -9,6 +9,7 @@ from orc.runtime import (
     Accelerator,
     AcceleratorState,
     ContextError,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelConfig,
@@ -234,7 +235,8 @@ def test_what_cannot_be_cut_is_refused_on_every_rank_with_all_its_names(make, pl
     [
         ({"fsdp_plugin": {"fsdp_version": 1}}, "the strategies tensor and fsdp1 cannot be used together"),
         ({"tp_handler": {"enable_async_tp": True}}, "enable_async_tp needs GPUs"),
-        ({"mixed_precision": "fp16"}, "gradient scaler does not take whole gradients and cut ones together; use bf16"),
+        ({"mixed_precision": "fp16"}, "torch does not scale whole and cut ones together; use bf16, or shard too"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "and here copies averages them"),
     ],
 )
 def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, message):
@@ -244,13 +246,14 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, me
         accelerator = Accelerator(
             cpu=True,
             mixed_precision=options.get("mixed_precision"),
+            kwargs_handlers=options.get("kwargs_handlers"),
             fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None,
-            parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler),
+            parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2, tp_handler=handler),
         )
         with pytest.raises(ContextError, match=message):
             accelerator.prepare(Plain())
 
-    run_threads(2, ask)
+    run_threads(4, ask)
 
 
 def saved(sizes, folder):
