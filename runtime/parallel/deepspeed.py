@@ -18,7 +18,7 @@ class LibraryModels:
     """Models that a library trains. Its engine makes them from all objects of one ``prepare``, not from one model."""
 
     name = "deepspeed"
-    order = 300
+    order = 10  # before what it would conflict with: its own refusal says what to do
     default = False
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ("ddp",)

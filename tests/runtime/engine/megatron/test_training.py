@@ -60,7 +60,9 @@ def train(micro=ROWS, plugin=None, model=None, **more):
 
 def run_all(settings):
     """What `train` gives for each of *settings* in turn, on this rank."""
-    from orc.runtime import AcceleratorState, MegatronLMPlugin
+    import torch
+
+    from orc.runtime import AcceleratorState, MegatronLMPlugin, gather_across_data_parallel_groups
 
     found = []
     for one in settings:
@@ -70,6 +72,7 @@ def run_all(settings):
         facts["batch"] = accelerator.state.megatron_lm_plugin.global_batch_size
         facts["share"] = (accelerator.ctx.topology.data_rank, accelerator.ctx.topology.data_size)
         facts["kind"] = str(accelerator.distributed_type)
+        facts["gathered"] = gather_across_data_parallel_groups(torch.tensor([accelerator.process_index])).tolist()
         found.append((losses, norms, weights, facts))
         AcceleratorState._reset_state()
     return found
@@ -110,6 +113,7 @@ def test_two_ranks_share_layers_or_stages_and_train_like_one_process(run_ranks, 
     assert [one["batch"] for *_, one in ranks[0]] == [4] * 5
     assert [one["share"] for *_, one in ranks[1]] == [(0, 1)] * 4 + [(1, 2)]
     assert {one["kind"] for *_, one in ranks[0]} == {"MEGATRON_LM"}
+    assert [one["gathered"] for *_, one in ranks[1]] == [[1]] * 4 + [[0, 1]]
 
 
 def test_four_ranks_combine_tensor_pipeline_and_data_parallelism(run_ranks, alone):
@@ -167,3 +171,72 @@ def test_a_checkpoint_is_that_of_a_transformers_model_and_loads_at_other_degrees
     model = gpt2()
     model.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"), strict=False)
     assert all((one == weights[name]).all() for name, one in model.named_parameters())
+
+
+def test_what_cannot_be_is_refused_on_every_rank_alike_and_dropout_is_shared(run_ranks):
+    def asked():
+        import torch
+        from torch.optim.lr_scheduler import ConstantLR
+        from torch.utils.data import DataLoader
+
+        from orc.runtime import Accelerator, AcceleratorState, MegatronLMPlugin
+        from orc.runtime import MegatronLMDummyDataLoader as Indexed
+        from orc.runtime import MegatronLMDummyScheduler as Schedule
+
+        said = []
+
+        def refused(action):
+            try:
+                action()
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+        for plugin, arguments in (
+            ({"tp_degree": 3}, {}),
+            ({"tp_degree": 2}, {"gradient_accumulation_steps": 2}),
+            ({"tp_degree": 2}, {"mixed_precision": "bf16"}),
+        ):
+            refused(lambda p=plugin, a=arguments: Accelerator(megatron_lm_plugin=MegatronLMPlugin(**p), **a))
+        accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, return_logits=True))
+        refused(lambda: Accelerator(megatron_lm_plugin=MegatronLMPlugin()))
+        model = gpt2(layers=1, dropout=0.5)
+        optimizer = optimizer_of(model)
+        refused(lambda: accelerator.prepare(optimizer))
+        refused(lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
+        refused(lambda: accelerator.prepare(model, optimizer, ConstantLR(optimizer, factor=1.0)))
+        refused(lambda: accelerator.prepare(model, optimizer, Indexed(data_path="x")))
+        refused(lambda: accelerator.prepare_model(model))
+        loader, schedule = DataLoader(samples(), batch_size=4), Schedule(optimizer, 10, warmup_num_steps=2)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        batch = next(iter(loader))
+        refused(optimizer.step)
+        output = model(**batch)
+        refused(lambda: accelerator.backward(output.loss * 2))
+        refused(lambda: model(input_ids=torch.zeros(1, 17, dtype=torch.long)))
+        refused(lambda: model.megatron_generate(batch["input_ids"]))
+        optimizer.step()
+        rates = [schedule.get_last_lr()[0]]
+        for _ in range(6):
+            schedule.step()
+            rates.append(schedule.get_last_lr()[0])
+        assert rates == pytest.approx([0, 0.005, 0.01, 0.00875, 0.0075, 0.00625, 0.005])
+        shared = {name: one for name, one in model.named_parameters() if "layernorm" in name}
+        facts = (float(output.loss), tuple(output.logits.shape), {name: one.detach() for name, one in shared.items()})
+        AcceleratorState._reset_state()
+        return said, facts
+
+    (said, facts), (others, theirs) = run_ranks(2, asked, timeout=120)
+    assert said == others
+    expected = (
+        "needs a multiple of 3 processes, and there are 2", "gradient_accumulation_steps=2: it must be 1",
+        "on CPUs it trains in float32 only", "already: pass the plug-in to the first one",
+        "prepare the model in the same call as its optimizer", "Linear is none of Transformers",
+        "prepare a MegatronLMDummyScheduler", "indexed datasets of Megatron-LM are not read",
+        "Megatron-LM needs the model with its optimizer", "there are no gradients",
+        "pass the loss that it returned in training", "17 tokens per sample, the model has 16 positions",
+        "megatron_generate is not supported",
+    )  # fmt: skip
+    assert [text for part, text in zip(expected, said, strict=True) if part not in text] == []
+    assert facts[:2] == theirs[:2]
+    assert facts[1] == (4, LENGTH, VOCABULARY)
+    assert all((one == theirs[2][name]).all() for name, one in facts[2].items())  # the same masks outside the regions
