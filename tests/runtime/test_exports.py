@@ -21,7 +21,7 @@ def test_importing_the_package_imports_no_torch():
 
 def test_importing_the_package_is_cheap():
     code = (
-        "import torch, time, sys\nstart = time.perf_counter(); import orc.runtime\nprint(time.perf_counter() - start)"
+        "import torch, time, sys\nstart = time.process_time(); import orc.runtime\nprint(time.process_time() - start)"
     )
     assert min(float(python(code)) for _ in range(2)) < 0.005
 
