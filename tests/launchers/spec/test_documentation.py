@@ -98,8 +98,10 @@ def test_the_override_examples_work(job_files: Any) -> None:
 
 def test_the_clusters_example_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "ada")
-    (example,) = blocks("clusters-yaml.md", "yaml")
+    example, with_accounts = blocks("clusters-yaml.md", "yaml")
     path = tmp_path / "clusters.yaml"
+    path.write_text(with_accounts)
+    assert load_clusters(path)["lab"].run_as["grace"].user == "hopper"
     path.write_text(example)
     clusters = load_clusters(path)
     assert list(clusters) == ["local", "lab"]
