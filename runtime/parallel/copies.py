@@ -48,13 +48,14 @@ class Averaging:
             one.register_post_accumulate_grad_hook(self._ready)
         self._missing: list[int] = []
         self._works: list[tuple[int, Tensor, Any]] = []
-        self._open = False
+        self._backward = -1  # the one that is going on
 
     def _ready(self, parameter: Tensor) -> None:
         if not self.synchronise:
             return
-        if not self._open:
-            self._open, self._works, self._missing = True, [], [len(bucket) for bucket in self._buckets]
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # also after one that broke off, which never finished
+            self._backward, self._works, self._missing = backward, [], [len(bucket) for bucket in self._buckets]
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._missing[self._bucket_of[id(parameter)]] -= 1
         while len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0:
@@ -67,7 +68,7 @@ class Averaging:
         self._works.append((len(self._works), flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def _finish(self) -> None:
-        self._open = False
+        self._backward = -1
         while len(self._works) < len(self._buckets):
             self._send()
         for index, flat, work in self._works:

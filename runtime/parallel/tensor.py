@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
@@ -64,6 +65,8 @@ class TensorParallel:
         handler, size = _handler(request), ctx.topology.size("tp")
         if handler is not None and handler.enable_async_tp:
             _overlap(ctx)
+        if not request.evaluation:
+            _draw_alike(ctx)
         if cut := [one for one in model.parameters() if _is_cut(one)]:
             _adopt(model, cut, ctx)
             return model
@@ -169,6 +172,17 @@ def _tie(model: nn.Module, first: str, others: Iterable[str]) -> None:
     for name in others:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, weight)
+
+
+def _draw_alike(ctx: RunContext) -> None:
+    """Let the ranks along ``tp`` draw the same random numbers: they must drop the same of what all of them have."""
+    from orc.runtime.parallel import sharding
+
+    sources: list[Any] = [torch] if ctx.device.type == "cpu" else [torch, getattr(torch, ctx.device.type)]
+    states = [source.get_rng_state() for source in sources]
+    sharding.place(states, ctx.device, ctx, synchronise=True, dims=("tp",))
+    for source, state in zip(sources, states, strict=True):
+        source.set_rng_state(state.cpu())
 
 
 def _overlap(ctx: RunContext) -> None:

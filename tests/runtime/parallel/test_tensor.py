@@ -205,6 +205,37 @@ def test_precision_recomputing_offload_and_compiling_go_with_it(run_ranks):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-5, msg=lambda t, at=options: f"{at}: {t}")
 
 
+def gradients_of_norms(sizes, breaks):
+    """Gradients of what no rank has cut, of a model with dropout; if it *breaks*, after a backward that did not end."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator = Accelerator(cpu=True, parallelism_config=config_of(sizes, "plain"))
+    torch.manual_seed(accelerator.process_index)
+    model = Plain()
+    model.blocks.insert(1, nn.Dropout(0.5))
+    model = accelerator.prepare(model)
+    ids = batches(2)[0][accelerator.ctx.topology.data_rank]
+    if breaks:
+        handle = model.emb.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            accelerator.backward(loss_of(model, ids))
+        handle.remove()
+        model.zero_grad()
+    accelerator.backward(loss_of(model, ids))
+    return [one.grad for one in model.parameters() if not hasattr(one, "to_local")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "breaks"),
+    [({"tp": 2}, False), ({"dp_replicate": 2, "tp": 2}, True)],
+    ids=["with seeds of their own", "after a backward that broke off"],
+)
+def test_what_no_rank_has_cut_gets_the_same_gradients_on_all(sizes, breaks, run_ranks):
+    first, *others = run_ranks(2 * len(sizes), gradients_of_norms, sizes, breaks)
+    assert len(first) == 4
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "message"),
     [
