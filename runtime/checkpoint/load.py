@@ -358,12 +358,13 @@ def _load_weights(path: Path, state: Mapping[str, Any], model: torch.nn.Module, 
 
 
 def _random_states(context: RunContext, directory: Path, manifest: Manifest) -> Any:
-    """Return this rank's saved generators; `None` for a rank that there was not, or that did not take part."""
-    name = layout.random_states_file(context.rank)
+    """Return the saved generators that this rank goes on with; `None` where there were none, or they took no part."""
+    rank = context.topology.draws_like
+    name = layout.random_states_file(rank)
     if name in manifest.files:
         return unpickle(directory / name)
-    if manifest.random_states is not None and context.rank not in manifest.random_states:
+    if manifest.random_states is not None and rank not in manifest.random_states:
         return None
-    if context.rank < manifest.world_size:
+    if rank < manifest.world_size:
         raise CheckpointError(f"{directory} holds no {name}: the random numbers of this rank cannot be continued")
     return None

@@ -130,6 +130,11 @@ class Topology:
         return not any(place for name, place in self._places.items() if name not in DATA_DIMENSIONS)
 
     @property
+    def draws_like(self) -> int:
+        """The rank whose random numbers this one draws: the first along ``tp``, where all have the same activations."""
+        return self._cells[self._cells.index(self._ctx.rank) - self._places["tp"]]  # the last dimension
+
+    @property
     def peers(self) -> int:
         """Ranks with the same batch, this one included."""
         return self._ctx.world_size // self.data_size

@@ -313,6 +313,8 @@ def _with_state(sizes, folder, load):
     first, second = batches(1)[:2]  # the same for all: any layout then gives the same numbers
     if load:
         accelerator.load_state(folder)
+        drawn = accelerator.gather(torch.rand(1)).view(-1, sizes.get("tp", 1))
+        assert (drawn == drawn[:, :1]).all()  # dropout has to be the same along tp
     else:
         step(first[0])
         accelerator.save_state(folder)
