@@ -23,7 +23,11 @@ CALLED = {
     "temporary": {"mktemp"},
 }
 QUALIFIED = {  # where the last word alone says too little
-    "unpickles": {"pickle.load", "marshal.load", "torch.load", "yaml.load", "shelve.open"},
+    "unpickles": {
+        *("pickle.load", "marshal.load", "torch.load", "yaml.load", "shelve.open"),
+        *(f"dist.{name}" for name in ("all_gather_object", "gather_object", "recv_object_list")),  # nothing is signed
+        *(f"dist.{name}_object_list" for name in ("broadcast", "scatter")),
+    },
 }
 KEYWORDS = {"shell": ("shell", True), "unpickles": ("weights_only", False), "unverified": ("verify", False)}
 NAMED = {"AutoAddPolicy": "unverified", "WarningPolicy": "unverified", "CERT_NONE": "unverified"}
@@ -107,6 +111,7 @@ def test_the_page_has_no_line_for_what_is_gone():
         ("pickle.loads(data)", "unpickles"),
         ("torch.load(path, weights_only=False)", "unpickles"),
         ("class Reader(pickle.Unpickler): pass", "unpickles"),
+        ("dist.all_gather_object(found, mine)", "unpickles"),
         ("eval(text)", "evaluates"),
         ("subprocess.run(text, shell=True)", "shell"),
         ("os.system(text)", "shell"),

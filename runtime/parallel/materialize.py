@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from orc.runtime.collectives.objects import all_gather_pickled
 from orc.runtime.core.errors import ContextError
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def agree(model: nn.Module, ctx: RunContext, prepare: Callable[[], None]) -> Non
         if problem:
             raise ContextError(problem)
         return
-    group = ctx.require_group("sharding a model")
-    answers: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(answers, (problem, spec), group=group)
+    answers = all_gather_pickled((problem, spec), ctx, "sharding a model")
     wanted: Spec = answers[0][1]
     for rank, (said, theirs) in enumerate(answers):
         if said:

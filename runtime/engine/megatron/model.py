@@ -66,6 +66,7 @@ class MegatronModel(nn.Module):
         self.layout.config.finalize_model_grads_func = finalize_model_grads
         self.train_step = self._train_step()
         self.loss: Tensor | None = None  # of the last batch that gradients were computed for
+        self.overflowed: bool | None = None  # whether its gradients did; `None` until they are prepared for the update
         self.train(model.training)
 
     def _train_step(self) -> Any:
@@ -112,7 +113,7 @@ class MegatronModel(nn.Module):
             )
         loss, logits = self._collected(reports, rows)
         if trains:
-            self.loss = loss
+            self.loss, self.overflowed = loss, None
         return CausalLMOutput(loss=loss, logits=logits)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[int, list[dict[str, Tensor]]]:

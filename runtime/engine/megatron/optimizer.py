@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.collectives.objects import gather_object
 from orc.runtime.engine.megatron import states
 
 if TYPE_CHECKING:
@@ -146,13 +148,31 @@ class MegatronOptimizer:
 
     def step(self) -> tuple[bool, float | None]:
         """Clip and update; returns whether it updated, and the norm of the gradients before (`None`: not clipped)."""
-        done, norm, _ = self.inner.step()
+        with self._prepared_once():
+            done, norm, _ = self.inner.step()
         return bool(done), norm
 
     def norm(self) -> float:
         """Return the norm of all gradients of the last backward. Collective."""
-        self.inner.prepare_grads()
-        return float(self.inner.get_grad_norm())
+        with self._prepared_once():
+            self.inner.prepare_grads()
+            return float(self.inner.get_grad_norm())
+
+    @contextmanager
+    def _prepared_once(self) -> Iterator[None]:
+        """Block that prepares the gradients of a backward only the first time: it divides them by the loss scale."""
+        prepare, model = self.inner.prepare_grads, self._model
+
+        def once() -> bool:
+            if model.overflowed is None:
+                model.overflowed = bool(prepare())
+            return model.overflowed
+
+        self.inner.prepare_grads = once
+        try:
+            yield
+        finally:
+            del self.inner.prepare_grads  # that of its class again
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state by Transformers' names, on every process. Collective.
@@ -163,7 +183,7 @@ class MegatronOptimizer:
         self._refuse_shards()
         own = self.inner.optimizer.state
         names = sorted({name for values in own.values() for name, one in values.items() if _like_parameter(one)})
-        every = sorted(set(_of_all_stages(names)))
+        every = sorted(set(gather_object(names)))  # a stage whose optimizer has made no update has none
 
         def take(name: str, parameter: nn.Parameter) -> Tensor:
             main = getattr(parameter, "main_param", parameter)
@@ -220,15 +240,6 @@ class _Members:
 
 def _like_parameter(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _of_all_stages(names: list[str]) -> list[str]:
-    """Return the *names* of all processes: a stage whose optimizer has made no update has none. Collective."""
-    import torch.distributed as dist
-
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, names)
-    return [name for some in every for name in some]
 
 
 def schedule(

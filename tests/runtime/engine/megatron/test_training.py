@@ -175,6 +175,8 @@ def test_a_checkpoint_is_that_of_a_transformers_model_and_loads_at_other_degrees
 
 def test_what_cannot_be_is_refused_on_every_rank_alike_and_dropout_is_shared(run_ranks):
     def asked():
+        from unittest import mock
+
         import torch
         from torch.optim.lr_scheduler import ConstantLR
         from torch.utils.data import DataLoader
@@ -214,7 +216,11 @@ def test_what_cannot_be_is_refused_on_every_rank_alike_and_dropout_is_shared(run
         refused(lambda: accelerator.backward(output.loss * 2))
         refused(lambda: model(input_ids=torch.zeros(1, 17, dtype=torch.long)))
         refused(lambda: model.megatron_generate(batch["input_ids"]))
-        optimizer.step()
+        kind = type(optimizer.optimizer.inner)
+        with mock.patch.object(kind, "prepare_grads", autospec=True, side_effect=kind.prepare_grads) as prepared:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        assert prepared.call_count == 1  # it divides by the loss scale
         rates = [schedule.get_last_lr()[0]]
         for _ in range(6):
             schedule.step()
