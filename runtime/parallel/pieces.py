@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,6 +42,7 @@ class Piece:
         self._attend, self._causal = attend, causal
         self._whole: list[tuple[Tensor, Tensor]] = []
         self._torch: Any = None
+        self._in_backward = False
         self.calls = 0
 
     def cut(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -58,13 +60,24 @@ class Piece:
                 return whole
         return tensor if tensor.shape[-1] == self.length else None
 
-    def begin(self) -> None:
-        """Let attention be that of this piece. Raises `ContextError` where another one is in force."""
+    def begin(self, *, backward: bool = False) -> None:
+        """Let attention be that of this piece, for a *backward* or for a block.
+
+        Raises:
+            ContextError: another one is in force.
+        """
+        if Piece.current is not None and Piece.current.is_left_over:
+            Piece.current.end()
         if Piece.current is not None:
             raise ContextError(f"{self.kind}: a block of {Piece.current.kind} is open already; end it first")
-        self._torch = functional.scaled_dot_product_attention
+        self._torch, self._in_backward = functional.scaled_dot_product_attention, backward
         Piece.current = self
         functional.scaled_dot_product_attention = self.attention
+
+    @property
+    def is_left_over(self) -> bool:
+        """`True` after a backward that broke off, which nobody ended."""
+        return self._in_backward and torch._C._current_graph_task_id() == -1
 
     def end(self) -> None:
         """Let attention be torch's again."""
@@ -87,6 +100,11 @@ class Piece:
         Raises:
             ContextError: with a mask, not causal, or of something else than pieces of the sequence.
         """
+        if self.is_left_over:
+            self.end()
+            given = (query, key, value, attn_mask, dropout_p, is_causal)
+            plain: Tensor = functional.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+            return plain
         if attn_mask is not None:
             raise ContextError(
                 f"{self.kind}: attention with a mask (attn_mask); sequences in pieces have attention without a mask "
@@ -94,7 +112,8 @@ class Piece:
             )
         if self._causal and not is_causal:
             raise ContextError(
-                f"{self.kind}: attention that is not causal; sequences in pieces need is_causal=True, as decoders have"
+                f"{self.kind}: attention that is not causal; sequences in pieces, or with padding, need "
+                "is_causal=True, as decoders have"
             )
         lengths = [one.shape[-2] for one in (query, key)]
         if query.ndim != 4 or lengths != [len(self.positions)] * 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _KIND = "sequence parallelism"
 _TORCH = functional.scaled_dot_product_attention
+_padded: WeakSet[RunContext] = WeakSet()  # runs whose batches have padding, which only causal attention leaves out
 
 
 class SequenceParallel:
@@ -70,7 +72,7 @@ class SequenceParallel:
         watch_model(model)
         group = ctx.topology.group("sp")
         assert group is not None
-        _Region(ctx.topology.place("sp"), ranks, _by_heads(group, ranks), ctx.device).watch(model)
+        _Region(ctx, ranks, _by_heads(group, ranks)).watch(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
@@ -92,7 +94,7 @@ class SequenceParallel:
             return None
         handler = options.get("sp")
         fixed = None if handler is None or handler.sp_seq_length_is_variable else handler.sp_seq_length
-        return SequenceCut(ctx.topology.place("sp"), ranks, fixed)
+        return SequenceCut(ctx.topology.place("sp"), ranks, fixed, lambda: _padded.add(ctx))
 
 
 def _check_heads(model: nn.Module, ranks: int, cut: int) -> None:
@@ -120,8 +122,8 @@ def _refuse_heads(heads: int, of_keys: int, ranks: int) -> None:
 class _Region:
     """Forward and backward of a model, in which its piece is in force."""
 
-    def __init__(self, place: int, ranks: int, attend: Attend, device: torch.device) -> None:
-        self.place, self.ranks, self.attend, self.device = place, ranks, attend, device
+    def __init__(self, ctx: RunContext, ranks: int, attend: Attend) -> None:
+        self.ctx, self.place, self.ranks, self.attend = ctx, ctx.topology.place("sp"), ranks, attend
         self._piece: Piece | None = None
 
     def watch(self, model: nn.Module) -> None:
@@ -129,8 +131,6 @@ class _Region:
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._piece is not None and Piece.current is self._piece:  # a backward that broke off
-            self._piece.end()
         tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         if tokens is None:
             tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1), None)
@@ -138,7 +138,8 @@ class _Region:
             raise ContextError(f"{_KIND}: {type(model).__name__} was given no tensor with tokens along dimension 1")
         here = tokens.shape[1]
         positions = torch.arange(self.place * here, (self.place + 1) * here, device=tokens.device)
-        self._piece = Piece(_KIND, positions, here * self.ranks, self.ranks, self.attend, causal=False)
+        causal = self.ctx in _padded
+        self._piece = Piece(_KIND, positions, here * self.ranks, self.ranks, self.attend, causal=causal)
         self._piece.begin()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -154,7 +155,7 @@ class _Region:
 def _during_backward(piece: Piece) -> None:
     """Let *piece* be in force until the end of this backward, which may compute parts of the forward again."""
     if Piece.current is None:
-        piece.begin()
+        piece.begin(backward=True)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: piece.end())
 
 

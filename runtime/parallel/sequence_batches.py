@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ class SequenceCut:
     """Cut of every batch to the *place*-th of *ranks* pieces of its sequences; *length*: tokens that they must have.
 
     Batches are mappings with ``input_ids``: tensors that are as long along dimension 1 are cut. ``labels`` come as
-    ``shift_labels``, of which each belongs to the token before it; ``position_ids`` are added.
+    ``shift_labels``, of which each belongs to the token before it; ``position_ids`` are added. A mask is left out, and
+    *note_padding* called where it hides something.
     """
 
-    def __init__(self, place: int, ranks: int, length: int | None = None) -> None:
-        self.place, self.ranks, self.length = place, ranks, length
+    def __init__(
+        self, place: int, ranks: int, length: int | None = None, note_padding: Callable[[], None] = lambda: None
+    ) -> None:
+        self.place, self.ranks, self.length, self._note_padding = place, ranks, length, note_padding
 
     def __call__(self, batch: Any) -> Any:
         """Return the piece of *batch*.
@@ -46,7 +49,8 @@ class SequenceCut:
                 f"to a multiple of {self.ranks} ({-(-length // self.ranks) * self.ranks})"
             )
         whole = dict(batch)
-        _refuse_mask(whole.pop("attention_mask", None))
+        if _pads(whole.pop("attention_mask", None)):
+            self._note_padding()
         whole["position_ids"] = _positions(whole.get("position_ids"), tokens)
         if isinstance(labels := whole.pop("labels", None), Tensor):
             whole["shift_labels"] = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -68,11 +72,13 @@ def _positions(given: Tensor | None, tokens: Tensor) -> Tensor:
     return counted
 
 
-def _refuse_mask(mask: Any) -> None:
+def _pads(mask: Any) -> bool:
+    """Return whether *mask* hides padding. Raises `ContextError` where it hides anything else."""
     if mask is None:
-        return
+        return False
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
         raise ContextError(
             "sequence parallelism: an attention_mask that hides more than padding on the right; pad there, where "
             "nobody attends to it"
         )
+    return not bool(mask.all())

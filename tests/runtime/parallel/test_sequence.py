@@ -188,7 +188,25 @@ def refusals():
     four = SequenceCut(0, 4)
     with pytest.raises(ContextError, match=r"6 tokens cannot be cut into sp_size=4 equal pieces.*multiple of 4 \(8\)"):
         four({"input_ids": torch.ones(2, 6)})
+    plain = functional.scaled_dot_product_attention
+    broken = prepared(Decoder())
+    broken.module.tokens.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken(torch.ones(2, 8).long(), torch.arange(8)).sum().backward()
+    heads = torch.rand(3, 2, 8, 4, 4).unbind()
+    torch.testing.assert_close(functional.scaled_dot_product_attention(*heads), plain(*heads))
+    assert functional.scaled_dot_product_attention is plain
+
+    class Both(nn.Module):  # each token attends to those after it, too
+        def forward(self, tokens):
+            heads = tokens.unflatten(-1, (2, 2)).transpose(1, 2)
+            return functional.scaled_dot_product_attention(heads, heads, heads)
+
+    both = prepared(Both())
+    both(torch.ones(2, 8, 4))
     kept = batch(attention_mask=marked.flip(1), name="a")
+    with pytest.raises(ContextError, match="not causal; sequences in pieces, or with padding"):
+        both(torch.ones(2, 8, 4))
     return {name: getattr(value, "shape", value) for name, value in kept.items()}
 
 
