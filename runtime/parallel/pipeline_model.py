@@ -145,8 +145,9 @@ class Line:
                 for one, gradient in zip(parameters, before, strict=True):
                     one.grad = gradient
         loss = self._told(self._loss)
-        self._join(dict(zip(map(id, parameters), gradients, strict=True)))
-        trained = [(one, grad) for one, grad in zip(parameters, gradients, strict=True) if grad is not None]
+        found = dict(zip(map(id, parameters), gradients, strict=True))
+        self._join(found)
+        trained = [(one, grad) for one in parameters if (grad := found[id(one)]) is not None]
         apply: Callable[..., Tensor] = _Gradients.apply
         return apply(loss, [grad for _, grad in trained], *(one for one, _ in trained))
 
@@ -250,14 +251,16 @@ class Line:
         return hasattr(self._model, "set_requires_gradient_sync")
 
     def _join(self, gradients: dict[int, Tensor | None]) -> None:
-        """Add up the gradients of parameters that several stages have, on each of them."""
+        """Add up the *gradients* of parameters that several stages have, on each of them, in place."""
         place, group = self.parts.ctx.rank, None
         own = dict(self._model.named_parameters(remove_duplicate=False))
         for name in sorted(self.parts.holders):
             first, *others = self.parts.holders[name]
-            gradient = gradients.get(id(own[name])) if place in (first, *others) else None
-            if gradient is None:
+            if place not in (first, *others) or id(own[name]) not in gradients:
                 continue
+            gradient = gradients[id(own[name])]
+            if gradient is None:  # another stage may have one, and waits
+                gradient = gradients[id(own[name])] = torch.zeros_like(own[name])
             group = group or self.parts.ctx.require_group("shared parameters")
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             if place != first:

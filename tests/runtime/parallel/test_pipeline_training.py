@@ -257,6 +257,28 @@ def test_schedules_and_replicas_learn_the_same(run_ranks):
     assert run_ranks(2, run, env={"ORC_USE_CPU": "1"}, timeout=240) == [True, True]
 
 
+class Detached(Net):
+    """The first stage does not send the gradients of what it shares with the last one."""
+
+    def forward(self, words):
+        x = self.embed(words).detach()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_shared_weights_need_no_gradients_on_all_stages(run_ranks):
+    def run():
+        words, target = batches()[0]
+        alone = Detached()
+        mean_loss(alone(words), target).backward()
+        model = accelerator_for(2).prepare(Detached())
+        model(words, target=target).backward()
+        torch.testing.assert_close(model.embed.weight.grad, alone.embed.weight.grad, rtol=1e-4, atol=1e-5)
+
+    run_ranks(2, run, env={"ORC_USE_CPU": "1"}, timeout=60)
+
+
 def test_two_copies_of_two_stages_learn_from_all_batches(run_ranks):
     def run():
         generator = torch.Generator().manual_seed(1)
