@@ -74,8 +74,8 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """Processes over which FSDP cuts each parameter: those of ``dp_shard``, and of ``cp`` with them."""
-        return self.size("dp_shard") * self.size("cp") if self.size("dp_shard") > 1 else 1
+        """Processes over which FSDP cuts each parameter: those of ``dp_shard``, and of ``cp`` or ``sp`` with them."""
+        return self.size("dp_shard") * self.size("cp") * self.size("sp") if self.size("dp_shard") > 1 else 1
 
 
 @dataclass(frozen=True)

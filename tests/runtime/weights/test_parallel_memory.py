@@ -101,6 +101,13 @@ def test_states_of_each_optimizer_have_their_size(optimizer):
     assert (stage.gathered, stage.activations) == (0, None)
 
 
+@pytest.mark.parametrize("tokens", ["cp", "sp"])
+def test_processes_that_share_sequences_share_the_shards(tokens):
+    training = Training({"dp_shard": 2, tokens: 2})
+    (stage,) = estimate_parallel_memory(nn.Linear(256, 512, bias=False), training).stages
+    assert stage.parameters == 4 * 2**17 / 4
+
+
 def test_activations_follow_the_formula():
     import transformers
 
