@@ -102,6 +102,19 @@ class Workspace:
             return ""
         raise no_account(cluster, user)
 
+    def accounts(self, cluster: str) -> list[str]:
+        """Return a user for each account with which jobs run on *cluster*; "" is whoever runs this process.
+
+        Each of them is one for `backend_of_user`. Users who share an account, its root and its options are one.
+        Raises `LaunchError` for a cluster that is not configured.
+        """
+        accounts = self.backend(cluster).cluster.run_as
+        if not isinstance(accounts, dict):
+            return [""]
+        first = {user: next(one for one in accounts if accounts[one] == accounts[user]) for user in accounts}
+        own = [] if login_name() in accounts else [""]
+        return [*own, *dict.fromkeys(first.values())]
+
     def _opened(self, cluster: str, user: str) -> Backend:
         key = cluster, user
         if key not in self._backends:

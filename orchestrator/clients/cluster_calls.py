@@ -91,20 +91,35 @@ class ClusterCalls:
 
         return self._client.workspace.clusters_with(SupportsQueue)
 
-    def queue(self, cluster: str) -> QueueReport:
+    def queue(self, cluster: str, user: str | None = None) -> QueueReport:
         """Return the cluster's own queue, and our jobs in it.
 
-        Raises:
-            LaunchError: It has none, or does not answer.
-        """
-        from orc.launchers.backends.base import SupportsQueue
+        Where users have accounts of their own there, it is asked with that of *user*, about the jobs of that account.
 
-        backend = self._client.workspace.backend(cluster)
-        if not isinstance(backend, SupportsQueue):
-            raise LaunchError(f"clusters of kind {backend.kind} have no queue of their own", where=cluster)
-        ours = [job.id for job in self._client.workspace.ledger.active() if job.cluster == cluster]
-        handles = [self.at_backend(job_id, None)[1] for job_id in ours]
-        return backend.queue([handle for handle in handles if handle is not None])
+        Args:
+            cluster: Its name.
+            user: Who asks; whoever runs this process by default.
+
+        Raises:
+            LaunchError: It has none, does not answer, or *user* has no account there.
+        """
+        from orc.launchers.backends.base import Handle, SupportsQueue
+
+        ws = self._client.workspace
+        plain = ws.backend(cluster)
+        if not isinstance(plain, SupportsQueue):
+            raise LaunchError(f"clusters of kind {plain.kind} have no queue of their own", where=cluster)
+        backend = ws.backend_of_user(cluster, ws.user if user is None else user)
+        assert isinstance(backend, SupportsQueue)  # of the same kind
+        there = [job for job in ws.ledger.active() if job.cluster == cluster and job.attempt and job.attempt.handle]
+        ours = [job.attempt for job in there if self._is_reached_with(backend, cluster, job.owner)]
+        return backend.queue([Handle.from_dict(attempt.handle) for attempt in ours if attempt and attempt.handle])
+
+    def _is_reached_with(self, backend: object, cluster: str, owner: str) -> bool:
+        try:
+            return self._client.workspace.backend_of_user(cluster, owner) is backend
+        except LaunchError:  # its owner has no account there any more
+            return False
 
     def at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
         """Return the backend of a job, and the handle of one of its attempts there (the newest by default)."""

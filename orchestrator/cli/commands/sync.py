@@ -56,7 +56,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     loaded = load_checked(job_file, overrides, cluster=cluster) if job_file is not None else None
     client = open_ledger()
     name = loaded.spec.cluster if loaded else str(cluster)
-    with closing(client.workspace.backend(name)) as backend:
+    with closing(client.workspace.backend_of_user(name, client.workspace.user)) as backend:
         targets = backend.stores()
         bundles = _bundles(client, loaded, backend, explain)
         trees = _compared(client, loaded, bundles) if explain else []

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path
 from fastapi.responses import JSONResponse
 
 from orc.orchestrator.ledger.polls import by_cluster
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import ClusterList, QueueModel
 
@@ -33,10 +34,13 @@ def list_clusters(service: ServiceDep) -> Any:
 
 
 @router.get("/clusters/{name}/queue", response_model=QueueModel)
-def read_queue(service: ServiceDep, name: Annotated[str, Path(max_length=255)]) -> Any:
-    """Ask a cluster for its queue, and our jobs in it."""
+def read_queue(service: ServiceDep, principal: PrincipalDep, name: Annotated[str, Path(max_length=255)]) -> Any:
+    """Ask a cluster for its queue, and our jobs in it.
+
+    Where users have accounts of their own there: with that of who asks, about its jobs.
+    """
     with service.clients.client() as client:
-        report = client.queue(name)
+        report = client.queue(name, principal.user)
     return JSONResponse(
         {
             "partitions": [dataclasses.asdict(one) for one in report.partitions],

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +15,37 @@ from fake_backend import FakeBackend
 from fake_clock import Clock
 
 from orc.launchers.attempts.logs import LogSelector
-from orc.launchers.backends.base import Phase
-from orc.launchers.errors import LaunchError, RenderError, SpecError
+from orc.launchers.backends.base import Handle, Phase, QueueReport
+from orc.launchers.errors import BackendUnreachable, LaunchError, RenderError, SpecError
+from orc.launchers.remote.transport import LocalTransport
+from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.clusters import Cluster
+from orc.launchers.transfer.targets import Targets
+from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import polls
+from orc.orchestrator.service.api.clusters import read_queue
+from orc.orchestrator.service.auth import Principal
 from orc.orchestrator.workspace import login_name
 
 JobFile = Callable[..., LoadedJob]
 RUN_AS = {"ada": "a-lovelace", "grace": {"user": "hopper", "root": "~/orc", "options": {"account": "navy"}}}
+
+
+class Reached(FakeBackend):
+    """The fake of an account, with its store and the queue that it sees."""
+
+    def stores(self, plan: Any = None) -> Targets:
+        if self._behaviour().get("stores"):
+            raise BackendUnreachable("nobody may log in", where="fake")
+        return Targets({"login1": (LocalTransport(), str(self.root))}, {})
+
+    def queue(self, handles: Sequence[Handle]) -> QueueReport:
+        self._called("queue", " ".join(handle.marker for handle in handles))
+        return QueueReport((), ())
 
 
 class Accounts:
@@ -37,7 +60,7 @@ class Accounts:
         self.client.workspace.backend_for = self.open
 
     def made(self, root: Path) -> FakeBackend:
-        made = FakeBackend(root)
+        made = Reached(root)
         made.logs_in, made.self_driving = True, False
         return made
 
@@ -61,6 +84,18 @@ def accounts(orc_home: Path, tmp_path: Path, clock: Clock) -> Iterator[Accounts]
     made = Accounts(tmp_path, clock)
     with made.client:
         yield made
+
+
+@pytest.fixture
+def orc(accounts: Accounts, capfd: Any, monkeypatch: Any) -> Callable[..., tuple[int, str, str]]:
+    """`orc ARGS...` with the client of the accounts."""
+    monkeypatch.setattr("orc.orchestrator.cli.session.open_ledger", lambda **_: accounts.client)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return main(arguments), *capfd.readouterr()
+
+    return run
 
 
 def polled(accounts: Accounts) -> dict[str, str | None]:
@@ -131,3 +166,68 @@ def test_a_kind_without_logins_has_no_accounts_of_users(accounts, job_file: JobF
     accounts.own.logs_in = False
     with pytest.raises(SpecError, match="nobody logs in on clusters of kind fake"):
         accounts.submit("ada", job_file())
+
+
+def _fill(ws: Any, root: Path, *digests: str) -> ContentStore:
+    """Bring trees to the store of an account, where nobody has used them for a month."""
+    there = ContentStore(root / "store")
+    for digest in digests:
+        ws.store.copy_to(there, digest)
+    for path in [root, *root.rglob("*")]:
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    return there
+
+
+def test_each_account_is_collected_with_its_own_connection(accounts, job_file, orc) -> None:
+    client, fakes = accounts.client, accounts.fakes
+    hers = accounts.submit("ada", job_file())
+    needed = client.job(hers).digests["code"]
+    (job_file().workdir / "more.py").write_text("print('of no job')\n")
+    snapshot = take(client.workspace.store, job_file(), lambda *_: None, accounts.own)
+    stores = {login: _fill(client.workspace, fake.root, needed, snapshot.code.digest) for login, fake in fakes.items()}
+    fakes["hopper"].behave(stores="refused")
+    code, out, _ = orc("gc", "--cluster", "local", "--json")
+    hosts = json.loads(out)["hosts"]
+    assert (code, [host.get("user") for host in hosts]) == (1, [None, "ada", "grace"])
+    assert "nobody may log in" in hosts[2]["error"]
+    assert [stores["a-lovelace"].has(digest) for digest in (needed, snapshot.code.digest)] == [True, False]
+    assert stores["hopper"].has(snapshot.code.digest)
+    fakes["hopper"].behave(stores=None)
+    assert "login1 (grace)" in orc("gc", "--cluster", "local")[1]
+    assert [stores["hopper"].has(digest) for digest in (needed, snapshot.code.digest)] == [True, False]
+
+
+def test_users_of_one_account_are_collected_once(accounts) -> None:
+    accounts.map({"ada": "shared", "grace": "shared", "alan": {"user": "shared", "root": "/elsewhere"}})
+    assert accounts.client.workspace.accounts("local") == ["", "ada", "alan"]
+    accounts.map({login_name(): "me"})
+    assert accounts.client.workspace.accounts("local") == [login_name()]
+
+
+def test_what_is_brought_along_beforehand_goes_to_the_account_of_who_asks(accounts, orc) -> None:
+    ws = accounts.client.workspace
+    ws.user = "ada"
+    (brought,) = json.loads(orc("sync", "--cluster", "local", "--json")[1])["snapshots"]
+    assert ContentStore(accounts.fakes["a-lovelace"].root / "store").has(brought["digest"])
+    assert not (accounts.own.root / "store").exists()
+    ws.user = "eve"
+    code, _, said = orc("sync", "--cluster", "local")
+    assert code == 2
+    assert "jobs of eve have no account on the cluster local" in said
+
+
+def test_a_queue_is_asked_with_the_account_of_who_asks_about_its_jobs(accounts, job_file) -> None:
+    client, fakes = accounts.client, accounts.fakes
+    hers, _ = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
+    service: Any = SimpleNamespace(clients=SimpleNamespace(client=lambda: nullcontext(client)))
+
+    def ask(user: str) -> Any:
+        return json.loads(read_queue(service, Principal(user=user, role="viewer", token_id="t1"), "local").body)
+
+    assert ask("ada") == {"partitions": [], "jobs": []}
+    assert [fakes[login].calls("queue") for login in fakes] == [[f"orc-{hers}-a1"], []]
+    with pytest.raises(RenderError, match="jobs of eve have no account"):
+        ask("eve")
+    accounts.map({"ada": "a-lovelace"})
+    ask(login_name())  # a job whose owner has no account any more keeps nobody from asking
+    assert accounts.own.calls("queue") == [""]
