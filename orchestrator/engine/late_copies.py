@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 900.0  # for which a copy is looked for after its attempt was last in doubt
 LOOK_S = 30.0  # between two looks
+GONE_S = 7 * 86400.0  # after that time, for which its cluster is waited for
 
 
 def expect(ws: Workspace, job: JobRecord, hosts: list[str]) -> None:
@@ -78,10 +79,10 @@ def end_due(ws: Workspace, report: PassReport, cluster: str | None = None) -> No
             raise
         except LaunchError as error:
             report.unreachable.setdefault(copy.cluster, error.what)
-            _look_later(ws, copy, copy.until)
+            _look_in_vain(ws, copy)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
             report.unreachable.setdefault(copy.cluster, f"{type(error).__name__}: {error}")
-            _look_later(ws, copy, copy.until)
+            _look_in_vain(ws, copy)
 
 
 def _due(ws: Workspace) -> list[LateCopy]:
@@ -122,6 +123,14 @@ def _end(ws: Workspace, job_id: str, number: int, owner: str, handle: Handle) ->
 def _look_later(ws: Workspace, copy: LateCopy, until: float) -> None:
     with ws.ledger.transaction() as tx:
         rows.expect(tx.connection, copy.job_id, copy.attempt, hosts=copy.hosts, next_at=tx.now + LOOK_S, until=until)
+
+
+def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
+    """Look again soon. A cluster or an account that has been gone for days does not come back: it keeps nobody busy."""
+    if ws.clock() - copy.until > GONE_S:
+        _forget(ws, copy)
+    else:
+        _look_later(ws, copy, copy.until)
 
 
 def _forget(ws: Workspace, copy: LateCopy) -> None:

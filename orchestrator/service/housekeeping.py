@@ -69,10 +69,12 @@ class Housekeeper:
         while not self._stop.is_set():
             try:
                 with self._open_client() as client:
-                    while not self._stop.is_set():
+                    # A copy in memory, which there is while the disk is full, grows old: another client looks again.
+                    while not self._stop.is_set() and not client.workspace.ledger.volatile:
                         if done := keep_house(client, self._settings):
                             logger.info(done)
                         self._stop.wait(LOOK_S)
+                self._stop.wait(LOOK_S)
             except LaunchError as error:  # its disk is full, its server away
                 logger.warning("housekeeping: %s", error)
                 self._stop.wait(LOOK_S)

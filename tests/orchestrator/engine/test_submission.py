@@ -8,7 +8,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import submission_steps
+from orc.orchestrator.engine import late_copies, submission_steps
 from orc.orchestrator.ledger.errors import LedgerError
 
 
@@ -357,6 +357,21 @@ def test_nobody_looks_for_a_copy_for_ever(client, backend, clock, job_file):
     clock.now += 1000
     client.refresh()
     assert len(backend.calls("find")) == looks
+
+
+def test_a_copy_on_a_cluster_that_is_gone_for_good_is_given_up(client, backend, clock, job_file):
+    backend.behave(submit="swallowed")
+    view = client.submit(job_file())
+    backend.behave(submit="unreachable")
+    client.refresh()
+    client.cancel([view.id])
+    backend.behave(find="unreachable")
+    clock.now += 86400
+    assert client.refresh().unreachable == {"local": "no answer while looking"}
+    assert late_copies.next_due(client.workspace) == clock.now + late_copies.LOOK_S
+    clock.now += 7 * 86400
+    client.refresh()
+    assert late_copies.next_due(client.workspace) is None, "or a reconciler would stay for ever"
 
 
 def test_a_defect_while_looking_for_a_cut_off_submission_is_said_and_fails_nothing(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 from fake_backend import FakeBackend
 
@@ -10,7 +14,8 @@ from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import audit, content_holders
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service.housekeeping import keep_house
+from orc.orchestrator.service import housekeeping
+from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
 
 DAY = 86400
@@ -87,3 +92,17 @@ def test_holders_of_contents_are_forgotten_and_changes_without_an_answer_become_
 def test_settings_that_are_none_are_refused_with_their_name(name, value):
     with pytest.raises(SpecError, match=name):
         load_settings({}, environ={f"ORC_SERVE_{name.upper()}": value})
+
+
+def test_it_goes_on_once_the_disk_that_was_full_at_its_start_has_room_again(client, clock, monkeypatch):
+    monkeypatch.setattr(housekeeping, "LOOK_S", 0.0)
+    monkeypatch.setattr(housekeeping, "keep_house", lambda opened, _: kept.set() if opened is client else None)
+    kept, opened = threading.Event(), []
+
+    def open_client():
+        full = SimpleNamespace(workspace=SimpleNamespace(ledger=SimpleNamespace(volatile="no space left")))
+        opened.append(full)
+        return nullcontext(client if len(opened) > 1 else full)
+
+    with Housekeeper(open_client, load_settings({}, environ={})):
+        assert kept.wait(10)
