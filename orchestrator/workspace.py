@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.ids import new_job_id
@@ -102,6 +102,37 @@ class Workspace:
             return ""
         raise no_account(cluster, user)
 
+    def sent_as(self, cluster: str, user: str) -> str:
+        """Return the account that jobs of *user* are sent with now, as attempts remember it; "" for whoever runs this
+        process. Raises what `account` raises.
+        """
+        accounts = self.backend(cluster).cluster.run_as
+        name = self.account(cluster, user)
+        return (
+            f"{accounts[name].user} {accounts[name].root or ''}".strip() if name and isinstance(accounts, dict) else ""
+        )
+
+    def account_of_attempt(self, cluster: str, user: str, handle: Mapping[str, Any]) -> str:
+        """Return the user of `backend_of_user` with whose account the attempt of *handle* was sent, a job's of *user*.
+
+        With any other one it would not be found, and count as lost while it runs. Raises `LaunchError` where `run_as`
+        does not have that account for the user any more.
+        """
+        sent_as = handle.get("account", "")
+        if not sent_as:  # before the user got an account
+            return ""
+        if self.sent_as(cluster, user) != sent_as:
+            raise NoAccount(
+                f"an attempt of {user} was sent with the account {sent_as}, which is not theirs any more",
+                where=f"cluster {cluster}: run_as",
+                hint="give it back to them until their jobs have ended",
+            )
+        return self.account(cluster, user)
+
+    def backend_of_attempt(self, cluster: str, user: str, handle: Mapping[str, Any]) -> Backend:
+        """Return the backend that reaches the attempt of *handle*. Raises what `account_of_attempt` raises."""
+        return self._opened(cluster, self.account_of_attempt(cluster, user, handle))
+
     def accounts(self, cluster: str) -> list[str]:
         """Return a user for each account with which jobs run on *cluster*; "" is whoever runs this process.
 
@@ -175,9 +206,13 @@ class Workspace:
         return ContentStore(store_path(self.state_dir))
 
 
-def no_account(cluster: str, user: str) -> RenderError:
+class NoAccount(RenderError):
+    """A user has no account on a cluster, or another than an attempt was sent with. An administrator may mend it."""
+
+
+def no_account(cluster: str, user: str) -> NoAccount:
     """Return the error for a user whose jobs have no account on *cluster*."""
-    return RenderError(
+    return NoAccount(
         f"jobs of {user} have no account on the cluster {cluster}",
         where=f"cluster {cluster}: run_as",
         hint=f"an administrator writes the account of {user} below `run_as` of clusters.yaml, or `run_as: service` "

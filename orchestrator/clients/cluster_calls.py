@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from orc.launchers.errors import LaunchError
@@ -111,15 +112,13 @@ class ClusterCalls:
             raise LaunchError(f"clusters of kind {plain.kind} have no queue of their own", where=cluster)
         backend = ws.backend_of_user(cluster, ws.user if user is None else user)
         assert isinstance(backend, SupportsQueue)  # of the same kind
-        there = [job for job in ws.ledger.active() if job.cluster == cluster and job.attempt and job.attempt.handle]
-        ours = [job.attempt for job in there if self._is_reached_with(backend, cluster, job.owner)]
-        return backend.queue([Handle.from_dict(attempt.handle) for attempt in ours if attempt and attempt.handle])
-
-    def _is_reached_with(self, backend: object, cluster: str, owner: str) -> bool:
-        try:
-            return self._client.workspace.backend_of_user(cluster, owner) is backend
-        except LaunchError:  # its owner has no account there any more
-            return False
+        ours = []
+        for job in ws.ledger.active():
+            if job.cluster == cluster and job.attempt is not None and job.attempt.handle:
+                with suppress(LaunchError):  # its owner has no account there any more
+                    if ws.backend_of_attempt(cluster, job.owner, job.attempt.handle) is backend:
+                        ours.append(Handle.from_dict(job.attempt.handle))
+        return backend.queue(ours)
 
     def at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
         """Return the backend of a job, and the handle of one of its attempts there (the newest by default)."""
@@ -132,5 +131,7 @@ class ClusterCalls:
         if number is not None and number not in attempts:
             raise JobNotFound(f"{job_id} has no attempt {number}", hint=f"it has {len(attempts)}")
         chosen = attempts.get(number or job.number)
-        handle = Handle.from_dict(chosen.handle) if chosen and chosen.handle else None
-        return self._client.workspace.backend_of_user(job.cluster, job.owner), handle
+        ws = self._client.workspace
+        if chosen is None or not chosen.handle:
+            return ws.backend_of_user(job.cluster, job.owner), None
+        return ws.backend_of_attempt(job.cluster, job.owner, chosen.handle), Handle.from_dict(chosen.handle)

@@ -51,6 +51,7 @@ def adopt(ws: Workspace, kept: SavedJob) -> AdoptionResult:
         return AdoptionResult(job.id, job.cluster, 0, what)
     if not handles:
         return AdoptionResult(job.id, job.cluster, 0)
+    sent_as = ws.sent_as(job.cluster, job.owner)
     placements = [_placement(ws, job, spec, handle) for handle in handles]
     with ws.ledger.transaction() as tx:
         if tx.find(job.id) is None:
@@ -58,7 +59,7 @@ def adopt(ws: Workspace, kept: SavedJob) -> AdoptionResult:
             record = tx.enqueue(job)
             tx.now = now
             for handle, placement in zip(handles, placements, strict=True):
-                record = _write(tx, record, handle, placement, last=handle is handles[-1])
+                record = _write(tx, record, handle, placement, sent_as, last=handle is handles[-1])
             if kept.cancelled:  # an attempt that has failed is not made again
                 grace = float(job.spec["grace"])
                 wish = {"cancel_requested_at": tx.now, "cancel_grace_s": grace}
@@ -94,12 +95,14 @@ def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Pla
     return Placement(handle.hosts, slots)
 
 
-def _write(tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, *, last: bool) -> JobRecord:
+def _write(
+    tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, sent_as: str, *, last: bool
+) -> JobRecord:
     """Write one attempt: it is at its backend, or was followed by the next one."""
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
-    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now))
+    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now, sent_as))
     if last:
         return job
     over: Mapping[str, Any] = {"cause": "node_failure", "reason": _BEFORE}

@@ -73,7 +73,7 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
         if job.attempt is None or not job.attempt.handle or job.attempt.state.terminal:
             continue
         try:
-            found[Access(job.cluster, ws.account(job.cluster, job.owner))].append(job)
+            found[Access(job.cluster, ws.account_of_attempt(job.cluster, job.owner, job.attempt.handle))].append(job)
         except LaunchError as error:
             without[job.cluster, error.what].append(job)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting

@@ -36,7 +36,7 @@ from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.ledger.transaction import Transaction
-from orc.orchestrator.workspace import Workspace
+from orc.orchestrator.workspace import NoAccount, Workspace
 
 
 def reconcile(
@@ -284,8 +284,8 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
     """
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
-        if job.state is JobState.QUEUED:
-            reap(ws.backend_of_user(job.cluster, job.owner), job)
+        if job.state is JobState.QUEUED and job.attempt is not None and job.attempt.handle:
+            reap(ws.backend_of_attempt(job.cluster, job.owner, job.attempt.handle), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
         planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), owner=job.owner)
         prepared = planner.prepare(job)
@@ -301,6 +301,9 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
         raise
     except (LedgerError, InputsUnavailable):
         raise
+    except NoAccount as error:
+        steps.wait_for_room(ws, job, error.what)
+        return False
     except LaunchError as error:
         where = f"{error.where}: " if error.where else ""
         _give_up(ws, job, f"cannot be started{' again' if job.number else ''}: {where}{error.what}")
@@ -317,14 +320,14 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     backend = ws.backend_of_user(job.cluster, job.owner)
     given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
     handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
-    visibility_s = backend.visibility_s
+    visibility_s, sent_as = backend.visibility_s, ws.sent_as(job.cluster, job.owner)
     if handle is None and (visibility_s <= 0 or job.attempt.first_negative_at is not None):
         late_copies.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if handle is not None:
-            return steps.accepted(Kind.ADOPTED, current, handle, now)
+            return steps.accepted(Kind.ADOPTED, current, handle, now, sent_as)
         first = attempt.first_negative_at if attempt else None
         if visibility_s > 0 and first is None:
             looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})

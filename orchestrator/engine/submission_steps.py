@@ -133,10 +133,12 @@ def accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
     """Store the handle. Another process may have been faster; that is recorded, not repaired, because
     the agents' lease lets only one copy run. Where the attempt was given up meanwhile, this copy is told to end."""
 
+    sent_as = ws.sent_as(job.cluster, job.owner)
+
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
-            return accepted(Kind.ACCEPTED, current, handle, now)
+            return accepted(Kind.ACCEPTED, current, handle, now, sent_as)
         if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
             return JobUpdate()
         if attempt is not None and late_copies.is_given_up(attempt):
@@ -148,15 +150,17 @@ def accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
     return stored
 
 
-def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float) -> JobUpdate:
-    """Return the update of a job that its backend has accepted. Gives the claim back."""
+def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float, sent_as: str) -> JobUpdate:
+    """Return the update of a job that its backend has accepted, with the account that it has it from
+    (`Workspace.sent_as`). Gives the claim back.
+    """
     event = Event(kind, job.number, {"native_id": handle.native_id})
     begun = job.attempt.submitted_at if job.attempt else None
     return JobUpdate(
         (event,),
         {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
         {
-            "handle": handle.to_dict(),
+            "handle": {**handle.to_dict(), **({"account": sent_as} if sent_as else {})},
             "submitted_at": min(at for at in (handle.submitted_at, begun, now) if at),
             "reason": "",
             "first_negative_at": None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import BackendUnreachable
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend
     from orc.orchestrator.workspace import Workspace
 
 FILE = "metrics.jsonl"
@@ -36,20 +37,20 @@ class Reader:
         job = self._ws.ledger.job(self._job_id)
         if job is None:
             return []
-        backend = self._ws.backend_of_user(job.cluster, job.owner)
-        places: dict[tuple[str, ...], Handle] = {}
+        places: dict[tuple[str, ...], tuple[Backend, Handle]] = {}  # each account has a root of its own
         for attempt in self._ws.ledger.attempts(self._job_id):
             if attempt.handle:
                 handle = Handle.from_dict(attempt.handle)
-                places[handle.hosts[:1]] = handle
+                backend = self._ws.backend_of_attempt(job.cluster, job.owner, attempt.handle)
+                places[(attempt.handle.get("account", ""), *handle.hosts[:1])] = backend, handle
         found: list[Line] = []
         self.unreachable = {}
-        for place, handle in places.items():
+        for place, (backend, handle) in places.items():
             offset = self._offsets.get(place, 0)
             try:
                 data = backend.read_file(handle, FILE, offset)
             except BackendUnreachable as error:
-                self.unreachable["".join(place) or job.cluster] = error
+                self.unreachable["".join(place[1:]) or job.cluster] = error
                 continue
             whole = data[: data.rfind(b"\n") + 1]  # what is being written is read next time
             self._offsets[place] = offset + len(whole)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import audit, content_holders, duties
 from orc.orchestrator.ledger.prune import PruneRule, prune
 
@@ -75,6 +74,6 @@ class Housekeeper:
                             logger.info(done)
                         self._stop.wait(LOOK_S)
                 self._stop.wait(LOOK_S)
-            except LaunchError as error:  # its disk is full, its server away
-                logger.warning("housekeeping: %s", error)
+            except Exception as error:  # noqa: BLE001 - its disk is full, its server away: it may be over at the next look
+                logger.warning("housekeeping: %s", str(error) or type(error).__name__)
                 self._stop.wait(LOOK_S)

@@ -64,7 +64,7 @@ class Accounts:
         made.logs_in, made.self_driving = True, False
         return made
 
-    def map(self, run_as: dict[str, Any]) -> None:
+    def map(self, run_as: Any) -> None:
         self.own.cluster = Cluster(name="local", kind="ssh", root="/shared", options={"slots": 2}, run_as=run_as)
 
     def open(self, cluster: Cluster) -> FakeBackend:
@@ -149,7 +149,7 @@ def test_who_has_no_account_gets_none(accounts, job_file: JobFile) -> None:
 def test_jobs_of_a_user_whose_account_was_taken_away_stay_as_they_are(accounts, clock, job_file: JobFile) -> None:
     client = accounts.client
     hers, his = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
-    accounts.map({"grace": "hopper"})
+    accounts.map({"grace": RUN_AS["grace"]})
     clock.now += 5
     assert client.refresh().unreachable == {"local": "jobs of ada have no account on the cluster local"}
     assert "have no account" in client.job(hers).reason
@@ -160,6 +160,46 @@ def test_jobs_of_a_user_whose_account_was_taken_away_stay_as_they_are(accounts, 
     accounts.map(RUN_AS)
     client.refresh()
     assert client.job(hers).state == "CANCELLED"
+
+
+def test_a_retry_of_a_user_whose_account_was_taken_away_waits_for_it(accounts, clock, job_file: JobFile) -> None:
+    client, fake = accounts.client, accounts.fakes["a-lovelace"]
+    hers = accounts.submit("ada", job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60}))
+    fake.set(f"orc-{hers}-a1", Phase.FAILED, cause="crash")
+    clock.now += 5
+    client.refresh()
+    for run_as, why in (
+        ({"grace": "hopper"}, "jobs of ada have no account on the cluster local"),
+        ({"ada": "byron"}, "an attempt of ada was sent with the account a-lovelace, which is not theirs any more"),
+    ):
+        accounts.map(run_as)
+        clock.now += 100
+        client.refresh()
+        assert (client.job(hers).state, client.job(hers).reason) == ("QUEUED", why)
+    accounts.map(RUN_AS)
+    clock.now += 100
+    client.refresh()
+    assert (client.job(hers).state, len(fake.calls("run"))) == ("PENDING", 2)
+
+
+def test_jobs_that_live_while_accounts_change_are_reached_as_they_were_sent(accounts, clock, job_file: JobFile) -> None:
+    client, own, fakes = accounts.client, accounts.own, accounts.fakes
+    accounts.map("service")
+    hers = accounts.submit("ada", job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
+    accounts.map(RUN_AS)
+    his = accounts.submit("grace", job_file())
+    own.set(f"orc-{hers}-a1", Phase.RUNNING)
+    clock.now += 5
+    assert not client.refresh().unreachable
+    assert (client.job(hers).state, client.job(his).state) == ("RUNNING", "PENDING")
+    assert b"".join(c.data for c in client.read_log(hers, LogSelector(rank=0))).startswith(b"log of")
+    accounts.map({"ada": "a-lovelace", "grace": {"user": "hopper", "root": "/another"}})
+    own.set(f"orc-{hers}-a1", Phase.FAILED, cause="crash")
+    clock.now += 5
+    (told,) = client.refresh().unreachable.values()
+    assert told == "an attempt of grace was sent with the account hopper ~/orc, which is not theirs any more"
+    assert client.job(his).state == "PENDING", "it is not lost, or it would be sent again while it runs"
+    assert (own.calls("reap"), fakes["a-lovelace"].calls("run")) == ([f"orc-{hers}-a1"], [f"orc-{hers}-a2"])
 
 
 def test_a_kind_without_logins_has_no_accounts_of_users(accounts, job_file: JobFile) -> None:
