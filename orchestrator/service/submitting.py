@@ -180,9 +180,16 @@ class Submitter:
         for number in itertools.count():
             job_id = derived_job_id(name, f"{self._request}/{number}")
             job = ledger.job(job_id)
-            if job is None or self._made_by(job):
+            if self._made_by(job) if job is not None else not self._was_removed(job_id):
                 return job, job_id
         raise AssertionError("unreachable")
+
+    def _was_removed(self, job_id: str) -> bool:
+        """Return True for the id of a job that the ledger once had: its cluster would take a new one for that job."""
+        from orc.orchestrator.ledger.prune import was_pruned
+
+        with self._client.workspace.ledger.database.read() as connection:
+            return bool(was_pruned(connection, [job_id]))
 
     def _made_by(self, job: JobRecord) -> bool:
         events = self._client.workspace.ledger.events(job.id)

@@ -158,7 +158,12 @@ class GroupSubmitter(Submitter):
     def _derived_ids(self, group_id: str) -> Callable[[str], str]:
         """Return what gives the ids of new jobs: with a key always the same ones, so that two requests collide."""
         numbers = itertools.count()
-        return lambda name: derived_job_id(name, f"{self._request}/{group_id}/{next(numbers)}")
+
+        def made(name: str) -> str:
+            ids = (derived_job_id(name, f"{self._request}/{group_id}/{number}") for number in numbers)
+            return next(job_id for job_id in ids if not self._was_removed(job_id))
+
+        return made
 
     def _has_group(self, group_id: str) -> bool:
         with self._client.workspace.ledger.database.read() as connection:

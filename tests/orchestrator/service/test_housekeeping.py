@@ -9,14 +9,19 @@ from types import SimpleNamespace
 import pytest
 from fake_backend import FakeBackend
 
+from orc.launchers.backends.base import Phase
 from orc.launchers.errors import SpecError
 from orc.orchestrator.client import Client
+from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import audit, content_holders
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.service import housekeeping
 from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
+from orc.orchestrator.service.submitting import Submitter
+from orc.orchestrator.service.submitting_groups import GroupSubmitter, WantedMember
+from orc.orchestrator.workspace import login_name
 
 DAY = 86400
 
@@ -106,3 +111,32 @@ def test_it_goes_on_once_the_disk_that_was_full_at_its_start_has_room_again(clie
 
     with Housekeeper(open_client, load_settings({}, environ={})):
         assert kept.wait(10)
+
+
+def test_a_key_whose_job_was_removed_makes_a_job_that_runs(client, backend, clock, job_file):
+    loaded = job_file()
+    snapshot = take(client.workspace.store, loaded, lambda *_: None, backend)
+
+    def submit():
+        submitter = Submitter(client, login_name(), "the-same-key", lambda _: True)
+        return submitter.submit(loaded.spec.model_dump(mode="json"), {"code": snapshot.code.digest}, "", {})
+
+    def submit_group():
+        submitter = GroupSubmitter(client, login_name(), "the-same-key", lambda _: True)
+        members = [WantedMember(i, loaded.spec.model_dump(mode="json"), {"code": snapshot.code.digest}) for i in (0, 1)]
+        return submitter.submit_group("sweep", "many", None, members, "", {})
+
+    for made in range(1, 4):
+        ids = [submit().id, *(member.job.id for member in submit_group().members)]
+        assert [submit().id, *(member.job.id for member in submit_group().members)] == ids
+        client.refresh()
+        assert len(backend.calls("run")) == 3 * made, "its id was not that of the attempt which has run there before"
+        for job_id in ids:
+            backend.set(f"orc-{job_id}-a1", Phase.SUCCEEDED)
+        client.refresh()
+        clock.now += 10 * DAY
+        keep_house(client, load_settings({"keep_jobs": "1d"}, environ={}))
+        end(client, f"newest-{made}", Kind.JOB_CANCELLED)
+        clock.now += 10 * DAY
+        keep_house(client, load_settings({"keep_jobs": "1d"}, environ={}))
+        assert not names(client) & set(ids)
