@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from fastapi.responses import JSONResponse
 
+from orc.launchers.ids import AttemptId
 from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
@@ -44,6 +45,6 @@ def read_queue(service: ServiceDep, principal: PrincipalDep, name: Annotated[str
     return JSONResponse(
         {
             "partitions": [dataclasses.asdict(one) for one in report.partitions],
-            "jobs": [dataclasses.asdict(one) for one in report.jobs],
+            "jobs": [{"job": AttemptId.from_marker(one.marker).job, **dataclasses.asdict(one)} for one in report.jobs],
         }
     )

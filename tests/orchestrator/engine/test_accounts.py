@@ -15,7 +15,7 @@ from fake_backend import FakeBackend
 from fake_clock import Clock
 
 from orc.launchers.attempts.logs import LogSelector
-from orc.launchers.backends.base import Handle, Phase, QueueReport
+from orc.launchers.backends.base import Handle, Phase, QueuedJob, QueueReport
 from orc.launchers.errors import BackendUnreachable, LaunchError, RenderError, SpecError
 from orc.launchers.remote.transport import LocalTransport
 from orc.launchers.snapshot.content_store import ContentStore
@@ -45,7 +45,7 @@ class Reached(FakeBackend):
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
         self._called("queue", " ".join(handle.marker for handle in handles))
-        return QueueReport((), ())
+        return QueueReport((), tuple(QueuedJob(one.marker, one.native_id, "PENDING", "main", 1) for one in handles))
 
 
 class Accounts:
@@ -264,7 +264,8 @@ def test_a_queue_is_asked_with_the_account_of_who_asks_about_its_jobs(accounts, 
     def ask(user: str) -> Any:
         return json.loads(read_queue(service, Principal(user=user, role="viewer", token_id="t1"), "local").body)
 
-    assert ask("ada") == {"partitions": [], "jobs": []}
+    (shown,) = ask("ada")["jobs"]
+    assert (shown["job"], shown["marker"]) == (hers, f"orc-{hers}-a1"), "a page leads from the queue to the job"
     assert [fakes[login].calls("queue") for login in fakes] == [[f"orc-{hers}-a1"], []]
     with pytest.raises(RenderError, match="jobs of eve have no account"):
         ask("eve")
