@@ -35,6 +35,13 @@ read -r pid _ <"$SLURM_TESTBED_DIR/run/slurmctld.pid" && kill "$pid" && rm "$SLU
 """
 
 
+def _hear_all_signals() -> None:
+    """Ignore and block none in the program that follows, whatever the process of these tests does."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Tree:
     """A project directory with nothing in it but what run.sh calls."""
 
@@ -55,7 +62,9 @@ class Tree:
 
     def start(self, **env: str) -> subprocess.Popen[str]:
         argv = [str(self.directory / "tests/run.sh")]
-        return subprocess.Popen(argv, env={**self.env, **env}, text=True, start_new_session=True)
+        return subprocess.Popen(
+            argv, env={**self.env, **env}, text=True, start_new_session=True, preexec_fn=_hear_all_signals
+        )
 
     def cluster_up(self) -> None:
         subprocess.run([self.directory / "tests/testbed/slurm/up.sh"], env=self.env, check=True)
@@ -88,7 +97,7 @@ def test_after_an_interruption_as_well(tree: Tree, number: signal.Signals) -> No
     process = tree.start(WAITS="1")
     until((tree.directory / "waits").exists)
     process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    assert process.wait(150) == 128 + number
     assert not tree.pid_file.exists()
 
 
