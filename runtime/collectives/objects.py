@@ -42,7 +42,7 @@ def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object"
     tag, length = tag_of(pickled, ctx.key), TAG + len(pickled)
     capacity = _capacity.get(ctx, _FIRST_CAPACITY)
     while True:
-        mine = torch.empty(capacity, dtype=torch.uint8)
+        mine = torch.empty(capacity, dtype=torch.uint8, device="cpu")  # also where a script has another default
         view = memoryview(cast(Any, mine.numpy()))
         view[:_HEAD] = length.to_bytes(_HEAD, "little")
         if _HEAD + length <= capacity:
@@ -77,7 +77,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx:
         pickled = sign(pickle.dumps(list(object_list), protocol=pickle.HIGHEST_PROTOCOL), ctx.key) if sends else b""
         size = torch.tensor([len(pickled)], device=ctx.control_device)
         dist.broadcast(size, from_process, group)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if sends:
             data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         data = data.to(ctx.control_device)
