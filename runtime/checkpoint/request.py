@@ -1,4 +1,4 @@
-"""What a save is asked for: its arguments, and the progress that it records."""
+"""Request of a save: its arguments, and the progress that it records."""
 
 from __future__ import annotations
 

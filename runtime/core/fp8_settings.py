@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, truth
+from orc.runtime.core.parsing import nearest, read_variables, truth
 
 # Back ends and the module that each needs; where nothing is said, the first whose module is there computes.
 BACKENDS: Mapping[str, str] = {"MSAMP": "msamp", "TE": "transformer_engine", "AO": "torchao"}
@@ -253,15 +253,7 @@ def variables(values: Any) -> dict[str, str]:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the parsed settings of *env* by key. Raises `ValueError` that names the variable."""
-    found: dict[str, Any] = {}
-    for setting in SETTINGS.values():
-        text = env.get(setting.variable, "")
-        if text.strip():
-            try:
-                found[setting.key] = setting.parse(text)
-            except ValueError as error:
-                raise ValueError(f"{setting.variable}={text!r}: {error}") from None
-    return found
+    return read_variables(env, ((one.key, one.variable, one.parse) for one in SETTINGS.values()))
 
 
 def installed() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, one_of, truth
+from orc.runtime.core.parsing import nearest, one_of, read_variables, truth
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -248,12 +248,4 @@ def variables(values: Any) -> dict[str, str]:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the parsed values of *env* by field of the plug-in. Raises `ValueError` that names the variable."""
-    found: dict[str, Any] = {}
-    for setting in SETTINGS.values():
-        text = env.get(setting.variable, "")
-        if text.strip():
-            try:
-                found[setting.field] = setting.parse(text)
-            except ValueError as error:
-                raise ValueError(f"{setting.variable}={text!r}: {error}") from None
-    return found
+    return read_variables(env, ((one.field, one.variable, one.parse) for one in SETTINGS.values()))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, switched_on, truth
+from orc.runtime.core.parsing import nearest, read_variables, switched_on, truth
 
 USE = "ACCELERATE_USE_MEGATRON_LM"
 PREFIX = "MEGATRON_LM_"
@@ -76,14 +76,7 @@ def check_value(name: str, value: Any) -> Any:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that variables of *env* give. Raises `ValueError`, which names the variable."""
-    found = {}
-    for key in KEYS.values():
-        if (text := env.get(key.variable)) is not None and text != "":
-            try:
-                found[key.name] = key.parse(text)
-            except ValueError as error:
-                raise ValueError(f"{key.variable}={text!r}: {error}") from None
-    return found
+    return read_variables(env, ((one.name, one.variable, one.parse) for one in KEYS.values()))
 
 
 def normalise(values: Any) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """What FSDP gets of the mesh: ``dp_replicate``, then that of `dp_shard_cp_dim_names`, joined if it is two."""
+        """Dimensions of the mesh for FSDP: ``dp_replicate``, then `dp_shard_cp_dim_names`, joined if it is two."""
         shards = self.dp_shard_cp_dim_names
         return self._active(["dp_replicate"]) + (["dp_shard_cp"] if len(shards) > 1 else shards)
 

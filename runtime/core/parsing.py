@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
@@ -25,6 +25,22 @@ def switched_on(env: Mapping[str, str], variable: str) -> bool:
         return parse_bool(env.get(variable, ""))
     except ValueError as error:
         raise ValueError(f"{variable}={env[variable]!r}: {error}") from None
+
+
+def read_variables(env: Mapping[str, str], wanted: Iterable[tuple[str, str, Callable[[Any], Any]]]) -> dict[str, Any]:
+    """Return the parsed values of those variables of *env* that say something, by name.
+
+    *wanted* are triples of a name, its variable and its parser. Raises `ValueError`, which names the variable.
+    """
+    found: dict[str, Any] = {}
+    for name, variable, parse in wanted:
+        text = env.get(variable, "")
+        if text.strip():
+            try:
+                found[name] = parse(text)
+            except ValueError as error:
+                raise ValueError(f"{variable}={text!r}: {error}") from None
+    return found
 
 
 def truth(value: Any) -> bool:

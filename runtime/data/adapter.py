@@ -1,4 +1,4 @@
-"""What all prepared loaders have in common: passes, positions, and the placement of batches."""
+"""Base of all prepared loaders: passes, positions, and the placement of batches."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ class ContextParallel:
     serves: tuple[str, ...] = ("cp",)
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
-        """Where there are several processes along ``cp``."""
+        """Return whether there are several processes along ``cp``."""
         return ctx.topology.size("cp") > 1
 
     def requires(self, ctx: RunContext) -> str | None:
-        """A torch that has it for this device."""
+        """Return why torch cannot compute it on this device, or `None`."""
         return missing(ctx.device.type)
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:

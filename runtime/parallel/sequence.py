@@ -43,11 +43,11 @@ class SequenceParallel:
     serves: tuple[str, ...] = ("sp",)
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
-        """Where there are several processes along ``sp``."""
+        """Return whether there are several processes along ``sp``."""
         return ctx.topology.size("sp") > 1
 
     def requires(self, ctx: RunContext) -> str | None:
-        """Nothing else."""
+        """Return `None`: it needs nothing else."""
         return None
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What is to be quantized, and how: the configurations that `load_and_quantize_model` takes."""
+"""Configurations that `load_and_quantize_model` takes: which layers to quantize, and how."""
 
 from __future__ import annotations
 
