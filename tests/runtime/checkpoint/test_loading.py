@@ -33,7 +33,8 @@ PATIENCE = 3600.0
 
 def context(**changes):
     facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "node_rank": 0}
-    topology = SimpleNamespace(data_rank=changes.get("rank", 0))
+    rank = changes.get("rank", 0)
+    topology = SimpleNamespace(data_rank=rank, draws_like=rank)
     return SimpleNamespace(**facts | {"compute": TORCH, "device": torch.device("cpu"), "topology": topology} | changes)
 
 
