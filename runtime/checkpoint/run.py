@@ -31,7 +31,7 @@ from orc.runtime.checkpoint.save import (
     write,
 )
 from orc.runtime.checkpoint.state.base import strategy_wanted
-from orc.runtime.checkpoint.state.ownership import release_all
+from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
 from orc.runtime.checkpoint.verified import Verified, tell, verified
@@ -112,7 +112,7 @@ class RunCheckpoints:
         """The root of automatically named checkpoints: below the project's folder, or the configured directory."""
         project, configured = self.project, self.context.config.checkpoint_dir
         if project.project_dir is not None and (project.automatic_checkpoint_naming or configured is None):
-            where = place(os.fspath(project.project_dir)) / "checkpoints"
+            where = place(os.fspath(project.project_dir)) / PROJECT_FOLDER
         elif configured is not None:
             where = place(configured)
         else:

@@ -73,7 +73,7 @@ class Layout:
 
 def sole(found: Sequence[Layout]) -> Layout | None:
     """Return the layout of tensors that travel in one small payload of host memory, and of no others."""
-    if len(found) != 1 or found[0].large or found[0].device.type != "cpu" or found[0].size > SMALL_BYTES:
+    if len(found) != 1 or found[0].large or found[0].device.type != "cpu" or not 0 < found[0].size <= SMALL_BYTES:
         return None
     return found[0]
 

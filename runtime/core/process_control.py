@@ -157,7 +157,7 @@ def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) 
     The first processes get one more when the length does not divide.
 
     Args:
-        inputs: a list, tuple, tensor or array (along its first dimension), a dataset with ``select`` (as in the
+        inputs: a list, tuple, range, tensor or array (along its first dimension), a dataset with ``select`` (as in the
             library ``datasets``), or a mapping of such of equal length.
         rank: whose share.
         world_size: over how many processes.
@@ -207,14 +207,14 @@ def _is_array(inputs: Any) -> bool:
 
 
 def _splittable(key: Any, value: Any) -> bool:
-    if isinstance(value, (list, tuple)) or (hasattr(value, "new_empty") and value.ndim > 0):
+    if isinstance(value, (list, tuple, range)) or (hasattr(value, "new_empty") and value.ndim > 0):
         return True
     if _is_dataset(value) or _is_array(value):
         return True
     where = "" if key is None else f" at {key!r}"
     raise TypeError(
         f"split_between_processes: cannot split a {type(value).__name__}{where}; "
-        "give a list, a tuple, a tensor, an array, a dataset or a dict of such"
+        "give a list, a tuple, a range, a tensor, an array, a dataset or a dict of such"
     )
 
 

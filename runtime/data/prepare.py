@@ -164,9 +164,7 @@ def prepare_data_loader(
             share,
         )
         common |= {"dataset": dataloader.dataset}
-        common |= {"sampler" if passes.batch_size is None and _unbatched(dataloader) else "batch_sampler": passes}
-        if _unbatched(dataloader):
-            common["batch_size"] = None
+        common |= {"sampler": passes, "batch_size": None} if _unbatched(dataloader) else {"batch_sampler": passes}
         common["synchronized_generator"] = generator
     if dispatch:
         return DataLoaderDispatcher(
@@ -225,12 +223,19 @@ def _unbatched(dataloader: DataLoader[Any]) -> bool:
     return dataloader.batch_sampler is None
 
 
+def _batches(dataloader: DataLoader[Any]) -> Any:
+    """The batch sampler of *dataloader*, also one given as ``sampler`` with ``batch_size=None``; or `None`."""
+    if dataloader.batch_sampler is not None:
+        return dataloader.batch_sampler
+    return dataloader.sampler if getattr(dataloader.sampler, "batch_size", None) else None
+
+
 def _batch_size(dataloader: DataLoader[Any]) -> int | None:
-    return dataloader.batch_size or fixed_batch_size(dataloader.batch_sampler)
+    return dataloader.batch_size or fixed_batch_size(_batches(dataloader))
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
-    return bool(dataloader.drop_last or getattr(dataloader.batch_sampler, "drop_last", False))
+    return bool(dataloader.drop_last or getattr(_batches(dataloader), "drop_last", False))
 
 
 def _shard(dataset: Any, world: int, rank: int) -> Any | None:
@@ -253,9 +258,7 @@ def _stream(dataloader: DataLoader[Any], dataset: Any, world: int, rank: int, sp
 
 def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, share: Share) -> Any:
     """The sampler to share out; one that draws without a generator of its own gets one that all ranks have."""
-    sampler: Any = dataloader.sampler
-    if dataloader.batch_sampler is not None:
-        sampler = getattr(dataloader.batch_sampler, "sampler", sampler)
+    sampler: Any = getattr(_batches(dataloader), "sampler", dataloader.sampler)
     if seedable and type(sampler) is RandomSampler:
         return SeedableRandomSampler(
             sampler.data_source,
@@ -285,7 +288,7 @@ def _order(sampler: Any) -> Order | None:
 def _passes(
     dataloader: DataLoader[Any], world: int, rank: int, split: bool, even: bool, sampler: Any, share: Share
 ) -> PassSampler:
-    batch_sampler: Any = dataloader.batch_sampler
+    batch_sampler: Any = _batches(dataloader)
     known = type(batch_sampler) is BatchSampler or batch_sampler is None
     order = _order(sampler) if known else None
     if batch_sampler is None:

@@ -34,6 +34,8 @@ _opened_here = False
 _alone = False  # of one rank; its context has no group
 _settles = False
 _board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
+# How the ranks met, their store, and how many groups have been opened over it.
+_met: tuple[tuple[Any, ...], dist.Store, int] | None = None
 _NOTE_BYTES = 512
 
 _GLOO_WORKER = "pt_gloo_runloop"  # the name torch gives to gloo's threads
@@ -110,6 +112,7 @@ def _meet(
     timeout: timedelta | None,
     init_method: str | None,
 ) -> None:
+    global _met
     options: dict[str, Any] = {"backend": opened}
     if timeout is not None:
         options["timeout"] = timeout
@@ -123,13 +126,24 @@ def _meet(
     if one_node(launch):
         listening.stay_on_loopback()
     listening.bind_stores()
+    way = os.getpid(), init_method, launch.master_addr, launch.master_port, launch.rank, launch.world_size
+    opened_before = 0
+    if _met is not None and _met[0] == way:
+        # A script that ended its training and begins another one. Whoever comes first would still find the old store
+        # at the address, with the old addresses of all ranks in it: they go on with that store, under another prefix.
+        _, store, opened_before = _met
+        options["store"] = dist.PrefixStore(f"group_{opened_before}", store)
+    else:
+        options["init_method"] = init_method
     try:
-        dist.init_process_group(init_method=init_method, rank=launch.rank, world_size=launch.world_size, **options)
+        dist.init_process_group(rank=launch.rank, world_size=launch.world_size, **options)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = init_method if init_method != "env://" else f"{launch.master_addr}:{launch.master_port}"
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not join its peers at {where} ({backend}): {error}"
         ) from error
+    store = _met[1] if opened_before and _met is not None else dist.distributed_c10d._get_default_store()
+    _met = way, store, opened_before + 1
     _close_later()
 
 

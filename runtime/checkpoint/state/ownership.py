@@ -26,6 +26,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.launch.environment.orc import job_facts
 
 FILE = ".orc-owner"
+PROJECT_FOLDER = "checkpoints"  # of a project directory, with automatic naming
 # A killed run's worker processes have its lock until they see that it is gone; torch's look every 5 seconds.
 _PATIENCE_S = 15.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -83,7 +84,7 @@ class Ownership:
         owner = _read(self.path)
         if owner is not None and owner.run != _RUN:
             raise CheckpointError(
-                f"{self.path.parent} was taken over by another run: {owner}. Only one run may save in a folder; give "
+                f"{_folder(self.path)} was taken over by another run: {owner}. Only one run may save in a folder; give "
                 "each its own"
             )
 
@@ -97,6 +98,18 @@ class Ownership:
 
 _held: dict[Path, Ownership] = {}
 _lock = threading.Lock()
+
+
+def record(folder: Path) -> tuple[Path, str]:
+    """Return the directory and the suffix of the file that says which run saves its series of checkpoints in *folder*.
+
+    It lies in *folder*, but for ``<project_dir>/checkpoints`` beside it: scripts list that one and expect checkpoints
+    alone. A link or a mount leads to where other paths lead, too.
+    """
+    beside = folder.name == PROJECT_FOLDER and not folder.is_symlink() and not folder.is_mount()
+    if beside and os.access(folder.parent, os.W_OK):
+        return folder.parent, f"-{folder.name}"
+    return folder, ""
 
 
 def own(folder: Path, part: str = "") -> Ownership:
@@ -133,7 +146,8 @@ def release_all() -> None:
 
 def forget_dead(folder: Path) -> None:
     """Remove what killed runs of this machine have left of their holds on *folder*."""
-    for path in folder.glob(f"{FILE}*"):
+    folder, suffix = record(folder)
+    for path in folder.glob(f"{FILE}{suffix}*"):
         owner = _read(path)
         if path in _held or owner is None or owner.host != socket.gethostname() or _lives(owner):
             continue
@@ -144,6 +158,12 @@ def forget_dead(folder: Path) -> None:
                     path.unlink()
             finally:
                 os.close(fd)
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of checkpoints that the record at *path* is about."""
+    beside = path.name.startswith(f"{FILE}-{PROJECT_FOLDER}")
+    return path.with_name(PROJECT_FOLDER) if beside else path.parent
 
 
 def _take(path: Path) -> Ownership:
@@ -160,7 +180,7 @@ def _take(path: Path) -> Ownership:
                 path.unlink(missing_ok=True)  # the next one is another file, with a lock of its own
             elif not locked and (time.monotonic() >= deadline or _lives(owner)):
                 raise CheckpointError(
-                    f"{path.parent} is in use by another run: {owner or 'it does not say which'}. Only one run may "
+                    f"{_folder(path)} is in use by another run: {owner or 'it does not say which'}. Only one run may "
                     "save in a folder; give each its own, or wait until that one has ended"
                 )
         except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest, foreign_entries, locate
-from orc.runtime.checkpoint.state.ownership import Ownership, disown, own
+from orc.runtime.checkpoint.state.ownership import Ownership, disown, own, record
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.durable import (
     FileRecord,
@@ -108,7 +108,8 @@ class LocalDestination(Destination):
             raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
         target.parent.mkdir(parents=True, exist_ok=True)
         part = "" if self._site is None else f"-site-{self._site}"
-        self._owned = own(target.parent, part if self._numbered else f"-{target.name}{part}")
+        folder, name = record(target.parent) if self._numbered else (target.parent, f"-{target.name}")
+        self._owned = own(folder, f"{name}{part}")
         remove_tree(self._temporary)
         self._temporary.mkdir()
         (self._temporary / self._mark).touch()

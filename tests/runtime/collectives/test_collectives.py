@@ -45,9 +45,10 @@ def mixed(rank):
 
 def test_gather_joins_in_order_of_rank(run_ranks):
     def body():
-        return gather(torch.tensor([PartialState().process_index])).tolist()
+        nothing = [tuple(op(torch.empty(0, 5)).shape) for op in (gather, reduce, broadcast)]
+        return nothing, gather(torch.tensor([PartialState().process_index])).tolist()
 
-    assert run_ranks(4, body) == [[0, 1, 2, 3]] * 4
+    assert run_ranks(4, body) == [([(0, 5)] * 3, [0, 1, 2, 3])] * 4
 
 
 def test_gather_keeps_structure_types_and_dtypes(run_ranks):

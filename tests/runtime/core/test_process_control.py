@@ -84,6 +84,7 @@ def test_split_of_every_kind():
     tensors = [split(torch.arange(6).view(3, 2), r, 2, apply_padding=True) for r in range(2)]
     assert [t.tolist() for t in tensors] == [[[0, 1], [2, 3]], [[4, 5], [4, 5]]]
     assert [split([], r, 2, True) for r in range(2)] == [[], []]
+    assert [list(split(range(3), r, 2, True)) for r in range(2)] == [[0, 1], [2, 2]]
     assert [split(["A"], r, 3) for r in range(3)] == [["A"], [], []]
     assert [split(["A"], r, 3, True) for r in range(3)] == [["A"], ["A"], ["A"]]
 

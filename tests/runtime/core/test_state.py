@@ -162,9 +162,16 @@ def test_end_training_closes_the_group_that_the_runtime_opened(run_ranks):
         wait_for_everyone()
         accelerator.end_training()
         accelerator.end_training()
-        return dist.is_initialized()
+        closed = not dist.is_initialized()
+        gathered = []
+        for precision in ("bf16", "no"):  # one script may train more than once
+            AcceleratorState._reset_state()
+            again = Accelerator(mixed_precision=precision)
+            gathered.append(again.gather(torch.tensor([again.process_index])).tolist())
+            again.end_training()
+        return closed, gathered
 
-    assert run_ranks(2, body) == [False, False]
+    assert run_ranks(2, body) == [(True, [[0, 1], [0, 1]])] * 2
 
 
 def test_plug_ins_of_later_engines_are_absent_and_asking_for_one_is_an_error():

@@ -379,6 +379,20 @@ def test_loaders_without_batching_are_shared_by_item():
     assert [[int(item) for item in loader] for loader in loaders] == [[0, 2, 4], [1, 3, 0]]
 
 
+def test_a_batch_sampler_that_is_given_as_sampler_is_shared_by_batch():
+    data = torch.arange(10, 20)  # takes a list of places
+    for ranks, shares in {
+        1: [[[10, 11], [12, 13], [14, 15], [16]]],
+        2: [[[10, 11], [14, 15]], [[12, 13], [16, 10]]],
+    }.items():
+        batches = BatchSampler(range(7), 2, drop_last=False)
+        loaders = [
+            prepare(DataLoader(data, batch_size=None, sampler=batches), ranks=ranks, rank=r) for r in range(ranks)
+        ]
+        assert [read(loader) for loader in loaders] == shares
+        assert {loader.total_batch_size for loader in loaders} == {2 * ranks}
+
+
 def test_custom_collate_and_dictionaries_arrive_as_they_are():
     class Bag(dict):
         pass

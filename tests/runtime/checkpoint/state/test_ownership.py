@@ -13,8 +13,9 @@ import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state import ownership
-from orc.runtime.checkpoint.state.ownership import FILE, own
+from orc.runtime.checkpoint.state.ownership import FILE, PROJECT_FOLDER, own
 
+RECORD = f"{FILE}-{PROJECT_FOLDER}"
 RUN = """
 import sys, torch
 from orc.runtime import Accelerator, ProjectConfiguration
@@ -47,24 +48,26 @@ def test_the_second_run_is_told_who_has_the_folder(tmp_path, make_run, other_run
     root = tmp_path / "checkpoints"
     owner = f"job vowels attempt 2, process {other_run.pid} on {socket.gethostname()}"
     assert f"{root} is in use by another run: {owner}" in str(told.value)
-    assert sorted(os.listdir(root)) == [FILE, "checkpoint_0"]
+    assert sorted(os.listdir(root)) == ["checkpoint_0"]
 
     other_run.stdin.write("\n")
     other_run.stdin.flush()
     assert other_run.stdout.readline() == "ended\n"
     run.accelerator.save_state()
-    assert sorted(os.listdir(root)) == [FILE, "checkpoint_1"]
+    assert sorted(os.listdir(root)) == ["checkpoint_1"]
+    assert sorted(os.listdir(tmp_path)) == [RECORD, "checkpoints"]
     run.accelerator.end_training()
-    assert os.listdir(root) == ["checkpoint_1"]
+    assert os.listdir(tmp_path) == ["checkpoints"]
 
 
 def test_what_a_killed_run_had_is_free(tmp_path, make_run, other_run):
     os.kill(other_run.pid, signal.SIGKILL)
     other_run.wait()
     root = tmp_path / "checkpoints"
-    (root / f"{FILE}-site-1").write_text((root / FILE).read_text())  # of a time with several machines
+    (tmp_path / f"{RECORD}-site-1").write_text((tmp_path / RECORD).read_text())  # of a time with several machines
     make_run(tmp_path).accelerator.save_state()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [FILE, "checkpoint_0", "checkpoint_1"]
+    assert sorted(os.listdir(root)) == ["checkpoint_0", "checkpoint_1"]
+    assert sorted(os.listdir(tmp_path)) == [RECORD, "checkpoints"]
 
 
 def test_without_locks_between_machines_the_last_to_come_owns_the_folder(tmp_path, make_run):
@@ -72,13 +75,13 @@ def test_without_locks_between_machines_the_last_to_come_owns_the_folder(tmp_pat
     run.accelerator.save_state()
     root = tmp_path / "checkpoints"
     record = {"run": "other", "host": "node7", "pid": 12, "job": "job tides", "since": 0.0}
-    (root / FILE).write_text(json.dumps(record))  # as a machine does that sees no lock
+    (tmp_path / RECORD).write_text(json.dumps(record))  # as a machine does that sees no lock
     message = f"{re.escape(str(root))} was taken over by another run: job tides, process 12 on node7, since 1970-01-01"
     with pytest.raises(CheckpointError, match=message):
         run.accelerator.save_state()
-    assert sorted(os.listdir(root)) == [FILE, "checkpoint_0"]
+    assert sorted(os.listdir(root)) == ["checkpoint_0"]
     run.accelerator.end_training()
-    assert json.loads((root / FILE).read_text()) == record
+    assert json.loads((tmp_path / RECORD).read_text()) == record
 
 
 def test_a_directory_of_its_own_is_owned_only_while_it_is_saved(tmp_path, make_run):
@@ -140,7 +143,7 @@ def test_a_checkpoint_that_is_a_link_goes_like_any_other(tmp_path, make_run):
     (root / "checkpoint_7.tmp").symlink_to(tmp_path / "nowhere")
     for _ in range(2):
         run.accelerator.save_state()
-    assert sorted(os.listdir(root)) == [FILE, "checkpoint_9"]
+    assert sorted(os.listdir(root)) == ["checkpoint_9"]
     assert (tmp_path / "kept" / "manifest.json").is_file()
 
 
