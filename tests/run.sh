@@ -25,12 +25,21 @@ slurm_is_up() {
   local pid
   { read -r pid _ <"${SLURM_TESTBED_DIR:-/tmp/slurm-testbed}/run/slurmctld.pid"; } 2>/dev/null && kill -0 "$pid" 2>/dev/null
 }
+lives() { # lives PGID: one of its processes has not ended; orphans stay zombies where whoever inherits them does not reap
+  local file line state group
+  for file in /proc/[0-9]*/stat; do
+    { read -r line <"$file"; } 2>/dev/null || continue
+    read -r state _ group _ <<<"${line##*) }"
+    [ "$group" != "$1" ] || [ "$state" = Z ] || return 0
+  done
+  return 1
+}
 end_group() { # end_group PGID: let it clear up after itself, then insist
   local signal tries
   for signal in INT TERM KILL; do
     kill -"$signal" -- -"$1" 2>/dev/null || return 0
     for ((tries = 0; tries < 300; tries++)); do
-      kill -0 -- -"$1" 2>/dev/null || return 0
+      lives "$1" || return 0
       sleep 0.1
     done
   done
@@ -51,6 +60,7 @@ trap 'exit 143' TERM
 
 part() { # part NAME COVERAGE [PYTEST ARGS]
   local command=("$python" -m pytest)
+  # --part: where each looks for its tests is written in conftest.py
   case $1 in
     main) command+=(-m "not hosts and not slurm and not runtime and not orchestrator") ;;
     orchestrator) command+=(-m "orchestrator and not hosts and not slurm") ;;
@@ -59,7 +69,7 @@ part() { # part NAME COVERAGE [PYTEST ARGS]
     hosts) command=(tests/testbed/hosts/pytest.sh) ;;
   esac
   [ -z "${COVERAGE:-}" ] || command+=(--cov --cov-report=)
-  COVERAGE_FILE=.coverage.$2 "${command[@]}" -o cache_dir="$output/cache-$1" "${@:3}"
+  COVERAGE_FILE=.coverage.$2 "${command[@]}" --part="$1" -o cache_dir="$output/cache-$1" "${@:3}"
 }
 lane() { # lane "NAME..." [PYTEST ARGS]: these parts one after the other; how each ends is kept
   local name status

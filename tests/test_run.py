@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from orc.launchers.agent.processes import prctl
+
 HERE = Path(__file__).parent
+PR_SET_CHILD_SUBREAPER = 36
 PYTHON = """#!/bin/bash
 # The tests on Slurm start a cluster, which is a daemon; then they wait to be interrupted, if they are asked to.
 [[ "$*" == *"slurm and not hosts"* ]] || exit 0
@@ -80,6 +83,14 @@ def tree(tmp_path: Path) -> Iterator[Tree]:
     made.cluster_down()
 
 
+@pytest.fixture
+def orphans_are_not_reaped() -> Iterator[None]:
+    """As in a container whose first process does not reap: what is orphaned stays a zombie of its process group."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
 def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
@@ -92,12 +103,13 @@ def test_a_cluster_that_the_tests_have_started_is_ended(tree: Tree) -> None:
     assert not tree.pid_file.exists()
 
 
+@pytest.mark.usefixtures("orphans_are_not_reaped")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_after_an_interruption_as_well(tree: Tree, number: signal.Signals) -> None:
     process = tree.start(WAITS="1")
     until((tree.directory / "waits").exists)
     process.send_signal(number)
-    assert process.wait(150) == 128 + number
+    assert process.wait(20 * 3) == 128 + number
     assert not tree.pid_file.exists()
 
 
