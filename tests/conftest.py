@@ -19,6 +19,20 @@ pytest_plugins = (
     *("postgres_testbed", "sagemaker_testbed", "tpu_testbed", "chromium_testbed"),
 )
 
+_HERE = Path(__file__).parent
+# Where the tests are that need a testbed: the parts of tests/run.sh that run them look nowhere else.
+_ON_TESTBEDS = {
+    "hosts": (
+        *("e2e", "orchestrator/cli/commands", "orchestrator/engine"),
+        *(f"launchers/{room}" for room in ("agent", "conformance", "hosts", "remote", "transfer")),
+    ),
+    "slurm": (
+        *("e2e", "orchestrator/engine", "orchestrator/functions"),
+        *("launchers/backends/slurm", "launchers/conformance"),
+    ),
+}
+_ROOMS = ("orchestrator", "runtime")  # a part each
+
 collect_ignore = ["gpu"]  # `make test-gpu` runs them, with an environment and settings of their own
 
 _KEPT = ("ORC_REQUIRE_TESTBEDS", "SLURM_TESTBED_", "HOSTS_", "ORC_UPDATE_GOLDEN")
@@ -78,14 +92,35 @@ def _signals_as_before() -> Generator[None]:
             signal.signal(number, handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What tests/run.sh selects its parts by."""
-    rooms = {Path(__file__).parent / name: name for name in ("orchestrator", "runtime")}
-    for item in items:
-        for parent in item.path.parents:
-            if parent in rooms:
-                item.add_marker(rooms[parent])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parts = ("main", *_ROOMS, *_ON_TESTBEDS)
+    parser.addoption("--part", choices=parts, help="without paths: look for tests only where this part has some")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    part = config.getoption("--part")
+    if part is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if part == "main":
+        rest = [path for path in _HERE.iterdir() if path.is_dir() or path.match("test_*.py")]
+        places = sorted(path.name for path in rest if path.name not in (*_ROOMS, *collect_ignore))
+    else:
+        places = list(_ON_TESTBEDS.get(part, (part,)))
+    config.args = [str(_HERE / place) for place in places]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark what tests/run.sh selects its parts by; refuse a test that no part would find."""
+    collected = [(item, item.path.relative_to(_HERE)) for item in items if item.path.is_relative_to(_HERE)]
+    for item, place in collected:
+        if place.parts[0] in _ROOMS:
+            item.add_marker(place.parts[0])
+    yield
+    for item, place in collected:
+        for mark, places in _ON_TESTBEDS.items():
+            if item.get_closest_marker(mark) and not any(place.is_relative_to(known) for known in places):
+                raise pytest.UsageError(f"{item.nodeid} is marked `{mark}`: name its directory in tests/conftest.py")
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from polling import polls
 
 from orc.launchers.spec.clusters import Cluster
 
@@ -83,11 +83,10 @@ class Orc:
 
     def until(self, job: str, done: Callable[[dict[str, Any]], bool], timeout_s: float = 240) -> dict[str, Any]:
         """Look at the job until *done* says so; its last view."""
-        deadline = time.monotonic() + timeout_s
-        while not done(view := self.job(job)):
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {view}"
-            time.sleep(0.2)
-        return view
+        for _ in polls(timeout_s, 0.2):
+            if done(view := self.job(job)):
+                return view
+        raise AssertionError(f"not within {timeout_s:g} s: {view}")
 
     def until_log(self, job: str, rank: int, text: str, timeout_s: float = 240) -> None:
         """Wait until a rank of a running job has said so."""

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from polling import polls
 
 # A test starts several launches one after the other, each of processes that import torch.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -120,11 +120,10 @@ class Job:
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 240) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-    return result
+    for _ in polls(timeout_s):
+        if result := condition():
+            return result
+    raise AssertionError("did not happen in time")
 
 
 @pytest.fixture

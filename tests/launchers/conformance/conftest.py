@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from hosts_testbed import USER, HostsTestbed
+from polling import polls
 from sagemaker_testbed import SagemakerTestbed, in_containers
 from tpu_testbed import Pods
 
@@ -326,20 +326,18 @@ class Job:
         return seen
 
     def until(self, done: Callable[[Observation], bool], timeout_s: float = 150.0) -> Observation:
-        deadline = time.monotonic() + timeout_s
-        while not done(seen := self.poll()):
-            assert time.monotonic() < deadline, f"still {seen}; logs: {self.all_logs()}"
-            time.sleep(0.05)
-        return seen
+        for _ in polls(timeout_s):
+            if done(seen := self.poll()):
+                return seen
+        raise AssertionError(f"still {seen}; logs: {self.all_logs()}")
 
     def wait(self, timeout_s: float = 150.0) -> Observation:
         """The last observation; by then nothing of the job may be running any more."""
         seen = self.until(lambda o: o.phase.ended, timeout_s)
-        deadline = time.monotonic() + 60
-        while left := marked_processes(str(self.directory)):
-            assert time.monotonic() < deadline, f"still running: {left}"
-            time.sleep(0.02)
-        return seen
+        for _ in polls(60, 0.02):
+            if not (left := marked_processes(str(self.directory))):
+                return seen
+        raise AssertionError(f"still running: {left}")
 
     def cancel(self, grace_s: float) -> None:
         assert self.handle is not None

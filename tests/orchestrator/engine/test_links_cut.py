@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
+from polling import polls
 
 from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends.base import LogSelector
@@ -165,20 +166,22 @@ class Lab:
 
     def until_ended(self, job: str) -> None:
         """Wait until the agents of the first attempt have ended, without a look at the ledger or over a link."""
-        deadline = time.monotonic() + 120
         pattern = f"jobs/{job}/a1/node-{{}}/exit.json"
-        while not all((h.root / pattern.format(n)).exists() for n, h in enumerate(self.hosts.values())) or self.left():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        for _ in polls(120, 0.02):
+            if (
+                all((h.root / pattern.format(n)).exists() for n, h in enumerate(self.hosts.values()))
+                and not self.left()
+            ):
+                return
+        raise AssertionError(f"the agents of {job} have not ended")
 
     def until(self, job: str, done: Callable[[JobView], bool]) -> JobView:
         """Run passes until *done* says so."""
-        deadline = time.monotonic() + 120
-        while not done(view := self.client.job(job)):
-            assert time.monotonic() < deadline, view
-            time.sleep(0.05)
+        for _ in polls(120):
+            if done(view := self.client.job(job)):
+                return view
             self.client.refresh([job])
-        return view
+        raise AssertionError(view)
 
     def left(self) -> list[int]:
         directories = [path for host in self.hosts.values() for path in host.root.glob("jobs/*/a*")]

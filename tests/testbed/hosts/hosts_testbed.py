@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from polling import polls
 
 HERE = Path(__file__).resolve().parent
 USER = "trainer"
@@ -225,14 +226,11 @@ def _unfinished(root: Path) -> list[Path]:
 
 def eventually(probe: Callable[[], T], *, timeout_s: float = 150, every_s: float = 0.05) -> T:
     """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    for _ in polls(timeout_s, every_s):
         found = probe()
         if found:
             return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
-        time.sleep(every_s)
+    raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
 
 
 @pytest.hookimpl(tryfirst=True)

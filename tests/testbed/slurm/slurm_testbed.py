@@ -13,13 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pytest
+from polling import polls
 
 HERE = Path(__file__).resolve().parent
 NODES = ("node1", "node2", "node3", "node4")
@@ -154,14 +154,11 @@ def has_ended(pid: int) -> bool:
 
 def eventually(probe: Callable[[], T], *, timeout_s: float = 90, every_s: float = 0.1) -> T:
     """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    for _ in polls(timeout_s, every_s):
         found = probe()
         if found:
             return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
-        time.sleep(every_s)
+    raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import polls
 from sagemaker_testbed import BUCKET, SagemakerTestbed
 
 from orc.launchers.backends import open_backend
@@ -52,11 +52,10 @@ class Run:
         return b"".join(chunk.data for chunk in chunks).decode()
 
     def until(self, done: Callable[[Observation], bool], timeout_s: float = 240) -> Observation:
-        deadline = time.monotonic() + timeout_s
-        while not done(seen := self.backend.poll([self.handle])[self.handle]):
-            assert time.monotonic() < deadline, f"{seen}\n{self.log(node=0)}"
-            time.sleep(0.1)
-        return seen
+        for _ in polls(timeout_s):
+            if done(seen := self.backend.poll([self.handle])[self.handle]):
+                return seen
+        raise AssertionError(f"{seen}\n{self.log(node=0)}")
 
     def until_log(self, rank: int, text: str) -> None:
         self.until(lambda _: text in self.log(rank))

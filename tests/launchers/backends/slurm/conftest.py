@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import polls
 from slurm_testbed import SlurmTestbed
 
 from orc.launchers.backends.base import Handle, LogSelector, Observation, Phase, Snapshot
@@ -47,24 +47,23 @@ class Run:
         return self.backend.poll([self.handle])[self.handle]
 
     def until(self, *phases: Phase, timeout_s: float = 60, restarts: int = 0) -> Observation:
-        deadline = time.monotonic() + timeout_s
-        while True:
+        for _ in polls(timeout_s):
             seen = self.poll()
             if seen.phase in phases and seen.restarts >= restarts:
                 return seen
-            if seen.phase.ended or time.monotonic() > deadline:
-                raise AssertionError(f"waited for {phases}, restarts {restarts}, saw {seen}\n{self.everything()}")
-            time.sleep(0.1)
+            if seen.phase.ended:
+                break
+        raise AssertionError(f"waited for {phases}, restarts {restarts}, saw {seen}\n{self.everything()}")
 
     def ended(self, timeout_s: float = 90) -> Observation:
         return self.until(Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED, Phase.LOST, timeout_s=timeout_s)
 
     def until_said(self, text: str, rank: int = 0, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self.log(rank):
-            assert time.monotonic() < deadline, f"rank {rank} did not say {text!r}\n{self.everything()}"
+        for _ in polls(timeout_s):
+            if text in self.log(rank):
+                return
             assert not self.poll().phase.ended, self.everything()
-            time.sleep(0.1)
+        raise AssertionError(f"rank {rank} did not say {text!r}\n{self.everything()}")
 
     def log(self, rank: int) -> str:
         assert self.handle is not None

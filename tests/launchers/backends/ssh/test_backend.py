@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import polls
 
 from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Observation, Phase, Placement, Snapshot
@@ -119,11 +120,10 @@ class Lab:
             (self.directory(host, plan).parent / "go").touch()
 
     def until(self, handle: Handle, done: Callable[[Observation], bool], timeout_s: float = 120) -> Observation:
-        deadline = time.monotonic() + timeout_s
-        while not done(seen := self.backend.poll([handle])[handle]):
-            assert time.monotonic() < deadline, seen
-            time.sleep(0.05)
-        return seen
+        for _ in polls(timeout_s):
+            if done(seen := self.backend.poll([handle])[handle]):
+                return seen
+        raise AssertionError(seen)
 
     def wait(self, handle: Handle) -> Observation:
         return self.until(handle, lambda seen: seen.phase.ended)
