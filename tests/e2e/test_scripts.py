@@ -1,4 +1,4 @@
-"""Complete training scripts, started by `orc launch` and by torchrun: bit for bit what plain PyTorch computes."""
+"""Complete training scripts, started by `orc launch`, one by torchrun, too: bit for bit what plain PyTorch computes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ LAUNCHERS = {
     "orc launch": ["orc.orchestrator.cli.main", "launch", "-n"],
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node"],
 }
-each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
-
 Lines = list[list[dict[str, Any]]]
 
 
@@ -58,7 +56,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@each_launcher
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_classification_with_metrics(tmp_path: Path, reference: Any, launcher: str) -> None:
     launch(launcher, 2, "classification.py", "--out", tmp_path)
     found, expected = read(tmp_path), reference("classification")
@@ -72,9 +70,8 @@ def test_classification_with_metrics(tmp_path: Path, reference: Any, launcher: s
     assert float.fromhex(epochs[-1]["accuracy"]) > 0.8
 
 
-@each_launcher
-def test_accumulation_over_batches_of_varying_length(tmp_path: Path, reference: Any, launcher: str) -> None:
-    launch(launcher, 2, "token_accumulation.py", "--out", tmp_path)
+def test_accumulation_over_batches_of_varying_length(tmp_path: Path, reference: Any) -> None:
+    launch("orc launch", 2, "token_accumulation.py", "--out", tmp_path)
     found, expected = read(tmp_path), reference("tokens")
     assert found == expected
     tokens = [[line["tokens"] for line in lines if "tokens" in line] for lines in found]
@@ -84,15 +81,14 @@ def test_accumulation_over_batches_of_varying_length(tmp_path: Path, reference: 
     assert per_token[-1] < per_token[0]
 
 
-@each_launcher
-def test_interrupted_training_goes_on_at_other_world_sizes(tmp_path: Path, reference: Any, launcher: str) -> None:
+def test_interrupted_training_goes_on_at_other_world_sizes(tmp_path: Path, reference: Any) -> None:
     phases, last, found = [], 0, []
     for world in (2, 4, 1):
         out = tmp_path / str(world)
         out.mkdir()
         interrupted = [] if world == 1 else ["--preempt-at", "4"]
         args = ["--out", out, "--project", tmp_path / "project", *interrupted]
-        launch(launcher, world, "resumed.py", *args, succeeds=not interrupted)
+        launch("orc launch", world, "resumed.py", *args, succeeds=not interrupted)
         phase = list(zip(*read(out), strict=True))
         assert len(phase[0]) == world
         assert [lines[0]["step"] for lines in phase] == list(range(last + 1, last + 1 + len(phase)))

@@ -142,6 +142,18 @@ REPRESENTATIVE = {
         "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
     },
 }
+# `local` shows each behaviour with each launcher. On clusters ranks start, meet and reduce with each of them, and
+# the rest is shown with one: both backends and launchers differ in how they start and end ranks, not in pairs.
+LAUNCHER_ON_CLUSTERS = {
+    "test_cancelling_lets_the_ranks_save": "mpirun",
+    "test_cancelling_kills_what_ignores_the_signal_when_the_grace_is_over": "torchrun",
+    "test_the_first_failing_rank_is_named_with_its_status_and_traceback": "mpirun",
+    "test_a_rank_killed_by_a_signal_is_named_with_the_signal": "torchrun",
+    "test_a_program_that_does_not_exist_is_a_failed_launch_or_crash_that_names_it": "mpirun",
+    "test_ranks_that_exit_75_were_preempted_and_want_to_run_again": "python",
+    "test_the_rank_that_failed_is_named_not_the_ones_that_lost_their_connection_to_it": "torchrun",
+    "test_arguments_environment_and_secrets_arrive_verbatim": "mpirun",
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -154,9 +166,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _wanted(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    chosen = REPRESENTATIVE.get(callspec.params.get("backend_under_test")) if callspec else None
-    return chosen is None or bool(chosen & {item.name, getattr(item, "originalname", "")})
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    backend, test = params.get("backend_under_test"), getattr(item, "originalname", "")
+    if backend in ("ssh", "slurm"):
+        return params.get("launcher") in (None, LAUNCHER_ON_CLUSTERS.get(test, params.get("launcher")))
+    chosen = REPRESENTATIVE.get(backend)
+    return chosen is None or bool(chosen & {item.name, test})
 
 
 @pytest.fixture
