@@ -56,7 +56,8 @@ class RankPool:
         with held_port() as port:
             envs = self._envs(world_size, nodes, port, env)
             call = cloudpickle.dumps((function, args))
-            self.wire.send(self.connection, {"call": call, "envs": envs, "timeout": float(timeout)})
+            imports = tuple(getattr(module, "RANKS_IMPORT", ()))
+            self.wire.send(self.connection, {"call": call, "envs": envs, "timeout": float(timeout), "imports": imports})
             answers = self.wire.receive(self.connection)
         if answers is None:
             raise RankFailure(f"the rank server ended (exit status {self.process.poll()})")

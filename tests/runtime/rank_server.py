@@ -1,8 +1,10 @@
 """A process that has imported torch and forks ranks from that clean state, so that a test does not pay for the import.
 
 Started by conftest.py; reads requests from the socket whose number is its only argument. One request at a time:
-``{"call": cloudpickled (function, args), "envs": [dict per rank], "timeout": seconds}``; the answer is a list with one
-``("ok", pickled result)`` or ``("error", text)`` per rank.
+``{"call": cloudpickled (function, args), "envs": [dict per rank], "timeout": seconds, "imports": names}``; the answer
+is a list with one ``("ok", pickled result)`` or ``("error", text)`` per rank. Where *imports* are asked for, a server
+that was forked from this one and has imported them, too, forks the ranks; it is kept for as long as the same are asked
+for.
 """
 
 import contextlib
@@ -155,14 +157,51 @@ def collect(fds, deadline):
     return answers
 
 
-def main():
-    connection = socket.socket(fileno=int(sys.argv[1]))
+class WarmServer:
+    """A fork of this server that has imported *names* before it forks ranks."""
+
+    def __init__(self, names, inherited):
+        self.names = names
+        self.connection, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            inherited.close()
+            self.connection.close()
+            for name in names:
+                importlib.import_module(name)
+            answer_requests(theirs)
+            coverage_stop()
+            os._exit(0)
+        theirs.close()
+
+    def __call__(self, request):
+        send(self.connection, {**request, "imports": ()})
+        return receive(self.connection)
+
+    def close(self):
+        self.connection.close()
+        os.waitpid(self.pid, 0)
+
+
+def answer_requests(connection):
+    """Answer the requests of *connection* until its other end is closed."""
     gc.collect()
     gc.freeze()  # a collection in a rank does not touch, and so copy, the memory of what is imported here
     send(connection, "ready")
+    warm = None
     while (request := receive(connection)) is not None:
-        send(connection, serve(request))
+        if not request["imports"]:
+            send(connection, serve(request))
+            continue
+        if warm is None or warm.names != request["imports"]:
+            if warm is not None:
+                warm.close()
+            warm = WarmServer(request["imports"], connection)
+            receive(warm.connection)
+        send(connection, warm(request))
+    if warm is not None:
+        warm.close()
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(socket.socket(fileno=int(sys.argv[1])))

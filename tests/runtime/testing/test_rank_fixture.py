@@ -1,6 +1,7 @@
 """The fixture that all multi-rank tests stand on."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.distributed
+RANKS_IMPORT = ("wave",)
 
 
 def test_ranks_form_a_process_group_and_return_their_results(run_ranks):
@@ -21,6 +23,16 @@ def test_ranks_form_a_process_group_and_return_their_results(run_ranks):
         return factor * int(total), dist.get_rank(), os.environ["LOCAL_WORLD_SIZE"]
 
     assert run_ranks(2, add) == [(30, 0, "2"), (30, 1, "2")]
+
+
+def test_ranks_find_imported_what_their_module_asks_for(run_ranks):
+    def loaded():
+        return "wave" in sys.modules, os.getppid()
+
+    (first, server), (second, same) = run_ranks(2, loaded)
+    assert first
+    assert second
+    assert server == same == run_ranks(1, loaded)[0][1], "one process imports it for all"
 
 
 def test_an_exception_is_raised_with_the_traceback_of_its_rank(run_ranks):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+RANKS_IMPORT = ("deepspeed",)
 STEPS, BATCH, WIDTH = 12, 4, 16
 # DeepSpeed is slow to import, so that one start of ranks serves several settings.
 SETTINGS = {

@@ -2,6 +2,11 @@
 
 import pytest
 
+RANKS_IMPORT = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "orc.runtime.engine.megatron.model",
+    "orc.runtime.engine.megatron.gpt2",
+)
 STEPS, ROWS, LENGTH, VOCABULARY = 3, 4, 12, 100
 
 
