@@ -12,6 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+RANKS_IMPORT = (
+    "deepspeed",
+    "torchao.float8",
+    "torch._functorch.partitioners",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.output_code",
+    "networkx",
+)
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 WORDS, LENGTH, WIDTH, HEADS, ROWS, STEPS = 32, 8, 32, 4, 8, 3
 WAYS = ("DDP", "FSDP1", "FSDP2", "DeepSpeed", "tp", "cp", "sp", "pp")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+RANKS_IMPORT = ("transformers.models.llama.modeling_llama",)
 VOCABULARY, LENGTH = 32, 16
 
 

@@ -16,6 +16,14 @@ from orc.runtime import (
 )
 from orc.runtime.testing import run_threads
 
+RANKS_IMPORT = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torch._functorch.partitioners",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.output_code",
+    "networkx",
+)
 STEPS, WORDS = 6, 32
 PLAN = {
     "emb": "embedding_rowwise",

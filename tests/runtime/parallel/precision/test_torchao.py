@@ -18,6 +18,7 @@ from orc.runtime import (
     load_checkpoint_in_model,
 )
 
+RANKS_IMPORT = ("deepspeed", "torchao.float8", "transformers.models.llama.modeling_llama")
 pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision=fp8 on a CPU")
 
 
