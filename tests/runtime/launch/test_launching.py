@@ -1,12 +1,14 @@
 """Real processes, started as platforms start them: meeting, leaving without a word, and clear errors."""
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,12 @@ def start(code, **variables):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def leave_the_launch():
+    """Let this rank be a process that nobody has launched."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
 
 
 def outcome(process):
@@ -90,8 +98,7 @@ def test_processes_of_other_platforms_meet(run_ranks, platform, variables):
         from orc.runtime import Accelerator
 
         os.environ.update({name: value.format(rank=os.environ["RANK"]) for name, value in variables.items()})
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
-            del os.environ[name]
+        leave_the_launch()
         accelerator = Accelerator()
         ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
         return accelerator.ctx.env.platform, ranks, accelerator.ctx.local_world_size
@@ -99,9 +106,14 @@ def test_processes_of_other_platforms_meet(run_ranks, platform, variables):
     assert run_ranks(2, body, variables) == [(platform, [0, 1], 2)] * 2
 
 
-def test_one_process_needs_no_process_group():
-    code = SCRIPT + "\n    import torch.distributed as dist; print(dist.is_initialized())"
-    assert outcome(start(code)) == (0, "single 1 1.0\nFalse\n", "")
+def test_one_process_needs_no_process_group(run_ranks):
+    def alone():
+        leave_the_launch()
+        with redirect_stdout(io.StringIO()) as out:
+            exec(textwrap.dedent(SCRIPT), {"__name__": "__main__"})
+        return out.getvalue(), torch.distributed.is_initialized()
+
+    assert run_ranks(1, alone) == [("single 1 1.0\n", False)]
 
 
 def test_a_launch_mistake_is_one_clear_error():
@@ -211,18 +223,19 @@ def test_backends():
     assert process_group_backend("gloo") == "gloo"
 
 
-def test_the_example_of_the_reference_runs():
+def test_the_examples_of_the_reference_run(run_ranks):
     page = (Path(__file__).parents[3] / "docs/reference/runtime.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
-    status, out, err = outcome(start(code))
-    assert (status, err) == (0, "")
-    losses = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines()]
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    assert len(blocks) > 1
+
+    def said(block):
+        leave_the_launch()
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            exec(compile(block, "runtime.md", "exec"), {"__name__": "__main__"})
+        return out.getvalue(), err.getvalue()
+
+    first, *others = [run_ranks(1, said, block)[0] for block in blocks]
+    assert [err for _, err in (first, *others)] == [""] * len(blocks)
+    losses = [float(line.rsplit(" ", 1)[1]) for line in first[0].splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-
-
-def test_the_other_examples_of_the_reference_run():
-    page = (Path(__file__).parents[3] / "docs/reference/runtime.md").read_text()
-    for block in page.split("```python\n")[2:]:
-        status, _, err = outcome(start(block.split("```")[0]))
-        assert (status, err) == (0, "")
