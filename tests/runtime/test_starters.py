@@ -7,6 +7,7 @@ import operator
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 import warnings
@@ -18,6 +19,10 @@ from orc.launchers.spec import load_job
 from orc.runtime.core.config import to_env
 from orc.runtime.stand_ins.switch import stand_in_from_environment
 
+RANKS_IMPORT = (
+    *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics", "sklearn.model_selection"),
+    *("sklearn.neural_network", "pydoc_data.topics", "orc.runtime.inference", "orc.runtime.utils", "deepspeed"),
+)
 ROOT = Path(__file__).parents[2] / "templates/starters"
 FOLDERS = {path.parent.name: path.parent for path in sorted(ROOT.rglob("job.yaml"))}
 COMPARE = {">=": operator.ge, "<=": operator.le, "=": operator.eq}
@@ -248,3 +253,74 @@ def test_an_adapter_learns_and_the_base_model_stays(start, tmp_path):
 def test_the_script_for_a_platform_runs_here_too(start, name):
     on_cpu = {"ORC_USE_CPU": "1", "ORC_CHECKPOINT_DIR": "runs"}
     check(name, start(name, world=2, env=on_cpu))
+
+
+SMALL = ("--context", "16", "--width", "32", "--heads", "2", "--layers", "2", "--sample", "4")
+
+
+def losses(output):
+    return figures(output, " loss")
+
+
+def test_digits_goes_on_where_it_was_with_other_processes(start):
+    start("digits", "--epochs", "2")
+    again = start("digits", "--epochs", "3", world=1)
+    assert re.findall(r"^epoch +(\d+)/", again[0], re.MULTILINE) == ["3"]
+    assert "in epoch 3" in again[0]
+
+
+def test_digits_goes_on_after_a_checkpoint_with_the_last_batch_of_an_epoch(start, tmp_path):
+    batches = -(-1437 // 32)
+    first = start("digits", "--epochs", "1", world=1, env={"ORC_CHECKPOINT_EVERY": str(batches)})
+    shutil.rmtree(tmp_path / "runs/checkpoints/checkpoint_1")  # the script's own, made after the epoch
+    again = start("digits", "--epochs", "2", world=1)
+    assert f"in epoch 1, after step {batches}" in again[0]
+    epochs = re.findall(r"^epoch +(\d+)/2  loss (\S+)  accuracy (\d\.\d+)$", again[0], re.MULTILINE)
+    assert [(epoch, loss == "nan") for epoch, loss, _ in epochs] == [("1", True), ("2", False)]
+    assert epochs[0][2] in first[0]
+
+
+def test_char_gpt_learns_and_writes(start):
+    outputs = start("char-gpt", "--steps", "40", env={"ORC_CHECKPOINT_EVERY": "20"})
+    first, second = losses(outputs[0])[:2]
+    assert second < first < 4.1
+    assert "held-out loss" in outputs[0]
+    assert len(outputs[0].rpartition("held-out loss")[2]) > 250
+
+
+def test_char_gpt_counts_optimizer_steps_also_when_it_goes_on(start, tmp_path):
+    small = ("--context", "8", "--width", "8", "--heads", "2", "--layers", "1", "--sample", "4")
+    for steps, resumed in ((4, False), (6, True)):
+        window = {"ORC_GRADIENT_ACCUMULATION_STEPS": "3"}
+        outputs = start("char-gpt", *small, "--steps", str(steps), world=1, env=window)
+        assert ("after step 4" in outputs[0]) is resumed
+        newest = max((tmp_path / "runs/checkpoints").glob("checkpoint_*"))
+        assert json.loads((newest / "manifest.json").read_text())["step"] == steps
+
+
+def test_gpt_fsdp_learns_with_half_of_the_model_on_each_rank_and_goes_on_on_one(start, tmp_path):
+    outputs = start("gpt-fsdp", *SMALL, "--steps", "40")
+    first, second = losses(outputs[0])[:2]
+    assert second < first < 4.5
+    (share,) = re.findall(r"^kept by this process: .* \((\d+)%\)$", outputs[0], re.MULTILINE)
+    assert 48 <= int(share) <= 55
+    assert (tmp_path / "runs/model/model.safetensors").is_file()
+    assert "after step 40" in start("gpt-fsdp", *SMALL, "--steps", "41", world=1)[0]
+
+
+def test_gpt_deepspeed_learns_as_replicas_do_and_goes_on(start, tmp_path):
+    first = start("gpt-deepspeed", *SMALL, "--steps", "20")[0]
+    second = start("gpt-deepspeed", *SMALL, "--steps", "40")[0]
+    assert (tmp_path / "runs/model/model.safetensors").is_file()
+    shutil.rmtree(tmp_path / "runs")
+    replicas = start("gpt-deepspeed", *SMALL, "--steps", "20", env={"ACCELERATE_USE_DEEPSPEED": "false"})[0]
+    assert ["ZeRO stage 3" in output for output in (first, second, replicas)] == [True, True, False]
+    assert ["after step 20" in output for output in (first, second, replicas)] == [False, True, False]
+    assert losses(first)[0] == pytest.approx(losses(replicas)[0], abs=2e-4)
+    assert losses(second)[0] < losses(first)[0] < 4.5
+
+
+def test_the_trainer_of_transformers_runs_as_it_is(start):
+    outputs = start("transformers-trainer")
+    check("transformers-trainer", outputs)
+    assert re.search(r"^\d+ steps on 2 processes$", outputs[0], re.MULTILINE)

@@ -52,16 +52,6 @@ def test_digits_reaches_95_percent_and_keeps_verified_checkpoints(tmp_path: Path
     assert job["state"] == "SUCCEEDED"
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_trainer_of_transformers_runs_as_it_is(tmp_path: Path) -> None:
-    done = _orc("submit", "job.yaml", "--follow", cwd=_start("transformers-trainer", tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^\d+ steps on 2 processes$", done.stdout, re.MULTILINE)
-    (loss,) = re.findall(r"^eval loss (\d\.\d+)$", done.stdout, re.MULTILINE)
-    assert float(loss) <= _expected("transformers-trainer")
-
-
 @pytest.mark.distributed
 def test_the_number_of_batches_per_step_comes_from_the_job_file(tmp_path: Path) -> None:
     folder = _start("gradient-accumulation", tmp_path)
@@ -95,11 +85,6 @@ def test_a_job_for_a_platform_can_be_rendered(
     assert words in capfd.readouterr().out
 
 
-def _expected(name: str) -> float:
-    ((_, _, bound),) = EXPECTED.findall((starters()[name] / "train.py").read_text())
-    return float(bound)
-
-
 def test_the_page_of_examples_has_every_starter_and_its_figure() -> None:
     page = (ROOT / "docs/tutorials/examples.md").read_text()
     rows = dict(re.findall(r"^\| `([\w-]+)` \| .+ \| (.+) \|$", page, re.MULTILINE))
@@ -112,109 +97,6 @@ def test_the_page_of_examples_has_every_starter_and_its_figure() -> None:
             assert rows[name] == " ".join(figures[0])
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert list(dict.fromkeys(group(folder) for folder in starters().values())) == headings[: len(GROUPS)]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_digits_goes_on_where_it_was_with_other_processes(tmp_path: Path) -> None:
-    folder = _start("digits", tmp_path)
-    first = _orc("launch", "-n", "2", "--cpu", "train.py", "--epochs", "2", cwd=folder)
-    assert first.returncode == 0, first.stderr
-    again = _orc("launch", "--cpu", "train.py", "--epochs", "3", cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert re.findall(r"^epoch +(\d+)/", again.stdout, re.MULTILINE) == ["3"]
-    assert "in epoch 3" in again.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_digits_goes_on_after_a_checkpoint_with_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
-    folder = _start("digits", tmp_path)
-    batches = -(-1437 // 32)
-    first = _orc("launch", "--cpu", "--env", f"ORC_CHECKPOINT_EVERY={batches}", "train.py", "--epochs", "1", cwd=folder)
-    assert first.returncode == 0, first.stderr
-    shutil.rmtree(folder / "runs" / "checkpoints" / "checkpoint_1")  # the script's own, made after the epoch
-    again = _orc("launch", "--cpu", "train.py", "--epochs", "2", cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert f"in epoch 1, after step {batches}" in again.stdout
-    epochs = re.findall(r"^epoch +(\d+)/2  loss (\S+)  accuracy (\d\.\d+)$", again.stdout, re.MULTILINE)
-    assert [(epoch, loss == "nan") for epoch, loss, _ in epochs] == [("1", True), ("2", False)]
-    assert epochs[0][2] in first.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_char_gpt_learns_and_writes(tmp_path: Path) -> None:
-    sets = ("--set", "args.steps=40", "--set", "checkpoint.every=20")
-    done = _orc("submit", "job.yaml", "--follow", *sets, cwd=_start("char-gpt", tmp_path))
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step +\d+/40  loss (\d\.\d+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 2
-    assert losses[1] < losses[0] < 4.1
-    assert "held-out loss" in done.stdout
-    assert len(done.stdout.rpartition("held-out loss")[2]) > 250
-
-
-@pytest.mark.distributed
-def test_char_gpt_counts_optimizer_steps_also_when_it_goes_on(tmp_path: Path) -> None:
-    folder = _start("char-gpt", tmp_path)
-    small = ("--context", "8", "--width", "8", "--heads", "2", "--layers", "1", "--sample", "4")
-    launch = ("launch", "--cpu", "--env", "ORC_GRADIENT_ACCUMULATION_STEPS=3", "train.py", *small)
-    for steps, resumed in ((4, False), (6, True)):
-        done = _orc(*launch, "--steps", str(steps), cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert ("after step 4" in done.stdout) is resumed
-        newest = max((folder / "runs" / "checkpoints").glob("checkpoint_*"))
-        assert json.loads((newest / "manifest.json").read_text())["step"] == steps
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gpt_fsdp_learns_with_half_of_the_model_on_each_rank_and_goes_on_on_one(tmp_path: Path) -> None:
-    folder = _start("gpt-fsdp", tmp_path)
-    small = ("--context", "16", "--width", "32", "--heads", "2", "--layers", "2", "--sample", "4")
-    fsdp = ("--use-fsdp", "--fsdp-version", "2", "--fsdp-auto-wrap-policy", "1")
-    launch = ("launch", "--cpu", *fsdp, "--fsdp-transformer-layer-cls-to-wrap", "Block")
-    done = _orc(*launch, "-n", "2", "train.py", *small, "--steps", "40", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step +\d+/40  loss (\d\.\d+)$", done.stdout, re.MULTILINE)]
-    assert losses[1] < losses[0] < 4.5
-    (share,) = re.findall(r"^kept by this process: .* \((\d+)%\)$", done.stdout, re.MULTILINE)
-    assert 48 <= int(share) <= 55
-    assert (folder / "runs" / "model" / "model.safetensors").is_file()
-    again = _orc(*launch, "train.py", *small, "--steps", "41", cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert "after step 40" in again.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gpt_deepspeed_learns_as_replicas_do_and_goes_on(tmp_path: Path) -> None:
-    folder = _start("gpt-deepspeed", tmp_path)
-    small = ("--context", "16", "--width", "32", "--heads", "2", "--layers", "2", "--sample", "4")
-    settings = (
-        "--use-deepspeed",
-        "--zero-stage",
-        "3",
-        "--gradient-clipping",
-        "1.0",
-        "--zero3-save-16bit-model",
-        "true",
-    )
-    launch = ("launch", "--cpu", "-n", "2")
-    losses = []
-    for words, steps in ((settings, "20"), (settings, "40"), ((), "20")):
-        if not words:
-            assert (folder / "runs" / "model" / "model.safetensors").is_file()
-            shutil.rmtree(folder / "runs")
-        done = _orc(*launch, *words, "train.py", *small, "--steps", steps, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert ("ZeRO stage 3" in done.stdout) is bool(words)
-        assert ("after step 20" in done.stdout) is (bool(words) and steps == "40")
-        losses += re.findall(r"^step +\d+/\d+  loss (\d\.\d+)$", done.stdout, re.MULTILINE)
-    first, second, replicas = map(float, losses)
-    assert first == pytest.approx(replicas, abs=2e-4)
-    assert second < first < 4.5
 
 
 def test_the_text_of_char_gpt_is_long_enough_and_plain() -> None:
