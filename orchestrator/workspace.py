@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.ids import new_job_id
 from orc.orchestrator.engine.claims import Owner, abandon
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.records import Destination
 from orc.orchestrator.ledger.store import Ledger
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster, Limits
+    from orc.orchestrator.ledger.records import AttemptRecord
 
 
 def login_name() -> str:
@@ -31,6 +33,19 @@ def login_name() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
+
+
+class Access(NamedTuple):
+    """Way to a cluster: with the account of a user, or ("") as whoever runs this process; to a root of its own."""
+
+    cluster: str
+    user: str = ""
+    root: str | None = None  # where it is not the one that clusters.yaml has now
+
+    @property
+    def account(self) -> str:
+        """Name of the account, as polls of the cluster are told apart by it."""
+        return self.user if self.root is None else f"{self.user} {self.root or '(default root)'}".strip()[:255]
 
 
 @dataclass
@@ -56,7 +71,7 @@ class Workspace:
     head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on
     spent: tuple[float, Mapping[tuple[str, str], float]] | None = None  # by users and projects, with its age
-    _backends: dict[tuple[str, str], Backend] = field(default_factory=dict)
+    _backends: dict[Access, Backend] = field(default_factory=dict)
 
     @cached_property
     def origin(self) -> str:
@@ -80,14 +95,14 @@ class Workspace:
 
         It reaches the cluster as whoever runs this process. What concerns jobs goes through `backend_of_user`.
         """
-        return self._opened(cluster, "")
+        return self.open(Access(cluster))
 
     def backend_of_user(self, cluster: str, user: str) -> Backend:
         """Return the backend of *cluster* for jobs of *user*: it reaches the cluster with the account of that user.
 
         Raises `LaunchError` for a cluster that is not configured, or where the user has no account.
         """
-        return self._opened(cluster, self.account(cluster, user))
+        return self.open(Access(cluster, self.account(cluster, user)))
 
     def account(self, cluster: str, user: str) -> str:
         """Return *user* where jobs of that user run with an account of their own on *cluster*, and "" where they run as
@@ -102,36 +117,45 @@ class Workspace:
             return ""
         raise no_account(cluster, user)
 
-    def sent_as(self, cluster: str, user: str) -> str:
-        """Return the account that jobs of *user* are sent with now, as attempts remember it; "" for whoever runs this
-        process. Raises what `account` raises.
+    def destination(self, cluster: str, user: str, hosts: Collection[str] = ()) -> Destination:
+        """Return where an attempt of *user* on *hosts* is sent now. Raises what `account` raises."""
+        access = Access(cluster, self.account(cluster, user))
+        described = self._described(access)
+        return Destination(described.login or "", described.root or "", self.open(access).addresses(hosts))
+
+    def access(self, cluster: str, user: str, sent_to: Destination | None) -> Access:
+        """Return the way to what was sent to *sent_to* for a job of *user*, whatever clusters.yaml says by now.
+
+        Anywhere else it would not be found, and count as lost while it runs. Without *sent_to* it is the way to where
+        it would be sent now. Raises `LaunchError` where `run_as` does not have that account for the user any more
+        (`NoAccount`), or a machine has another address now (`Moved`).
         """
-        accounts = self.backend(cluster).cluster.run_as
-        name = self.account(cluster, user)
-        return (
-            f"{accounts[name].user} {accounts[name].root or ''}".strip() if name and isinstance(accounts, dict) else ""
-        )
+        if sent_to is None:
+            return Access(cluster, self.account(cluster, user))
+        access = Access(cluster)  # before the user got an account
+        if sent_to.login:
+            access = Access(cluster, self.account(cluster, user))
+            if self._described(access).login != sent_to.login:
+                raise NoAccount(
+                    f"an attempt of {user} was sent with an account that is not theirs any more",
+                    where=f"cluster {cluster}: run_as",
+                    hint=f"it was {sent_to}: {NoAccount.advice}",
+                )
+        if sent_to.root is not None and sent_to.root != (self._described(access).root or ""):
+            access = access._replace(root=sent_to.root)
+        now = self.open(access).addresses(sent_to.addresses)
+        for name, address in sent_to.addresses.items():
+            if now.get(name, address) != address:
+                raise Moved(
+                    f"clusters.yaml has another address of {name} than when an attempt was sent there",
+                    where=f"cluster {cluster}",
+                    hint=f"it was {address}, and is {now[name]}: {Moved.advice}",
+                )
+        return access
 
-    def account_of_attempt(self, cluster: str, user: str, handle: Mapping[str, Any]) -> str:
-        """Return the user of `backend_of_user` with whose account the attempt of *handle* was sent, a job's of *user*.
-
-        With any other one it would not be found, and count as lost while it runs. Raises `LaunchError` where `run_as`
-        does not have that account for the user any more.
-        """
-        sent_as = handle.get("account", "")
-        if not sent_as:  # before the user got an account
-            return ""
-        if self.sent_as(cluster, user) != sent_as:
-            raise NoAccount(
-                f"an attempt of {user} was sent with the account {sent_as}, which is not theirs any more",
-                where=f"cluster {cluster}: run_as",
-                hint="give it back to them until their jobs have ended",
-            )
-        return self.account(cluster, user)
-
-    def backend_of_attempt(self, cluster: str, user: str, handle: Mapping[str, Any]) -> Backend:
-        """Return the backend that reaches the attempt of *handle*. Raises what `account_of_attempt` raises."""
-        return self._opened(cluster, self.account_of_attempt(cluster, user, handle))
+    def backend_of_attempt(self, cluster: str, user: str, attempt: AttemptRecord) -> Backend:
+        """Return the backend that reaches *attempt* of a job of *user*. Raises what `access` raises."""
+        return self.open(self.access(cluster, user, attempt.sent_to))
 
     def accounts(self, cluster: str) -> list[str]:
         """Return a user for each account with which jobs run on *cluster*; "" is whoever runs this process.
@@ -146,28 +170,35 @@ class Workspace:
         own = [] if login_name() in accounts else [""]
         return [*own, *dict.fromkeys(first.values())]
 
-    def _opened(self, cluster: str, user: str) -> Backend:
-        key = cluster, user
-        if key not in self._backends:
-            self._backends[key] = self._of_account(cluster, user) if user else self.backend_of(cluster)
-        return self._backends[key]
+    def open(self, access: Access) -> Backend:
+        """Return the backend of *access*, opened once. Raises `LaunchError`."""
+        if access not in self._backends:
+            own = access.user or access.root is not None
+            self._backends[access] = self._open_own(access) if own else self.backend_of(access.cluster)
+        return self._backends[access]
 
-    def _of_account(self, cluster: str, user: str) -> Backend:
-        plain = self.backend(cluster)
-        if not plain.logs_in:
+    def _open_own(self, access: Access) -> Backend:
+        plain = self.backend(access.cluster)
+        if access.user and not plain.logs_in:
             raise SpecError(
                 f"nobody logs in on clusters of kind {plain.kind}, so that users have no accounts of their own there",
-                where=f"cluster {cluster}: run_as",
+                where=f"cluster {access.cluster}: run_as",
                 hint="write `run_as: service` where everybody's jobs may run as the service's account",
             )
-        accounts = plain.cluster.run_as
-        assert isinstance(accounts, dict)
-        described = plain.cluster.of_account(accounts[user])
+        described = self._described(access)
         if self.backend_for is not None:
             return self.backend_for(described)
         from orc.launchers.backends import open_backend
 
         return open_backend(described, self.state_dir)
+
+    def _described(self, access: Access) -> Cluster:
+        """Return the cluster as *access* has it."""
+        cluster = self.backend(access.cluster).cluster
+        if access.user:
+            assert isinstance(cluster.run_as, dict)
+            cluster = cluster.of_account(cluster.run_as[access.user])
+        return cluster if access.root is None else cluster.at_root(access.root or None)
 
     def limits(self, cluster: str) -> Limits | None:
         """Return the limits of *cluster*; `None` where it has none, or is not configured any more."""
@@ -206,8 +237,27 @@ class Workspace:
         return ContentStore(store_path(self.state_dir))
 
 
-class NoAccount(RenderError):
-    """A user has no account on a cluster, or another than an attempt was sent with. An administrator may mend it."""
+class OutOfReach(RenderError):
+    """What has to do with an attempt cannot be reached as clusters.yaml is now; an administrator may mend that."""
+
+    advice = ""
+
+    @property
+    def reason(self) -> str:
+        """Reason of a job that waits for that; it names no account, as others may read it."""
+        return f"{self.what}; {self.advice}"
+
+
+class NoAccount(OutOfReach):
+    """A user has no account on a cluster, or another than an attempt was sent with."""
+
+    advice = "an administrator has to write it below `run_as` of clusters.yaml until the job has ended"
+
+
+class Moved(OutOfReach):
+    """A machine to which an attempt was sent has another address now."""
+
+    advice = "an administrator has to write it there again, as it was, until the job has ended"
 
 
 def no_account(cluster: str, user: str) -> NoAccount:

@@ -181,6 +181,14 @@ class Backend(abc.ABC):
     def close(self) -> None:  # noqa: B027 - some have no connections
         """Close all connections; they are made anew when they are needed again."""
 
+    def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
+        """Return the machines that an attempt on *hosts* is sent to, by name, as far as the cluster's entry says so.
+
+        An attempt is asked about only where this is what it was when it was sent: another machine, or another home
+        directory, would not know it. What stands below the cluster's root needs no entry. Contacts nothing.
+        """
+        return {}
+
     # -- before the start
 
     @abc.abstractmethod

@@ -147,6 +147,12 @@ class Cluster(FrozenModel):
         made._login = account.user
         return made
 
+    def at_root(self, root: str | None) -> Cluster:
+        """Return the cluster with orc's files below *root*; `None` is where its kind has them."""
+        made = self.model_copy(update={"root": root})
+        made._login = self._login
+        return made
+
 
 def options_document(cluster: Cluster) -> Document:
     """Return the options of *cluster* with their places in the clusters file, as far as it was read from one."""

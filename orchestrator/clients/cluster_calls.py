@@ -116,7 +116,7 @@ class ClusterCalls:
         for job in ws.ledger.active():
             if job.cluster == cluster and job.attempt is not None and job.attempt.handle:
                 with suppress(LaunchError):  # its owner has no account there any more
-                    if ws.backend_of_attempt(cluster, job.owner, job.attempt.handle) is backend:
+                    if ws.backend_of_attempt(cluster, job.owner, job.attempt) is backend:
                         ours.append(Handle.from_dict(job.attempt.handle))
         return backend.queue(ours)
 
@@ -134,4 +134,4 @@ class ClusterCalls:
         ws = self._client.workspace
         if chosen is None or not chosen.handle:
             return ws.backend_of_user(job.cluster, job.owner), None
-        return ws.backend_of_attempt(job.cluster, job.owner, chosen.handle), Handle.from_dict(chosen.handle)
+        return ws.backend_of_attempt(job.cluster, job.owner, chosen), Handle.from_dict(chosen.handle)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle, Placement
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.engine.job_files import SavedJob
-    from orc.orchestrator.ledger.records import NewJob
+    from orc.orchestrator.ledger.records import Destination, NewJob
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
@@ -51,15 +51,15 @@ def adopt(ws: Workspace, kept: SavedJob) -> AdoptionResult:
         return AdoptionResult(job.id, job.cluster, 0, what)
     if not handles:
         return AdoptionResult(job.id, job.cluster, 0)
-    sent_as = ws.sent_as(job.cluster, job.owner)
+    sent_to = [ws.destination(job.cluster, job.owner, handle.hosts) for handle in handles]
     placements = [_placement(ws, job, spec, handle) for handle in handles]
     with ws.ledger.transaction() as tx:
         if tx.find(job.id) is None:
             now, tx.now = tx.now, kept.created_at
             record = tx.enqueue(job)
             tx.now = now
-            for handle, placement in zip(handles, placements, strict=True):
-                record = _write(tx, record, handle, placement, sent_as, last=handle is handles[-1])
+            for handle, placement, place in zip(handles, placements, sent_to, strict=True):
+                record = _write(tx, record, handle, placement, place, last=handle is handles[-1])
             if kept.cancelled:  # an attempt that has failed is not made again
                 grace = float(job.spec["grace"])
                 wish = {"cancel_requested_at": tx.now, "cancel_grace_s": grace}
@@ -96,13 +96,13 @@ def _placement(ws: Workspace, job: NewJob, spec: JobSpec, handle: Handle) -> Pla
 
 
 def _write(
-    tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, sent_as: str, *, last: bool
+    tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, sent_to: Destination, *, last: bool
 ) -> JobRecord:
     """Write one attempt: it is at its backend, or was followed by the next one."""
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
-    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now, sent_as))
+    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now, sent_to))
     if last:
         return job
     over: Mapping[str, Any] = {"cause": "node_failure", "reason": _BEFORE}

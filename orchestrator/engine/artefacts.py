@@ -74,7 +74,7 @@ def _collect(ws: Workspace, name: str, text: str) -> Bundle:
     record = ws.ledger.job(source.job)
     if record is None or record.attempt is None or record.attempt.handle is None:
         raise LaunchError(f"inputs.{name}: {source.job} has left nothing", where=text)
-    backend = ws.backend_of_attempt(record.cluster, record.owner, record.attempt.handle)
+    backend = ws.backend_of_attempt(record.cluster, record.owner, record.attempt)
     transport, attempt_dir = backend.files(Handle.from_dict(record.attempt.handle))
     layout = Layout.at(PurePosixPath(attempt_dir).parents[2])  # the root: jobs/<job>/a<n> are below it
     path = output_path(stored_spec(ws, record.id), source.output, AttemptId(record.id, record.number), layout)

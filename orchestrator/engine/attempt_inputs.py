@@ -52,14 +52,15 @@ def _snapshot(ws: Workspace, job: JobRecord) -> Snapshot:
 def _recalled(ws: Workspace, job: JobRecord) -> bool:
     from orc.launchers.backends.base import Handle, SupportsRecall
 
-    backend = ws.backend_of_user(job.cluster, job.owner)
-    handles = [Handle.from_dict(a.handle) for a in reversed(ws.ledger.attempts(job.id)) if a.handle]
-    if not isinstance(backend, SupportsRecall):
-        return False
-    for handle in handles:
+    for attempt in reversed(ws.ledger.attempts(job.id)):
+        if not attempt.handle:
+            continue
         try:
+            backend = ws.backend_of_attempt(job.cluster, job.owner, attempt)
+            if not isinstance(backend, SupportsRecall):
+                return False
             for digest in job.digests.values():
-                backend.recall(digest, handle)
+                backend.recall(digest, Handle.from_dict(attempt.handle))
         except LaunchError:
             continue  # what is missing here is said, and where the job came from
         return True

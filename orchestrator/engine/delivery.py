@@ -23,7 +23,7 @@ from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Handle, Snapshot
+    from orc.launchers.backends.base import Backend, Snapshot
     from orc.launchers.plan import Plan
 
 
@@ -157,16 +157,21 @@ def deliver(
             return refused
         raise
     fault_point("submitted")
-    job = steps.accept(ws, job, handle)
+    job = steps.accept(ws, begun, handle)
     fault_point("handle-stored")
     if job.cancel_requested_at is not None and job.state in (JobState.PENDING, JobState.RUNNING):
-        job = send_cancel(ws, job, handle)
+        job = send_cancel(ws, job)
     return job
 
 
-def send_cancel(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
+def send_cancel(ws: Workspace, job: JobRecord) -> JobRecord:
     """Pass a durable request to cancel on to the backend, and remember that it was passed on."""
-    ws.backend_of_user(job.cluster, job.owner).cancel([handle], timedelta(seconds=job.cancel_grace_s or 0.0))
+    from orc.launchers.backends.base import Handle
+
+    assert job.attempt is not None
+    assert job.attempt.handle is not None
+    backend = ws.backend_of_attempt(job.cluster, job.owner, job.attempt)
+    backend.cancel([Handle.from_dict(job.attempt.handle)], timedelta(seconds=job.cancel_grace_s or 0.0))
     return apply(
         ws,
         job,

@@ -1,12 +1,16 @@
 """Late copies: what a cut-off submission brings to its cluster after its job was refused or cancelled is cancelled.
 
 A submission that nobody could find was given up (`RELEASED`), and its job may have ended before anything else was sent.
-The agents' lease keeps two copies of one attempt from running, but of such an attempt the late copy is the first. So
-it is looked for by its marker for some time, and told to end as soon as it shows itself.
+The agents' lease keeps two copies of one attempt from running, but of such an attempt the late copy is the first. Nor
+does a lease help where the attempt was sent again to another place (its owner has another account, the cluster another
+root) or to other hosts. So the copy is looked for by its marker, where it was sent, for some time, and told to end as
+soon as it shows itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
     from orc.orchestrator.engine.pass_report import PassReport
     from orc.orchestrator.ledger.late_copies import LateCopy
-    from orc.orchestrator.ledger.records import AttemptRecord, JobRecord
+    from orc.orchestrator.ledger.records import AttemptRecord, Destination, JobRecord
     from orc.orchestrator.workspace import Workspace
 
 WATCH_S = 900.0  # for which a copy is looked for after its attempt was last in doubt
@@ -30,11 +34,11 @@ LOOK_S = 30.0  # between two looks
 GONE_S = 7 * 86400.0  # after that time, for which its cluster is waited for
 
 
-def expect(ws: Workspace, job: JobRecord, hosts: list[str]) -> None:
+def expect(ws: Workspace, job: JobRecord, hosts: Sequence[str]) -> None:
     """Have the newest attempt of *job* looked for, which is about to be given up. Raises `LedgerError`."""
-    now = ws.clock()
+    now, sent_to = ws.clock(), job.attempt.sent_to if job.attempt else None
     with ws.ledger.transaction() as tx:
-        rows.expect(tx.connection, job.id, job.number, hosts=hosts, next_at=now + LOOK_S, until=now + WATCH_S)
+        rows.expect(tx.connection, job.id, job.number, sent_to, hosts=hosts, next_at=now + LOOK_S, until=now + WATCH_S)
 
 
 def next_due(ws: Workspace) -> float | None:
@@ -53,15 +57,34 @@ def is_given_up(attempt: AttemptRecord) -> bool:
     return attempt.state.terminal and not attempt.handle
 
 
-def end_if_given_up(ws: Workspace, job: JobRecord, handle: Handle) -> None:
-    """End the copy that *handle* names, where the newest attempt of *job* was given up before it came.
+def is_elsewhere(attempt: AttemptRecord, sent_to: Destination | None, hosts: Sequence[str]) -> bool:
+    """Return True where a copy at *sent_to*, on *hosts*, is kept from running by no lease that *attempt* has."""
+    return _is_another_place(attempt, sent_to) or bool(_hosts_apart(attempt, hosts))
+
+
+def _is_another_place(attempt: AttemptRecord, sent_to: Destination | None) -> bool:
+    return sent_to is not None and attempt.sent_to is not None and sent_to.place != attempt.sent_to.place
+
+
+def _hosts_apart(attempt: AttemptRecord, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Return those of *hosts* that the handle of *attempt* does not name."""
+    own = (attempt.handle or {}).get("hosts", ())
+    return tuple(host for host in hosts if host not in own)
+
+
+def end_if_apart(ws: Workspace, job: JobRecord, handle: Handle, sent_to: Destination | None) -> None:
+    """End the copy that *handle* names at *sent_to*, where the newest attempt of *job* was given up before it came, or
+    runs elsewhere.
 
     What cannot be told now is left to passes: an attempt is expected from the moment at which it is given up.
     """
-    if job.attempt is None or not is_given_up(job.attempt) or job.attempt.marker != handle.marker:
+    attempt = job.attempt
+    if attempt is None or attempt.marker != handle.marker:
+        return
+    if not is_given_up(attempt) and not (attempt.handle and is_elsewhere(attempt, sent_to, handle.hosts)):
         return
     try:
-        _end(ws, job.id, job.number, job.owner, handle)
+        _end(ws, job, attempt, handle, sent_to)
     except LedgerError:
         raise
     except LaunchError:
@@ -92,37 +115,43 @@ def _due(ws: Workspace) -> list[LateCopy]:
 
 
 def _look(ws: Workspace, copy: LateCopy) -> None:
+    job = ws.ledger.job(copy.job_id)
     attempt = next((one for one in ws.ledger.attempts(copy.job_id) if one.number == copy.attempt), None)
-    if attempt is None or attempt.handle:  # it was sent again, and the lease of that one keeps others away
-        _forget(ws, copy)
+    if job is None or attempt is None or (attempt.handle and not is_elsewhere(attempt, copy.sent_to, copy.hosts)):
+        _forget(ws, copy)  # it was sent again, and the lease of that one keeps others away
         return
-    if not attempt.state.terminal:
+    if not attempt.handle and not attempt.state.terminal:
         _look_later(ws, copy, ws.clock() + WATCH_S)
         return
     marker = AttemptId(copy.job_id, copy.attempt).marker
-    handle = ws.backend_of_user(copy.cluster, copy.owner).find(marker, copy.hosts, complete=False)
+    hosts = copy.hosts
+    if attempt.handle and not _is_another_place(attempt, copy.sent_to):
+        hosts = _hosts_apart(attempt, hosts)
+    handle = ws.open(ws.access(copy.cluster, copy.owner, copy.sent_to)).find(marker, hosts, complete=False)
     if handle is not None:
-        _end(ws, copy.job_id, copy.attempt, copy.owner, handle)
+        _end(ws, job, attempt, handle, copy.sent_to)
     elif copy.until - ws.clock() >= 0:
         _look_later(ws, copy, min(copy.until, ws.clock() + WATCH_S))
     else:
         _forget(ws, copy)
 
 
-def _end(ws: Workspace, job_id: str, number: int, owner: str, handle: Handle) -> None:
-    """Cancel the copy, and say so in the job's history, once."""
-    ws.backend_of_user(handle.cluster, owner).cancel([handle], timedelta(0))
+def _end(ws: Workspace, job: JobRecord, attempt: AttemptRecord, handle: Handle, sent_to: Destination | None) -> None:
+    """Cancel the copy, but nothing that *attempt* has itself, and say so in the job's history, once."""
+    if attempt.handle and not _is_another_place(attempt, sent_to):
+        handle = replace(handle, hosts=_hosts_apart(attempt, handle.hosts))
+    ws.open(ws.access(job.cluster, job.owner, sent_to)).cancel([handle], timedelta(0))
     with ws.ledger.transaction() as tx:
-        if not rows.forget(tx.connection, job_id, number):
+        if not rows.forget(tx.connection, job.id, attempt.number, sent_to):
             return
-    told = Event(Kind.DUPLICATE, number, {"native_id": handle.native_id, "cancelled": True})
-    if (job := ws.ledger.job(job_id)) is not None:
-        apply(ws, job, lambda current: current.number == number, lambda _, __: JobUpdate((told,)))
+    told = Event(Kind.DUPLICATE, attempt.number, {"native_id": handle.native_id, "cancelled": True})
+    if (now := ws.ledger.job(job.id)) is not None:
+        apply(ws, now, lambda current: current.number == attempt.number, lambda _, __: JobUpdate((told,)))
 
 
 def _look_later(ws: Workspace, copy: LateCopy, until: float) -> None:
     with ws.ledger.transaction() as tx:
-        rows.expect(tx.connection, copy.job_id, copy.attempt, hosts=copy.hosts, next_at=tx.now + LOOK_S, until=until)
+        rows.postpone(tx.connection, copy, next_at=tx.now + LOOK_S, until=until)
 
 
 def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
@@ -135,4 +164,4 @@ def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
 
 def _forget(ws: Workspace, copy: LateCopy) -> None:
     with ws.ledger.transaction() as tx:
-        rows.forget(tx.connection, copy.job_id, copy.attempt)
+        rows.forget(tx.connection, copy.job_id, copy.attempt, copy.sent_to)

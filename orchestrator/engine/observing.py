@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, PartlyUnreachable
 from orc.launchers.ids import AttemptId
@@ -29,7 +29,7 @@ from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
-from orc.orchestrator.workspace import Workspace
+from orc.orchestrator.workspace import Access, OutOfReach, Workspace
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, Observation
@@ -58,13 +58,6 @@ def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgen
             _poll_in_turn(ws, access, there, report, urgency)
 
 
-class Access(NamedTuple):
-    """Way to a cluster: with the account of a user, or ("") as whoever runs this process."""
-
-    cluster: str
-    user: str
-
-
 def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> dict[Access, list[JobRecord]]:
     """Return the jobs that are at their clusters; those of users who have lost their account there say so."""
     found: dict[Access, list[JobRecord]] = defaultdict(list)
@@ -73,9 +66,9 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
         if job.attempt is None or not job.attempt.handle or job.attempt.state.terminal:
             continue
         try:
-            found[Access(job.cluster, ws.account_of_attempt(job.cluster, job.owner, job.attempt.handle))].append(job)
+            found[ws.access(job.cluster, job.owner, job.attempt.sent_to)].append(job)
         except LaunchError as error:
-            without[job.cluster, error.what].append(job)
+            without[job.cluster, error.reason if isinstance(error, OutOfReach) else error.what].append(job)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
             without[job.cluster, f"{type(error).__name__}: {error}"].append(job)
     for (cluster, what), those in without.items():
@@ -115,7 +108,7 @@ def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
         last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
     ):
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner, access.user)  # somebody was faster
+            polls.release(connection, cluster, ws.owner, access.account)  # somebody was faster
         return
     own = PassReport()
     try:
@@ -124,7 +117,7 @@ def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
         changed = _poll_cluster(ws, access, everything, own)
     except BaseException:
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner, access.user)
+            polls.release(connection, cluster, ws.owner, access.account)
         raise
     now, error = ws.clock(), own.unreachable.get(cluster)
     report.unreachable.update(own.unreachable)
@@ -136,7 +129,7 @@ def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
         polled_at=now,
         answered_at=last.answered_at if error else now,
         error=error,
-        account=access.user,
+        account=access.account,
     )
     with ws.ledger.database.write() as connection:
         polls.record(connection, done, ws.owner)
@@ -144,16 +137,16 @@ def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
 
 def _poll_of(ws: Workspace, access: Access) -> polls.ClusterPoll | None:
     with ws.ledger.database.read() as connection:
-        return polls.find(connection, *access)
+        return polls.find(connection, access.cluster, access.account)
 
 
 def _take_lease(ws: Workspace, access: Access) -> bool:
-    cluster, user = access
+    cluster, account = access.cluster, access.account
     with ws.ledger.database.write() as connection:
-        holder = polls.find(connection, cluster, user)
+        holder = polls.find(connection, cluster, account)
         if holder is not None and holder.lease_owner and claims.owner_is_gone(holder.lease_owner):
-            polls.release(connection, cluster, holder.lease_owner, user)
-        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S, user)
+            polls.release(connection, cluster, holder.lease_owner, account)
+        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S, account)
 
 
 def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | None, report: PassReport) -> None:
@@ -174,7 +167,7 @@ def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: Pas
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
     try:
-        return _cancel(ws, ws.backend_of_user(*access), jobs, handles, report)
+        return _cancel(ws, ws.open(access), jobs, handles, report)
     except LedgerError:
         raise
     except LaunchError as error:
@@ -190,7 +183,7 @@ def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
     try:
-        backend = ws.backend_of_user(*access)
+        backend = ws.open(access)
         jobs = _cancel(ws, backend, jobs, handles, report)
         seen = backend.poll([handles[job.id] for job in jobs])
     except LedgerError:

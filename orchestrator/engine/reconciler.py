@@ -36,7 +36,7 @@ from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.ledger.transaction import Transaction
-from orc.orchestrator.workspace import NoAccount, Workspace
+from orc.orchestrator.workspace import OutOfReach, Workspace
 
 
 def reconcile(
@@ -253,7 +253,8 @@ def _drive(ws: Workspace, job: JobRecord, report: PassReport) -> bool:
     except InputsUnavailable as error:
         steps.wait_for_room(ws, job, error.what)
     except LaunchError as error:
-        note_unreachable(ws, job.cluster, [job], error.what, report)
+        what = error.reason if isinstance(error, OutOfReach) else error.what
+        note_unreachable(ws, job.cluster, [job], what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
         note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
     finally:
@@ -285,7 +286,7 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
         if job.state is JobState.QUEUED and job.attempt is not None and job.attempt.handle:
-            reap(ws.backend_of_attempt(job.cluster, job.owner, job.attempt.handle), job)
+            reap(ws.backend_of_attempt(job.cluster, job.owner, job.attempt), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
         planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), owner=job.owner)
         prepared = planner.prepare(job)
@@ -301,8 +302,8 @@ def _send(ws: Workspace, job: JobRecord) -> bool:
         raise
     except (LedgerError, InputsUnavailable):
         raise
-    except NoAccount as error:
-        steps.wait_for_room(ws, job, error.what)
+    except OutOfReach as error:
+        steps.wait_for_room(ws, job, f"{error.reason}, or `orc cancel` ends it")
         return False
     except LaunchError as error:
         where = f"{error.where}: " if error.where else ""
@@ -317,17 +318,18 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     """Adopt what a cut-off submission left behind; let go of it once it is certainly not there."""
     if job.attempt is None:
         raise ValueError(f"{job.id} has no attempt to look for")
-    backend = ws.backend_of_user(job.cluster, job.owner)
+    backend = ws.backend_of_attempt(job.cluster, job.owner, job.attempt)
     given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
     handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
-    visibility_s, sent_as = backend.visibility_s, ws.sent_as(job.cluster, job.owner)
+    visibility_s = backend.visibility_s
+    sent_to = job.attempt.sent_to or ws.destination(job.cluster, job.owner, given)
     if handle is None and (visibility_s <= 0 or job.attempt.first_negative_at is not None):
         late_copies.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if handle is not None:
-            return steps.accepted(Kind.ADOPTED, current, handle, now, sent_as)
+            return steps.accepted(Kind.ADOPTED, current, handle, now, sent_to)
         first = attempt.first_negative_at if attempt else None
         if visibility_s > 0 and first is None:
             looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})
@@ -336,7 +338,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
             return JobUpdate()
         waiting_reason = "the cut-off submission left nothing behind"
         released = Event(Kind.RELEASED, current.number, {"reason": waiting_reason})
-        return JobUpdate((released,), {"reason": ""}, {"reason": "", "submitted_at": None})
+        return JobUpdate((released,), {"reason": ""}, {"reason": "", **steps.UNSENT})
 
     def is_doubtful(current: JobRecord) -> bool:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS

@@ -19,6 +19,9 @@ from orc.orchestrator.workspace import Workspace
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
     from orc.launchers.plan import Plan
+    from orc.orchestrator.ledger.records import AttemptRecord, Destination
+
+UNSENT = {"submitted_at": None, "sent_to": None}  # of an attempt that its backend certainly has not got
 
 
 def abandon(ws: Workspace, job: JobRecord) -> None:
@@ -54,7 +57,8 @@ def attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:
 
 
 def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
-    """SUBMITTING, unless the job was cancelled meanwhile or the claim was lost."""
+    """SUBMITTING, with where it goes, unless the job was cancelled meanwhile or the claim was lost."""
+    sent_to = ws.destination(job.cluster, job.owner, job.attempt.hosts if job.attempt else ())
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         if current.cancel_requested_at is not None:
@@ -63,7 +67,7 @@ def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
             (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
             {"claim_expires_at": now + claims.TTL_S, "reason": ""},
             # Now and not when the backend has answered: the job may have started by then.
-            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now},
+            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now, "sent_to": sent_to.to_dict()},
         )
 
     begun = apply(
@@ -92,9 +96,7 @@ def release_attempt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     """Record that the backend certainly has not got the newest attempt: it may be sent again."""
 
     def change(current: JobRecord, _: float) -> JobUpdate:
-        return JobUpdate(
-            (Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, {"submitted_at": None}
-        )
+        return JobUpdate((Event(Kind.RELEASED, current.number, {"reason": reason}),), {"reason": reason}, dict(UNSENT))
 
     return apply(ws, job, attempt_is(AttemptState.SUBMITTING), change)
 
@@ -122,47 +124,50 @@ def release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[
         return JobUpdate(
             (Event(Kind.RELEASED, current.number, {"reason": waiting_reason}),),
             {"reason": waiting_reason, "next_attempt_at": now + room_backoff(waited, current.id)},
-            {"reason": waiting_reason, "submitted_at": None},
+            {"reason": waiting_reason, **UNSENT},
             vacate=True,
         )
 
     return apply(ws, job, attempt_is(AttemptState.SUBMITTING), change)
 
 
-def accept(ws: Workspace, job: JobRecord, handle: Handle) -> JobRecord:
-    """Store the handle. Another process may have been faster; that is recorded, not repaired, because
-    the agents' lease lets only one copy run. Where the attempt was given up meanwhile, this copy is told to end."""
+def accept(ws: Workspace, begun: JobRecord, handle: Handle) -> JobRecord:
+    """Store the handle of the attempt that *begun* has, as it was sent. Another process may have been faster; that is
+    recorded. The agents' lease lets only one copy run where both are at one place; this one is told to end where it is
+    at another one, or where the attempt was given up meanwhile."""
+    if begun.attempt is None:
+        raise ValueError(f"{begun.id} has no attempt that could have been sent")
+    sent_to = begun.attempt.sent_to
 
-    sent_as = ws.sent_as(job.cluster, job.owner)
+    def is_ours(attempt: AttemptRecord) -> bool:
+        same = bool(attempt.handle) and (attempt.handle or {})["native_id"] == handle.native_id
+        return same and not late_copies.is_elsewhere(attempt, sent_to, handle.hosts)
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
-            return accepted(Kind.ACCEPTED, current, handle, now, sent_as)
-        if attempt is not None and attempt.handle and attempt.handle["native_id"] == handle.native_id:
+            return accepted(Kind.ACCEPTED, current, handle, now, sent_to)
+        if attempt is not None and (late_copies.is_given_up(attempt) or is_ours(attempt)):
             return JobUpdate()
-        if attempt is not None and late_copies.is_given_up(attempt):
-            return JobUpdate()
-        return JobUpdate((Event(Kind.DUPLICATE, job.number, {"native_id": handle.native_id}),))
+        return JobUpdate((Event(Kind.DUPLICATE, begun.number, {"native_id": handle.native_id}),))
 
-    stored = apply(ws, job, lambda _: True, change)
-    late_copies.end_if_given_up(ws, stored, handle)
+    stored = apply(ws, begun, lambda _: True, change)
+    late_copies.end_if_apart(ws, stored, handle, sent_to)
     return stored
 
 
-def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float, sent_as: str) -> JobUpdate:
-    """Return the update of a job that its backend has accepted, with the account that it has it from
-    (`Workspace.sent_as`). Gives the claim back.
-    """
+def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float, sent_to: Destination | None) -> JobUpdate:
+    """Return the update of a job that its backend has accepted at *sent_to*. Gives the claim back."""
     event = Event(kind, job.number, {"native_id": handle.native_id})
     begun = job.attempt.submitted_at if job.attempt else None
     return JobUpdate(
         (event,),
         {"claim_owner": None, "claim_expires_at": None, "reason": "", "poll_error_at": None},
         {
-            "handle": {**handle.to_dict(), **({"account": sent_as} if sent_as else {})},
+            "handle": handle.to_dict(),
             "submitted_at": min(at for at in (handle.submitted_at, begun, now) if at),
             "reason": "",
             "first_negative_at": None,
+            "sent_to": sent_to.to_dict() if sent_to is not None else None,
         },
     )

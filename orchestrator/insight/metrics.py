@@ -41,8 +41,8 @@ class Reader:
         for attempt in self._ws.ledger.attempts(self._job_id):
             if attempt.handle:
                 handle = Handle.from_dict(attempt.handle)
-                backend = self._ws.backend_of_attempt(job.cluster, job.owner, attempt.handle)
-                places[(attempt.handle.get("account", ""), *handle.hosts[:1])] = backend, handle
+                backend = self._ws.backend_of_attempt(job.cluster, job.owner, attempt)
+                places[(str(attempt.sent_to or ""), *handle.hosts[:1])] = backend, handle
         found: list[Line] = []
         self.unreachable = {}
         for place, (backend, handle) in places.items():

@@ -2,13 +2,13 @@
 
 What may change something is written down before it begins (an *intent*), and gives way to its line in one transaction
 when it is answered. An intent that stays behind is a change of a process that ended meanwhile: it becomes a line as it
-is. So no change is without a line.
+is. So no change is without a line. What takes long says from time to time that it is worked on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +84,17 @@ def answer(connection: Connection, intent: str | None, *, at: float, **line: Any
     append(connection, at=at, **line)
 
 
+def keep_alive(connection: Connection, intents: Iterable[str], now: float) -> None:
+    """Note that these changes are worked on."""
+    connection.executemany(
+        "UPDATE audit_intents SET alive_at = :now WHERE id = :id", [{"id": intent, "now": now} for intent in intents]
+    )
+
+
 def settle(connection: Connection, before: float) -> int:
-    """Turn intents of before that time into entries, with no status; return how many."""
+    """Turn intents on which nobody has worked since that time into entries, with no status; return how many."""
     rows = connection.tuples(
-        "SELECT id, at, line FROM audit_intents WHERE at < :before ORDER BY at", {"before": before}
+        "SELECT id, at, line FROM audit_intents WHERE COALESCE(alive_at, at) < :before ORDER BY at", {"before": before}
     )
     settled = 0
     for intent, at, text in rows:
@@ -95,6 +102,23 @@ def settle(connection: Connection, before: float) -> int:
             append(connection, at=at, **{**json.loads(text), "data": {"status": None}})
             settled += 1
     return settled
+
+
+def prune(connection: Connection, before: float, now: float, *, user: str) -> int:
+    """Remove the entries of before that time, as *user*; return how many. An entry says so."""
+    # Only what is older than a limit can be deleted, and no limit outlives its transaction.
+    connection.execute("INSERT INTO audit_limits (before) VALUES (:before)", {"before": before})
+    removed = connection.execute("DELETE FROM audit WHERE at < :before", {"before": before})
+    connection.execute("DELETE FROM audit_limits")
+    if removed:
+        append(connection, at=now, user=user, action="prune_audit", data={"before": before, "lines": removed})
+    return removed
+
+
+def count(connection: Connection, before: float) -> int:
+    """Return how many entries are older than that time."""
+    found: int = connection.tuples("SELECT count(*) FROM audit WHERE at < :before", {"before": before})[0][0]
+    return found
 
 
 def page(connection: Connection, limit: int, before: int | None = None, *, user: str | None = None) -> list[AuditEntry]:

@@ -29,6 +29,11 @@ def held(connection: Connection, username: str, digests: Sequence[str]) -> set[s
     return found
 
 
+def forget_user(connection: Connection, username: str) -> None:
+    """Forget what the user has had: the name may be another person's from now on."""
+    connection.execute("DELETE FROM content_holders WHERE username = :user", {"user": username})
+
+
 def forget(connection: Connection, before: float) -> int:
     """Forget what was noted before that time; who needs it again uploads it again. Returns how many notes are gone."""
     return connection.execute("DELETE FROM content_holders WHERE at < :before", {"before": before})

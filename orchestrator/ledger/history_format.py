@@ -21,10 +21,11 @@ class ExportedTable:
     columns: tuple[str, ...]
     key: tuple[str, ...]
     job: str = ""  # the column that names the job that a row belongs to; empty for rows of no job
+    newer: frozenset[str] = frozenset()  # columns that files of an older orc lack
 
 
-def _table(name: str, columns: str, key: str, job: str = "") -> ExportedTable:
-    return ExportedTable(name, tuple(columns.split()), tuple(key.split()), job)
+def _table(name: str, columns: str, key: str, job: str = "", newer: str = "") -> ExportedTable:
+    return ExportedTable(name, tuple(columns.split()), tuple(key.split()), job, frozenset(newer.split()))
 
 
 # Each after those that it refers to.
@@ -42,9 +43,10 @@ TABLES = (
     _table(
         "attempts",
         "job_id number marker state cause reason plan_digest handle prepared_at submitted_at started_at ended_at "
-        "first_negative_at cancel_sent_at restarts hosts progress exit",
+        "first_negative_at cancel_sent_at restarts hosts progress exit sent_to",
         "job_id number",
         "job_id",
+        newer="sent_to",
     ),
     _table("culprits", "job_id attempt host", "job_id attempt host", "job_id"),
     _table("reservations", "cluster host job_id attempt node slots at", "job_id attempt node", "job_id"),

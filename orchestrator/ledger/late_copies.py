@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orc.orchestrator.ledger.database import Connection
-from orc.orchestrator.ledger.records import dump
+from orc.orchestrator.ledger.records import Destination, dump
+
+_THIS = "job_id = :job AND attempt = :attempt AND sent_to = :sent_to"
 
 
 @dataclass(frozen=True)
 class LateCopy:
-    """Attempt of which a copy may come late. Times are seconds since the epoch."""
+    """Attempt of which a copy may come late, at one place. Times are seconds since the epoch."""
 
     job_id: str
     attempt: int
+    sent_to: Destination | None  # where it may appear; `None`: where it would be sent now
     cluster: str
     owner: str
     hosts: tuple[str, ...]  # on which it may appear
@@ -23,27 +27,48 @@ class LateCopy:
 
 
 def expect(
-    connection: Connection, job_id: str, attempt: int, *, hosts: Sequence[str], next_at: float, until: float
+    connection: Connection,
+    job_id: str,
+    attempt: int,
+    sent_to: Destination | None,
+    *,
+    hosts: Sequence[str],
+    next_at: float,
+    until: float,
 ) -> None:
-    """Have the attempt looked for at *next_at*, and from then on *until* it cannot come any more."""
+    """Have the attempt looked for at *next_at*, and from then on *until* it cannot come any more.
+
+    Hosts on which it is looked for already stay.
+    """
+    key = _key(job_id, attempt, sent_to)
+    before = connection.tuples(f"SELECT hosts FROM late_copies WHERE {_THIS}", key)  # noqa: S608
+    known = json.loads(before[0][0]) if before else []
     connection.execute(
-        "INSERT INTO late_copies (job_id, attempt, hosts, next_at, until) "
-        "VALUES (:job, :attempt, :hosts, :next_at, :until) ON CONFLICT (job_id, attempt) "
+        "INSERT INTO late_copies (job_id, attempt, sent_to, hosts, next_at, until) "
+        "VALUES (:job, :attempt, :sent_to, :hosts, :next_at, :until) ON CONFLICT (job_id, attempt, sent_to) "
         "DO UPDATE SET hosts = excluded.hosts, next_at = excluded.next_at, until = excluded.until",
-        {"job": job_id, "attempt": attempt, "hosts": dump(list(hosts)), "next_at": next_at, "until": until},
+        {**key, "hosts": dump(list(dict.fromkeys([*known, *hosts]))), "next_at": next_at, "until": until},
+    )
+
+
+def postpone(connection: Connection, copy: LateCopy, *, next_at: float, until: float) -> None:
+    """Have it looked for later; nothing where nobody looks for it any more, as its job was removed meanwhile."""
+    connection.execute(
+        f"UPDATE late_copies SET next_at = :next_at, until = :until WHERE {_THIS}",  # noqa: S608
+        {**_key(copy.job_id, copy.attempt, copy.sent_to), "next_at": next_at, "until": until},
     )
 
 
 def due(connection: Connection, now: float, latest: float) -> list[LateCopy]:
     """Return those that are to be looked for now. One due after *latest* was written before the clock was set back."""
     rows = connection.tuples(
-        "SELECT l.job_id, l.attempt, j.cluster, j.owner, l.hosts, l.until FROM late_copies l "
+        "SELECT l.job_id, l.attempt, l.sent_to, j.cluster, j.owner, l.hosts, l.until FROM late_copies l "
         "JOIN jobs j ON j.id = l.job_id WHERE l.next_at <= :now OR l.next_at > :latest ORDER BY l.next_at, l.job_id",
         {"now": now, "latest": latest},
     )
     return [
-        LateCopy(job, attempt, cluster, owner, tuple(json.loads(hosts)), until)
-        for job, attempt, cluster, owner, hosts, until in rows
+        LateCopy(job, attempt, Destination.from_text(sent_to), cluster, owner, tuple(json.loads(hosts)), until)
+        for job, attempt, sent_to, cluster, owner, hosts, until in rows
     ]
 
 
@@ -53,9 +78,12 @@ def next_due(connection: Connection) -> float | None:
     return at
 
 
-def forget(connection: Connection, job_id: str, attempt: int) -> bool:
+def forget(connection: Connection, job_id: str, attempt: int, sent_to: Destination | None) -> bool:
     """Look for it no more; False where somebody else has said so already."""
-    removed = connection.execute(
-        "DELETE FROM late_copies WHERE job_id = :job AND attempt = :attempt", {"job": job_id, "attempt": attempt}
-    )
+    removed = connection.execute(f"DELETE FROM late_copies WHERE {_THIS}", _key(job_id, attempt, sent_to))  # noqa: S608
     return removed == 1
+
+
+def _key(job_id: str, attempt: int, sent_to: Destination | None) -> dict[str, Any]:
+    place = dump(sent_to.place.to_dict()) if sent_to is not None else ""
+    return {"job": job_id, "attempt": attempt, "sent_to": place}

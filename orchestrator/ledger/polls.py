@@ -45,12 +45,14 @@ def all_polls(connection: Connection) -> list[ClusterPoll]:
     ]
 
 
-def by_cluster(connection: Connection) -> list[ClusterPoll]:
+def by_cluster(connection: Connection, only: str | None = None) -> list[ClusterPoll]:
     """Return one row for each cluster, by name: that of the account about which it was asked last, with the error of
     another one about which it was asked at about the same time.
+
+    With *only*, a user, errors about the accounts of others do not say more than that there are some.
     """
     newest: dict[str, ClusterPoll] = {}
-    every = all_polls(connection)
+    every = [_without_names(poll, only) for poll in all_polls(connection)]
     for poll in every:
         before = newest.get(poll.cluster)
         if before is None or (poll.polled_at or 0.0) > (before.polled_at or 0.0):
@@ -60,6 +62,12 @@ def by_cluster(connection: Connection) -> list[ClusterPoll]:
         if poll.error and not last.error and (poll.polled_at or 0.0) >= (last.polled_at or 0.0) - _LATELY_S:
             newest[poll.cluster] = replace(last, error=f"{poll.account}: {poll.error}".removeprefix(": "))
     return [newest[cluster] for cluster in sorted(newest)]
+
+
+def _without_names(poll: ClusterPoll, only: str | None) -> ClusterPoll:
+    if only is None or not poll.error or not poll.account or poll.account.partition(" ")[0] == only:
+        return poll
+    return replace(poll, account="", error="it could not be asked with the account of another user")
 
 
 def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float, account: str = "") -> bool:

@@ -17,6 +17,35 @@ def dump(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Destination:
+    """Place that an attempt is sent to, as its cluster is described at that time."""
+
+    login: str = ""  # account of the job's owner there; empty: that of whoever sends it
+    root: str | None = None  # of orc's files; empty: where the kind has them; `None`: it was not noted
+    addresses: Mapping[str, str] = field(default_factory=dict)  # of machines by name (`Backend.addresses`)
+
+    @property
+    def place(self) -> Destination:
+        """The same without the machines: attempts of one place are found with one connection."""
+        return Destination(self.login, self.root)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        found: dict[str, Any] = {"login": self.login}
+        if self.root is not None:
+            found["root"] = self.root
+        return {**found, "addresses": dict(self.addresses)} if self.addresses else found
+
+    @classmethod
+    def from_text(cls, text: str | None) -> Destination | None:
+        """Return the destination of which *text* is the JSON; `None` for none."""
+        return cls(**json.loads(text)) if text else None
+
+    def __str__(self) -> str:
+        return f"{self.login} {self.root or ''}".strip()
+
+
+@dataclass(frozen=True)
 class AttemptRecord:
     """Row of an attempt. Times are seconds since the epoch."""
 
@@ -38,10 +67,11 @@ class AttemptRecord:
     hosts: tuple[str, ...] = ()
     progress: Mapping[str, Any] = field(default_factory=dict)
     exit: Mapping[str, Any] | None = None
+    sent_to: Destination | None = None  # `None`: not sent, or by an older orc
 
     COLUMNS = (
         "job_id, number, marker, state, cause, reason, plan_digest, handle, prepared_at, submitted_at, started_at, "
-        "ended_at, first_negative_at, cancel_sent_at, restarts, hosts, progress, exit"
+        "ended_at, first_negative_at, cancel_sent_at, restarts, hosts, progress, exit, sent_to"
     )
 
     @classmethod
@@ -53,6 +83,7 @@ class AttemptRecord:
         values["progress"] = json.loads(values["progress"])
         for name in ("handle", "exit"):
             values[name] = json.loads(values[name]) if values[name] else None
+        values["sent_to"] = Destination.from_text(values["sent_to"])
         return cls(**values)
 
 

@@ -93,6 +93,7 @@ attempts = sa.Table(
     sa.Column("hosts", _JSON, nullable=False),
     sa.Column("progress", _JSON, nullable=False),
     sa.Column("exit", _JSON),
+    sa.Column("sent_to", _JSON),  # as its cluster was described when it was sent
 )
 
 reservations = sa.Table(
@@ -220,7 +221,8 @@ late_copies = sa.Table(
     "late_copies",
     metadata,
     sa.Column("job_id", sa.ForeignKey("jobs.id"), primary_key=True),
-    sa.Column("attempt", sa.Integer, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("sent_to", _JSON, primary_key=True),  # where it is looked for; empty: where it would be sent now
     sa.Column("hosts", _JSON, nullable=False),  # on which it may appear
     sa.Column("next_at", _TIME, nullable=False, index=True),  # when it is looked for again
     sa.Column("until", _TIME, nullable=False),  # after that nobody looks any more
@@ -263,6 +265,13 @@ audit = sa.Table(
     sa.Index(None, "username", "id"),
 )
 
+# Time before which the audit log is removed: a row in the transaction that does it, none at any other time.
+audit_limits = sa.Table(
+    "audit_limits",
+    metadata,
+    sa.Column("before", _TIME, primary_key=True, autoincrement=False),
+)
+
 # Changes that were let in and not answered yet; each gives way to its line in the audit log.
 audit_intents = sa.Table(
     "audit_intents",
@@ -270,6 +279,7 @@ audit_intents = sa.Table(
     sa.Column("id", sa.String(64), primary_key=True),
     sa.Column("at", _TIME, nullable=False),
     sa.Column("line", _JSON, nullable=False),
+    sa.Column("alive_at", _TIME),  # when it was last known to be worked on
 )
 
 # Secrets of a job, encrypted: the key is not in the ledger.
@@ -324,6 +334,7 @@ APPEND_ONLY = {
         "CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit "
         "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END",
         "CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit "
+        "WHEN NOT EXISTS (SELECT 1 FROM audit_limits WHERE before > OLD.at) "
         "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END",
     ),
     "postgresql": (
@@ -339,8 +350,10 @@ APPEND_ONLY = {
         "THEN RAISE EXCEPTION 'a live job cannot be pruned'; END IF; RETURN NEW; END $$",
         "CREATE TRIGGER pruned_jobs_have_ended BEFORE INSERT ON pruned_jobs "
         "FOR EACH ROW EXECUTE FUNCTION pruned_jobs_have_ended()",
-        "CREATE FUNCTION audit_append_only() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$",
+        "CREATE OR REPLACE FUNCTION audit_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN "
+        "IF TG_OP = 'DELETE' AND EXISTS (SELECT 1 FROM audit_limits WHERE before > OLD.at) THEN RETURN OLD; END IF; "
+        "RAISE EXCEPTION 'the audit log is append-only'; END $$",
         "CREATE TRIGGER audit_append_only BEFORE UPDATE OR DELETE ON audit "
         "FOR EACH ROW EXECUTE FUNCTION audit_append_only()",
     ),

@@ -18,7 +18,13 @@ CREATE TABLE audit_intents (
   id VARCHAR(64) NOT NULL,
   at DOUBLE NOT NULL,
   line TEXT NOT NULL,
+  alive_at DOUBLE,
   CONSTRAINT pk_audit_intents PRIMARY KEY (id)
+);
+
+CREATE TABLE audit_limits (
+  "before" DOUBLE NOT NULL,
+  CONSTRAINT pk_audit_limits PRIMARY KEY ("before")
 );
 
 CREATE TABLE cluster_polls (
@@ -195,6 +201,7 @@ CREATE TABLE attempts (
   hosts TEXT NOT NULL,
   progress TEXT NOT NULL,
   exit TEXT,
+  sent_to TEXT,
   CONSTRAINT pk_attempts PRIMARY KEY (job_id, number),
   CONSTRAINT fk_attempts_job_id FOREIGN KEY(job_id) REFERENCES jobs (id),
   CONSTRAINT uq_attempts_marker UNIQUE (marker)
@@ -237,10 +244,11 @@ CREATE INDEX ix_job_tags_key_value ON job_tags ("key", value);
 CREATE TABLE late_copies (
   job_id VARCHAR(64) NOT NULL,
   attempt INTEGER NOT NULL,
+  sent_to TEXT NOT NULL,
   hosts TEXT NOT NULL,
   next_at DOUBLE NOT NULL,
   until DOUBLE NOT NULL,
-  CONSTRAINT pk_late_copies PRIMARY KEY (job_id, attempt),
+  CONSTRAINT pk_late_copies PRIMARY KEY (job_id, attempt, sent_to),
   CONSTRAINT fk_late_copies_job_id FOREIGN KEY(job_id) REFERENCES jobs (id)
 );
 
@@ -291,11 +299,11 @@ CREATE TRIGGER pruned_jobs_have_ended BEFORE INSERT ON pruned_jobs WHEN EXISTS (
 
 CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
 
-CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
+CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit WHEN NOT EXISTS (SELECT 1 FROM audit_limits WHERE before > OLD.at) BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
 
 CREATE TABLE alembic_version (
   version_num VARCHAR(32) NOT NULL,
   CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
 
-INSERT INTO alembic_version (version_num) VALUES ('0005');
+INSERT INTO alembic_version (version_num) VALUES ('0006');

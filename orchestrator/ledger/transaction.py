@@ -17,7 +17,7 @@ from orc.orchestrator.ledger.subscriptions import announce
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
 
-_JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit"})
+_JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit", "sent_to"})
 
 
 @dataclass(frozen=True)

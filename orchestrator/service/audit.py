@@ -42,6 +42,7 @@ def intend(request: Request, service: ServiceDep) -> None:
         logger.error("the audit log cannot be written: %s; %s", error, line)
         return
     request.state.audit_intent = intent
+    service.changes.add(intent)
 
 
 class Audit:
@@ -77,6 +78,8 @@ class Audit:
         except Exception:
             await note(500)  # as the gate answers it
             raise
+        finally:
+            self._service.changes.discard(scope.get("state", {}).get("audit_intent", ""))
 
     def _write(self, intent: str | None, line: Mapping[str, Any]) -> None:
         with self._service.clients.client() as client, client.workspace.ledger.database.write() as connection:

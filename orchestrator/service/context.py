@@ -32,6 +32,7 @@ class Service:
     logs: LogFeeds
     metrics: ServiceMetrics
     clock: Callable[[], float] = time.time
+    changes: set[str] = field(default_factory=set)  # intents (audit log) of requests that are worked on
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end
     driver_status: Callable[[], DriverStatus | None] = lambda: None  # None: no driver in this process
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from orc.orchestrator.ledger import audit, content_holders, duties
@@ -23,18 +23,22 @@ LEASE_S = 3600.0
 LOOK_S = 60.0  # between two looks whether it is due
 HOLDERS_S = 90 * 86400.0  # for which it is remembered who has had a content
 _END_S = 5.0
-UNANSWERED_S = 600.0  # after which nobody answers a request any more
+UNANSWERED_S = 600.0  # after which nobody answers a request of which no service has said that it works on it
 
 logger = logging.getLogger("orc.service")
 
 
-def keep_house(client: Client, settings: Settings) -> str | None:
-    """Do what is due, where it is and nobody else does it; return what was done. Raises `LedgerError`."""
+def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()) -> str | None:
+    """Do what is due, where it is and nobody else does it; return what was done. Raises `LedgerError`.
+
+    *changes* are the intents of the requests that this service works on.
+    """
     ws = client.workspace
     ledger, now = ws.ledger, ws.clock()
     if ledger.volatile:
         return None
     with ledger.database.write() as connection:
+        audit.keep_alive(connection, sorted(changes), now)
         audit.settle(connection, now - UNANSWERED_S)
         if not duties.take(connection, DUTY, ws.owner, now, LEASE_S):
             return None
@@ -44,6 +48,8 @@ def keep_house(client: Client, settings: Settings) -> str | None:
         done = f"removed {report.jobs} jobs that ended long ago, with {report.events} events"
     with ledger.database.write() as connection:
         content_holders.forget(connection, now - HOLDERS_S)
+        if settings.keep_audit is not None:
+            audit.prune(connection, now - settings.keep_audit, now, user=ws.user)
         duties.done(connection, DUTY, ws.owner, now, now + EVERY_S)
     return done
 
@@ -51,8 +57,8 @@ def keep_house(client: Client, settings: Settings) -> str | None:
 class Housekeeper:
     """Thread that keeps house, with a client of its own. A context manager; leaving it ends the thread."""
 
-    def __init__(self, open_client: Callable[[], Client], settings: Settings) -> None:
-        self._open_client, self._settings = open_client, settings
+    def __init__(self, open_client: Callable[[], Client], settings: Settings, changes: Collection[str] = ()) -> None:
+        self._open_client, self._settings, self._changes = open_client, settings, changes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="orc-housekeeping", daemon=True)
 
@@ -70,7 +76,7 @@ class Housekeeper:
                 with self._open_client() as client:
                     # A copy in memory, which there is while the disk is full, grows old: another client looks again.
                     while not self._stop.is_set() and not client.workspace.ledger.volatile:
-                        if done := keep_house(client, self._settings):
+                        if done := keep_house(client, self._settings, self._changes):
                             logger.info(done)
                         self._stop.wait(LOOK_S)
                 self._stop.wait(LOOK_S)

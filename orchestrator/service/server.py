@@ -129,7 +129,7 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
     service: Service = app.state.service
     stop = threading.Event()
     deliverer = _deliverer(open_client) if settings.reconciler else nullcontext()
-    housekeeper = Housekeeper(open_client, settings) if settings.reconciler else nullcontext()
+    housekeeper = Housekeeper(open_client, settings, service.changes)  # in every service: a lease lets one of them work
     driver = _start_driver(service, open_client, stop) if settings.reconciler else None
     try:
         with deliverer, housekeeper:

@@ -53,6 +53,9 @@ class Settings(BaseModel):
         None, ge=3600, description="time after which jobs that have ended are removed from the ledger, 30d for example"
     )
     keep_failed: bool = Field(False, description="switch that keeps those that have failed, with keep_jobs")
+    keep_audit: Annotated[float | None, BeforeValidator(_age)] = Field(
+        None, ge=3600, description="time after which lines of the audit log are removed, 365d for example"
+    )
     access_log: Literal["text", "json"] = Field("text", description="form of the access log")
     poll_interval: float = Field(0.5, gt=0, description="between two looks for new events, while somebody listens")
 

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import tokens as rows
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
@@ -76,12 +77,19 @@ def any_valid(ledger: Ledger, now: float) -> bool:
 def revoke(ledger: Ledger, token_id: str, now: float) -> TokenRecord:
     """Revoke a token from now on; return its record. One that is revoked already stays as it is.
 
+    With the last valid token of a user it is forgotten which contents the user has had.
+
     Raises:
         NoSuchToken: There is none of that id.
     """
     with ledger.database.write() as connection:
         rows.revoke(connection, token_id, now)
-        found = [record for record in rows.all_tokens(connection) if record.id == token_id]
+        every_token = rows.all_tokens(connection)
+        found = [record for record in every_token if record.id == token_id]
+        users = {record.user for record in every_token if record.valid(now)}
+        for record in found:
+            if record.user not in users:  # who gets the name next has not had the contents of who had it before
+                content_holders.forget_user(connection, record.user)
     if not found:
         raise NoSuchToken(f"no such token: {token_id}", hint="`orc token list` shows them")
     return found[0]

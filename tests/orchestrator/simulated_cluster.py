@@ -58,6 +58,7 @@ class Run:
     """What the cluster has of one attempt: one run, however often it was sent, because of the agents' lease."""
 
     marker: str
+    place: tuple[str, str]  # login and root: what is below another one is not known there
     hosts: tuple[str, ...]
     slots: int
     arrives_at: float  # true time
@@ -88,7 +89,8 @@ class World:
     def __init__(self, habits: Habits) -> None:
         self.habits = habits
         self.now = 1_700_000_000.0
-        self.runs: dict[str, Run] = {}
+        self.runs: list[Run] = []
+        self.described: dict[str, Any] = {}  # what clusters.yaml says now
         self.trouble: dict[str, Any] = {}
         self.slowness = 0.0  # the part of the visibility window that `find` and late messages take
 
@@ -99,32 +101,42 @@ class World:
                 run.becomes(Phase.CANCELLED, Cause.CANCELLED)
 
     def arrived(self) -> list[Run]:
-        return [run for run in self.runs.values() if run.arrives_at <= self.now]
+        return [run for run in self.runs if run.arrives_at <= self.now]
 
     def alive(self) -> list[Run]:
         return [run for run in self.arrived() if run.phase in ALIVE]
 
     def is_quiet(self) -> bool:
         """Return True when nothing is on its way and nothing is hidden."""
-        on_its_way = any(max(run.arrives_at, run.shown_at) > self.now for run in self.runs.values())
-        return not on_its_way and not any(self.may_come_back(run) for run in self.runs.values())
+        on_its_way = any(max(run.arrives_at, run.shown_at) > self.now for run in self.runs)
+        return not on_its_way and not any(self.may_come_back(run) for run in self.runs)
 
     def may_come_back(self, run: Run) -> bool:
         """Return True for a run that is gone, but not for so long that it can be taken for lost."""
         return run.phase is Phase.LOST and self.now < run.lost_at + self.habits.lost_after_s
 
-    def start(self, plan: Plan, secrets: Mapping[str, str], *, late: bool = False, overdue: bool = False) -> None:
-        if plan.marker in self.runs:
+    def find(self, place: tuple[str, str], marker: str, hosts: Collection[str] = ()) -> Run | None:
+        """Return the run that is known at *place*, on any of *hosts*."""
+        for run in self.runs:
+            if (run.place, run.marker) == (place, marker) and (not hosts or not {*run.hosts}.isdisjoint(hosts)):
+                return run
+        return None
+
+    def start(
+        self, place: tuple[str, str], plan: Plan, secrets: Mapping[str, str], *, late: bool, overdue: bool
+    ) -> None:
+        content = json.loads(plan.files[0].content)
+        run = self.find(place, plan.marker, content.get("hosts", ()))
+        if run is not None:
             # The agents' lease: a second copy exits before any user code; one that overtakes the first is the first.
-            run = self.runs[plan.marker]
             if run.arrives_at > self.now and not late:
                 run.arrives_at = run.shown_at = self.now
                 run.is_overdue = False
             return
-        content = json.loads(plan.files[0].content)
         delay = self.habits.visibility_s * (OVERDUE if overdue else self.slowness)
-        self.runs[plan.marker] = Run(
+        run = Run(
             plan.marker,
+            place,
             tuple(content.get("hosts", ())),
             content.get("slots", 0),
             arrives_at=self.now + (delay if late or overdue else 0.0),
@@ -133,6 +145,7 @@ class World:
             secrets=dict(secrets),
             is_overdue=overdue,
         )
+        self.runs.append(run)
 
 
 class SimulatedCluster(Backend):
@@ -141,14 +154,16 @@ class SimulatedCluster(Backend):
     kind = "simulated"
     root: Any = "/simulated"
     is_remote: Any = True
+    logs_in = True
 
     def __new__(cls, world: World, *_: Any) -> SimulatedCluster:
         habits = world.habits
         kinds = {PlacingCluster: habits.hosts, ArrayCluster: habits.arrays, ProvisioningCluster: habits.steps}
         return super().__new__(next((kind for kind, wanted in kinds.items() if wanted), cls))
 
-    def __init__(self, world: World, pause: Callable[[str], None]) -> None:
-        super().__init__(Cluster(name="local", kind=self.kind))
+    def __init__(self, world: World, pause: Callable[[str], None], cluster: Cluster | None = None) -> None:
+        super().__init__(cluster or Cluster(name="local", kind=self.kind, **world.described))
+        self.place_of_runs = (self.cluster.login or "", self.cluster.root or "")
         self.world, self.pause = world, pause
         self.hosts = dict(world.habits.hosts)
         self.visibility_s, self.avoids = world.habits.visibility_s, world.habits.avoids
@@ -202,21 +217,28 @@ class SimulatedCluster(Backend):
                 raise BackendUnreachable("no answer", where=host).of(host)
         if how != "swallowed":
             for plan in plans:
-                self.world.start(plan, secrets, late=how == "late", overdue=how == "overdue")
+                self.world.start(self.place_of_runs, plan, secrets, late=how == "late", overdue=how == "overdue")
         self.pause("submit: done")
         if how in ("ambiguous", "swallowed", "late", "overdue"):
             raise AmbiguousSubmit("the connection broke", where="simulated")
-        return [self._handle(plan.marker) for plan in plans]
+        return [self._handle(plan.marker, self._hosts_of(plan)) for plan in plans]
 
-    def _handle(self, marker: str) -> Handle:
-        return Handle("local", self.kind, marker, f"native-{marker}", 1.0, self.world.runs[marker].hosts)
+    def _handle(self, marker: str, hosts: Collection[str]) -> Handle:
+        run = self.world.find(self.place_of_runs, marker, hosts)
+        assert run is not None
+        return Handle("local", self.kind, marker, f"native-{marker}", 1.0, run.hosts)
+
+    def _run(self, handle: Handle) -> Run:
+        run = self.world.find(self.place_of_runs, handle.marker, handle.hosts)
+        assert run is not None, f"{handle} is not known at {self.place_of_runs}"
+        return run
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         self._call("find")
-        run = self.world.runs.get(marker)
+        run = self.world.find(self.place_of_runs, marker, hosts)
         found = run is not None and max(run.shown_at, run.arrives_at) <= self.world.now
         self.pause("find: answered")
-        return self._handle(marker) if found else None
+        return self._handle(marker, hosts) if found else None
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         how = self._call("poll")
@@ -229,7 +251,7 @@ class SimulatedCluster(Backend):
         return seen
 
     def _observe(self, handle: Handle) -> Observation:
-        run = self.world.runs[handle.marker]
+        run = self._run(handle)
         due = bool(run.steps) and run.phase is Phase.PENDING
         return Observation(
             run.phase, run.cause, hosts=run.hosts, restarts=run.restarts, failed_hosts=run.failed_hosts, due=due
@@ -239,7 +261,7 @@ class SimulatedCluster(Backend):
         how = self._call("cancel")
         told = list(handles)[::2] if how == "partly" else list(handles)
         for handle in told:
-            run = self.world.runs[handle.marker]
+            run = self._run(handle)
             run.cancelled = True
             if run.phase is Phase.PENDING:
                 run.becomes(Phase.CANCELLED, Cause.CANCELLED)
@@ -271,7 +293,7 @@ class ArrayCluster(SimulatedCluster):
 class ProvisioningCluster(SimulatedCluster):
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
         self._call("advance")
-        run = self.world.runs[handle.marker]
+        run = self._run(handle)
         run.steps = max(run.steps - 1, 0)
         seen = self._observe(handle)
         self.pause("advance: done")

@@ -158,6 +158,7 @@ class Machine:
         client.workspace.owner = process.owner
         client.workspace.state_dir = self.state_dir
         client.workspace.noted.clear()
+        client.workspace._backends.clear()  # it reads clusters.yaml as that is now
         return client
 
     def give_client(self, process: Process) -> None:

@@ -95,6 +95,11 @@ class SlurmBackend(Backend):
         """True where the login node is another machine."""
         return self._settings.login is not None
 
+    def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
+        """Return who logs in, where the root is in a home directory; any login node of the cluster will do."""
+        login = self._settings.login
+        return {"login": login.user or ""} if login is not None and self.root.startswith("~") else {}
+
     def close(self) -> None:
         """Close the connection; it is made anew when it is needed again."""
         self._transport.close()

@@ -38,6 +38,9 @@ _WHY = {
     help="Remove jobs that ended so long ago (30d) from the ledger, and nothing else.",
 )
 @click.option("--keep-failed", is_flag=True, help="With --jobs-older-than: not those that have failed.")
+@click.option(
+    "--audit-older-than", type=AGE, metavar="AGE", help="Remove lines of a service's audit log of so long ago (365d)."
+)
 @json_option
 def command(
     cluster: str | None,
@@ -46,6 +49,7 @@ def command(
     unknown: bool,
     jobs_older_than: float | None,
     keep_failed: bool,
+    audit_older_than: float | None,
     as_json: bool,
 ) -> int:
     """Delete what jobs have left in the cloud: TPUs that carry our marker and that no live job needs.
@@ -54,7 +58,12 @@ def command(
     entry in clusters.yaml that cannot be used; the others are pruned all the same.
 
     With --jobs-older-than, remove the history of old jobs from the ledger instead. Their logs and checkpoints stay.
+    With --audit-older-than, remove old lines of the audit log; one line says who has done so.
     """
+    if audit_older_than is not None:
+        if jobs_older_than is not None or keep_failed or kept or unknown or cluster is not None:
+            raise click.UsageError("--audit-older-than goes with --dry-run and --json alone")
+        return _prune_audit(audit_older_than, dry_run=dry_run, as_json=as_json)
     if jobs_older_than is not None:
         if kept or unknown:
             raise click.UsageError("--jobs-older-than is about the ledger, --kept and --unknown are about the cloud")
@@ -76,6 +85,23 @@ def _prune_jobs(age: float, cluster: str | None, *, keep_failed: bool, dry_run: 
         output.echo_json({"dry_run": dry_run, "jobs": report.jobs, "events": report.events})
     else:
         echo(f"{'would remove' if dry_run else 'removed'} {report.jobs} jobs with {report.events} events")
+    return 0
+
+
+def _prune_audit(age: float, *, dry_run: bool, as_json: bool) -> int:
+    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.ledger import audit
+
+    ws = open_ledger().workspace
+    now = ws.ledger.now()
+    with ws.ledger.database.write() as connection:
+        before = now - age
+        lines = audit.count(connection, before) if dry_run else audit.prune(connection, before, now, user=ws.user)
+    if as_json:
+        output.echo_json({"dry_run": dry_run, "lines": lines})
+    else:
+        echo(f"{'would remove' if dry_run else 'removed'} {lines} lines of the audit log")
     return 0
 
 

@@ -18,14 +18,18 @@ router = APIRouter(tags=["clusters"])
 
 
 @router.get("/clusters", response_model=ClusterList)
-def list_clusters(service: ServiceDep) -> Any:
-    """Return the clusters, and when each was asked and has answered. Contacts none."""
+def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
+    """Return the clusters, and when each was asked and has answered. Contacts none.
+
+    What went wrong with the accounts of others is told to admins.
+    """
     from orc.launchers.spec.clusters import read_clusters
 
+    only = None if principal.role == "admin" else principal.user
     with service.clients.client() as client:
         found, _ = read_clusters(client.clusters_file if client.clusters_file.exists() else None)
         with client.workspace.ledger.database.read() as connection:
-            polls = {poll.cluster: poll for poll in by_cluster(connection)}
+            polls = {poll.cluster: poll for poll in by_cluster(connection, only)}
     names = ("polled_at", "answered_at", "interval_s", "error")
     clusters = [
         {"name": name, "kind": cluster.kind, **{key: getattr(polls.get(name), key, None) for key in names}}

@@ -24,12 +24,13 @@ from orc.launchers.spec.clusters import Cluster
 from orc.launchers.transfer.targets import Targets
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
+from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.service.api.clusters import read_queue
 from orc.orchestrator.service.auth import Principal
-from orc.orchestrator.workspace import login_name
+from orc.orchestrator.workspace import NoAccount, login_name
 
 JobFile = Callable[..., LoadedJob]
 RUN_AS = {"ada": "a-lovelace", "grace": {"user": "hopper", "root": "~/orc", "options": {"account": "navy"}}}
@@ -55,9 +56,9 @@ class Accounts:
         self.clusters: dict[str, Cluster] = {}
         self.own = self.made(root / "own")
         self.fakes = {login: self.made(root / login) for login in ("a-lovelace", "hopper")}
-        self.map(RUN_AS)
         self.client = Client(backend_of=lambda _: self.own, clock=clock, sleep=clock.sleep)
         self.client.workspace.backend_for = self.open
+        self.map(RUN_AS)
 
     def made(self, root: Path) -> FakeBackend:
         made = Reached(root)
@@ -65,7 +66,9 @@ class Accounts:
         return made
 
     def map(self, run_as: Any) -> None:
+        """Change clusters.yaml, which every command reads anew."""
         self.own.cluster = Cluster(name="local", kind="ssh", root="/shared", options={"slots": 2}, run_as=run_as)
+        self.client.workspace._backends.clear()
 
     def open(self, cluster: Cluster) -> FakeBackend:
         assert cluster.login is not None
@@ -115,6 +118,9 @@ def test_jobs_are_sent_seen_and_ended_with_the_account_of_their_owner(accounts, 
     assert client.refresh().unreachable == {"local": "controller is down"}
     assert (client.job(hers).state, client.job(his).state) == ("RUNNING", "PENDING")
     assert polled(accounts) == {"ada": None, "grace": "controller is down"}
+    with client.workspace.ledger.database.read() as connection:
+        told = [polls.by_cluster(connection, only)[0].error for only in (None, "grace", "ada")]
+    assert told == ["grace: controller is down"] * 2 + ["it could not be asked with the account of another user"]
     assert b"".join(c.data for c in client.read_log(hers, LogSelector(rank=0))).startswith(b"log of")
     client.cancel([his], grace_s=1)
     assert fakes["hopper"].calls("cancel") == [f"{fakes['hopper'].calls('run')[0]} 1"]
@@ -151,7 +157,9 @@ def test_jobs_of_a_user_whose_account_was_taken_away_stay_as_they_are(accounts, 
     hers, his = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
     accounts.map({"grace": RUN_AS["grace"]})
     clock.now += 5
-    assert client.refresh().unreachable == {"local": "jobs of ada have no account on the cluster local"}
+    assert client.refresh().unreachable == {
+        "local": f"jobs of ada have no account on the cluster local; {NoAccount.advice}"
+    }
     assert "have no account" in client.job(hers).reason
     assert client.job(his).reason == ""
     with pytest.raises(LaunchError, match="no account"):
@@ -170,12 +178,15 @@ def test_a_retry_of_a_user_whose_account_was_taken_away_waits_for_it(accounts, c
     client.refresh()
     for run_as, why in (
         ({"grace": "hopper"}, "jobs of ada have no account on the cluster local"),
-        ({"ada": "byron"}, "an attempt of ada was sent with the account a-lovelace, which is not theirs any more"),
+        ({"ada": "byron"}, "an attempt of ada was sent with an account that is not theirs any more"),
     ):
         accounts.map(run_as)
         clock.now += 100
         client.refresh()
-        assert (client.job(hers).state, client.job(hers).reason) == ("QUEUED", why)
+        assert (client.job(hers).state, client.job(hers).reason) == (
+            "QUEUED",
+            f"{why}; {NoAccount.advice}, or `orc cancel` ends it",
+        )
     accounts.map(RUN_AS)
     clock.now += 100
     client.refresh()
@@ -196,10 +207,49 @@ def test_jobs_that_live_while_accounts_change_are_reached_as_they_were_sent(acco
     accounts.map({"ada": "a-lovelace", "grace": {"user": "hopper", "root": "/another"}})
     own.set(f"orc-{hers}-a1", Phase.FAILED, cause="crash")
     clock.now += 5
+    assert not client.refresh().unreachable
+    assert accounts.clusters["hopper"].root == "~/orc", "where it was sent, not where the next one goes"
+    assert polled(accounts)["grace ~/orc"] is None
+    accounts.map({"ada": "a-lovelace", "grace": "byron"})
+    clock.now += 5
     (told,) = client.refresh().unreachable.values()
-    assert told == "an attempt of grace was sent with the account hopper ~/orc, which is not theirs any more"
+    assert told == "an attempt of grace was sent with an account that is not theirs any more; " + NoAccount.advice
     assert client.job(his).state == "PENDING", "it is not lost, or it would be sent again while it runs"
     assert (own.calls("reap"), fakes["a-lovelace"].calls("run")) == ([f"orc-{hers}-a1"], [f"orc-{hers}-a2"])
+
+
+def test_what_is_in_doubt_is_looked_for_with_the_account_that_it_was_sent_with(accounts, clock, job_file) -> None:
+    client, own, hers_now = accounts.client, accounts.own, accounts.fakes["a-lovelace"]
+    accounts.map("service")
+    own.behave(submit="ambiguous")
+    found = accounts.submit("ada", job_file())
+    own.behave(submit="swallowed")
+    lost = accounts.submit("ada", job_file())
+    accounts.map(RUN_AS)
+    client.refresh()
+    assert hers_now.calls("find") == []
+    assert [client.job(job).state for job in (found, lost)] == ["PENDING", "PENDING"]
+    assert hers_now.calls("run") == [f"orc-{lost}-a1"]
+    own._start(f"orc-{lost}-a1", {})  # it arrives after all, where no lease of the other one can be seen
+    clock.now += 31
+    client.refresh()
+    assert own.calls("cancel") == [f"orc-{lost}-a1 0"]
+    assert client.job(lost).state == "PENDING"
+    assert (hers_now.calls("cancel"), client.events(lost)[-1].kind) == ([], "duplicate")
+
+
+def test_a_sender_who_comes_late_ends_what_it_has_sent_elsewhere(accounts, clock, job_file) -> None:
+    client, own = accounts.client, accounts.own
+    accounts.map("service")
+    own.behave(submit="swallowed")
+    hers = accounts.submit("ada", job_file())
+    sent = client.workspace.ledger.job(hers)
+    accounts.map(RUN_AS)
+    client.refresh()
+    own._start(f"orc-{hers}-a1", {})
+    stored = steps.accept(client.workspace, sent, own._handle(f"orc-{hers}-a1"))
+    assert own.calls("cancel") == [f"orc-{hers}-a1 0"]
+    assert (stored.state, stored.attempt.sent_to.login) == ("PENDING", "a-lovelace")
 
 
 def test_a_kind_without_logins_has_no_accounts_of_users(accounts, job_file: JobFile) -> None:

@@ -3,7 +3,7 @@ status that was not true.
 
 Submissions, passes and cancellations are processes on two machines with one ledger. They go on step by step, in any
 order; each may be killed between any two steps; the cluster loses messages, hides what it has, refuses, breaks,
-requeues and preempts; clocks jump. What must hold is checked after every commit of the ledger.
+requeues and preempts; clocks jump; clusters.yaml changes. What must hold is checked after every commit of the ledger.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from simulated_cluster import ALIVE, LOCAL, SAGEMAKER, SLURM, SSH, TPU, Habits, Run, SimulatedCluster, World
-from simulated_processes import Killed, Machine, Process, simulated
+from simulated_processes import Killed, Machine, Process, pause, simulated
 
 from orc.launchers.backends.base import Cause, Phase, Snapshot
 from orc.launchers.errors import LaunchError
@@ -73,6 +73,14 @@ ENDS = [
     (Phase.FAILED, Cause.NODE_FAILURE),
     (Phase.LOST, Cause.NODE_FAILURE),
 ]
+DESCRIPTIONS: list[dict[str, Any]] = [
+    {},
+    {"run_as": {"ann": "a1"}},
+    {"run_as": {"ann": "a1"}, "root": "/new"},
+    {"run_as": {"ann": {"user": "a2", "root": "/own"}}},
+    {"root": "/new"},
+    {"run_as": {"eve": "e1"}},  # an account that ann has not
+]
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
@@ -106,6 +114,8 @@ class Lives(RuleBasedStateMachine):
 
         def prepare(client: Client) -> None:
             client.workspace.store = store
+            client.workspace.user = "ann"
+            client.workspace.backend_for = lambda cluster: SimulatedCluster(self.world, pause, cluster)
             vars(client.workspace)["new_job_id"] = self.new_job_id
 
         def backend_of(pause: Any) -> SimulatedCluster:
@@ -235,6 +245,10 @@ class Lives(RuleBasedStateMachine):
             how = data.draw(st.sampled_from(TROUBLE[what] + ["busy"] * bool(self.habits.hosts and what == "submit")))
             self.world.trouble[what] = how
 
+    @rule(described=st.sampled_from(DESCRIPTIONS))
+    def is_described_anew(self, described: dict[str, Any]) -> None:
+        self.world.described = described
+
     @rule(seconds=st.sampled_from([1.0, 11.0, 40.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.pass_time(seconds)
@@ -266,11 +280,11 @@ class Lives(RuleBasedStateMachine):
             run.failed_hosts = run.hosts[:1]
         self.counted[f"truth: {end[1] or end[0]}"] += 1
 
-    @precondition(lambda self: any(map(self.world.may_come_back, self.world.runs.values())))
+    @precondition(lambda self: any(map(self.world.may_come_back, self.world.runs)))
     @rule(data=st.data())
     def comes_back(self, data: Any) -> None:
         """What was gone is there again, unless somebody had asked to end it and did not wait."""
-        gone = [run for run in self.world.runs.values() if self.world.may_come_back(run)]
+        gone = [run for run in self.world.runs if self.world.may_come_back(run)]
         run = data.draw(st.sampled_from(gone))
         if not {a.marker: a for a in self.observer.workspace.ledger.attempts(run.job)}[run.marker].state.terminal:
             run.becomes(Phase.RUNNING)
@@ -306,7 +320,7 @@ class Lives(RuleBasedStateMachine):
             for attempt in attempts:
                 ended_badly = attempt.state in ("FAILED", "PREEMPTED", "LOST", "CANCELLED")
                 assert (attempt.cause is None) == (not ended_badly)
-                assert self.is_true(attempt), (attempt, self.world.runs.get(attempt.marker))
+                assert self.is_true(attempt), (attempt, self.run_of(attempt))
             assert SECRET["TOKEN"] not in repr((job, attempts, events))
             if attempts:
                 with ledger.database.read() as connection:
@@ -317,7 +331,7 @@ class Lives(RuleBasedStateMachine):
             self.counted[f"event {events[-1].kind}"] += 1
 
     def is_true(self, attempt: Any) -> bool:
-        run: Run | None = self.world.runs.get(attempt.marker)
+        run = self.run_of(attempt)
         match attempt.state:
             case "PREPARED" | "SUBMITTING" | "AMBIGUOUS":
                 return True
@@ -332,12 +346,22 @@ class Lives(RuleBasedStateMachine):
             case "PREEMPTED":
                 return run is not None and (run.phase, run.cause) == (Phase.FAILED, Cause.PREEMPTED)
             case "FAILED" if attempt.cause == "launch":
-                return run is None or run.is_overdue
+                return all(run.is_overdue for run in self.world.runs if run.marker == attempt.marker)
             case "FAILED":
                 return run is not None and (run.phase, run.cause) == (Phase.FAILED, attempt.cause)
+            case "CANCELLED" if not attempt.handle:
+                runs = [run for run in self.world.runs if run.marker == attempt.marker]
+                return all(run.phase is Phase.CANCELLED or run.is_overdue for run in runs)
             case "CANCELLED":
-                return run is None or run.phase is Phase.CANCELLED or (run.is_overdue and not attempt.handle)
+                return run is not None and run.phase is Phase.CANCELLED
         raise AssertionError(attempt.state)
+
+    def run_of(self, attempt: Any) -> Run | None:
+        """Return the run that the ledger knows as this attempt."""
+        if attempt.sent_to is None:
+            return None
+        hosts = (attempt.handle or {}).get("hosts", ())
+        return self.world.find((attempt.sent_to.login, attempt.sent_to.root or ""), attempt.marker, hosts)
 
     def is_over(self, run: Run) -> bool:
         """True for a lost run that was waited for; what is to be cancelled need not be."""
@@ -346,7 +370,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def never_two_attempts_of_a_job_at_once(self) -> None:
-        jobs = Counter(run.job for run in self.world.alive())
+        jobs = Counter(run.job for run in self.world.alive() if not self.is_unexpected(run))
         assert not jobs or max(jobs.values()) == 1, jobs
 
     @invariant()
@@ -355,15 +379,16 @@ class Lives(RuleBasedStateMachine):
         if self.processes:
             return
         ended = {job.id for job in self.observer.workspace.ledger.jobs(self.ids) if job.state.terminal}
-        alive = [run for run in self.world.runs.values() if run.job in ended and run.phase in ALIVE]
+        alive = [run for run in self.world.runs if run.job in ended and run.phase in ALIVE]
         assert not [run for run in alive if not self.is_unexpected(run)]
 
     def is_unexpected(self, run: Run) -> bool:
-        """True for a copy that came after its attempt had been given up."""
+        """True for a copy that came after its attempt had been given up, or sent again to another place."""
         if not run.is_overdue:
             return False
         attempts = {attempt.marker: attempt for attempt in self.observer.workspace.ledger.attempts(run.job)}
-        return attempts[run.marker].state.terminal and not attempts[run.marker].handle
+        attempt = attempts[run.marker]
+        return self.run_of(attempt) is not run if attempt.handle else attempt.state.terminal
 
     @invariant()
     def hosts_are_kept_for_what_may_use_them_and_never_twice(self) -> None:
@@ -404,7 +429,8 @@ class Lives(RuleBasedStateMachine):
     def come_to_an_end(self) -> None:
         self.world.trouble.clear()
         self.world.slowness = 0.0
-        for _ in range(60):
+        for described in itertools.islice(itertools.cycle(reversed(DESCRIPTIONS[:-1])), 60):
+            self.world.described = described  # every account is given back some time
             for machine in ("here", "there"):
                 process = self.begin(machine, "pass", lambda client: client.refresh())
                 process.go()
@@ -430,7 +456,7 @@ class Lives(RuleBasedStateMachine):
             view = self.observer.job(job_id)
             assert view.ended, view
             self.ended_as.append(view.state)
-            ran = [run for run in self.world.runs.values() if run.job == job_id]
+            ran = [run for run in self.world.runs if run.job == job_id and not self.is_unexpected(run)]
             assert (view.state == "SUCCEEDED") == (Phase.SUCCEEDED in [run.phase for run in ran])
             assert len(ran) <= len(view.attempts)
 

@@ -25,6 +25,9 @@ OLD_ATTEMPT = """
 INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, hosts, progress)
 VALUES ('old-1', 1, 'orc-old-1-a1', 'PREPARED', '', 'p', 5, 0, '[]', '{}')
 """
+SENT = "SELECT handle, sent_to FROM attempts"
+AT_HOME = r'{"login"\:"","root"\:""}'
+INTENT = r'{"action"\:"cancel","address"\:"","subject"\:"old-1","token_id"\:null,"user"\:"ann"}'
 OLD_EVENT = "INSERT INTO events (job_id, at, kind, data) VALUES ('old-1', 5, 'queued', '{}')"
 
 
@@ -81,20 +84,29 @@ def test_each_migration_goes_up_and_down_again_with_what_is_in_it(engine):
     migrate(engine, "0001")
     run(engine, OLD_JOB, OLD_ATTEMPT, OLD_EVENT)
     shapes = {"0001": shape(engine)}
-    for revision in ("0002", "0003", "0004", HEAD):
+    for revision in ("0002", "0003", "0004", "0005", HEAD):
         migrate(engine, revision)
         shapes[revision] = shape(engine)
+        if revision == "0005":
+            run(engine, """UPDATE attempts SET handle = '{"native_id":"7","account":"hopper /navy"}'""")
+    assert rows(engine, SENT) == [('{"native_id":"7"}', '{"login":"hopper","root":"/navy"}')]
     told = rows(engine, "SELECT id, spec, owner, project, priority, group_id, not_before FROM jobs")
     assert told == [("old-1", '{"name":"d"}', "", "", 0, None, None)]
     run(
         engine,
         "UPDATE jobs SET owner = 'ann'",
-        "INSERT INTO late_copies (job_id, attempt, hosts, next_at, until) VALUES ('old-1', 1, '[]', 1, 2)",
+        f"INSERT INTO late_copies VALUES ('old-1', 1, '', '[]', 1, 2), ('old-1', 1, '{AT_HOME}', '[\"n1\"]', 1, 3)",
+        f"INSERT INTO audit_intents (id, at, line) VALUES ('i', 7, '{INTENT}')",
         "INSERT INTO content_holders (username, digest, at) VALUES ('ann', 'd', 1)",
         "INSERT INTO cluster_polls (cluster, account) VALUES ('lab', 'ann'), ('lab', 'bob')",
     )
-    for revision in ("0004", "0003", "0002", "0001"):
+    for revision in ("0005", "0004", "0003", "0002", "0001"):
         migrate(engine, revision)
+        if revision == "0005":
+            assert rows(engine, "SELECT handle FROM attempts") == [('{"account":"hopper /navy","native_id":"7"}',)]
+            assert rows(engine, "SELECT hosts, until FROM late_copies") == [('["n1"]', 3)]
+        if revision == "0004":
+            assert rows(engine, "SELECT at, action, data FROM audit") == [(7, "cancel", '{"status":null}')]
         assert shape(engine) == shapes[revision]
         assert rows(engine, "SELECT id, spec, state FROM jobs") == [("old-1", '{"name":"d"}', "PREPARED")]
         assert rows(engine, "SELECT marker FROM attempts") == [("orc-old-1-a1",)]

@@ -14,9 +14,10 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import audit, content_holders
+from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service import housekeeping
+from orc.orchestrator.service import housekeeping, tokens
 from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
 from orc.orchestrator.service.submitting import Submitter
@@ -93,6 +94,48 @@ def test_holders_of_contents_are_forgotten_and_changes_without_an_answer_become_
     assert lines == [("submit_job", begun, {"status": None}), ("cancel_job", begun, {"status": 200})]
 
 
+def test_a_change_that_takes_long_has_one_line(client, other, clock):
+    settings = load_settings({}, environ={})
+    line = {"user": "ann", "action": "upload"}
+    with client.workspace.ledger.database.write() as connection:
+        audit.intend(connection, "long", at=clock.now, **line)
+    for _ in range(15):
+        clock.now += 60
+        keep_house(client, settings, {"long"})
+        keep_house(other, settings)
+    with client.workspace.ledger.database.write() as connection:
+        audit.answer(connection, "long", at=clock.now, **line, data={"status": 200})
+    clock.now += 900
+    keep_house(other, settings)
+    with client.workspace.ledger.database.read() as connection:
+        assert [(line.action, line.data) for line in audit.page(connection, 9)] == [("upload", {"status": 200})]
+
+
+def test_old_lines_of_the_audit_log_are_removed_and_nothing_else_can_be(client, clock):
+    database = client.workspace.ledger.database
+    for action in ("old", "new"):
+        with database.write() as connection:
+            audit.append(connection, at=clock.now, user="ann", action=action)
+        clock.now += 200 * DAY
+    keep_house(client, load_settings({"keep_audit": "365d"}, environ={}))
+    with database.read() as connection:
+        (pruned, new) = audit.page(connection, 9)
+    assert (new.action, pruned.action, pruned.user, pruned.data["lines"]) == ("new", "prune_audit", login_name(), 1)
+    with pytest.raises(LedgerError, match="append-only"), database.write() as connection:
+        connection.execute("DELETE FROM audit")
+
+
+def test_who_gets_the_name_of_another_has_not_had_the_contents_of_that_one(client, clock):
+    ledger = client.workspace.ledger
+    with ledger.database.write() as connection:
+        content_holders.add(connection, "ann", ["1" * 64], clock.now)
+    (_, first), (_, last) = (tokens.create(ledger, "ann", "user", clock.now) for _ in range(2))
+    for token, left in ((first, {"1" * 64}), (last, set())):
+        tokens.revoke(ledger, token.id, clock.now)
+        with ledger.database.read() as connection:
+            assert content_holders.held(connection, "ann", ["1" * 64]) == left
+
+
 @pytest.mark.parametrize(("name", "value"), [("keep_jobs", "soon"), ("keep_jobs", "1m"), ("access_log", "xml")])
 def test_settings_that_are_none_are_refused_with_their_name(name, value):
     with pytest.raises(SpecError, match=name):
@@ -101,7 +144,7 @@ def test_settings_that_are_none_are_refused_with_their_name(name, value):
 
 def test_it_goes_on_once_the_disk_that_was_full_at_its_start_has_room_again(client, clock, monkeypatch):
     monkeypatch.setattr(housekeeping, "LOOK_S", 0.0)
-    monkeypatch.setattr(housekeeping, "keep_house", lambda opened, _: kept.set() if opened is client else None)
+    monkeypatch.setattr(housekeeping, "keep_house", lambda opened, *_: kept.set() if opened is client else None)
     kept, opened = threading.Event(), []
 
     def open_client():

@@ -70,10 +70,12 @@ class LoginNode:
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
         assert sshd is not None, "no sshd (Debian: openssh-server)"
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sshd, "-D", "-e", "-f", str(self.directory / "sshd_config")], stdin=subprocess.DEVNULL, stderr=log
-            )
+            self._process = subprocess.Popen(self.argv(sshd), stdin=subprocess.DEVNULL, stderr=log)
         eventually(self._listens, every_s=0.02)
+
+    def argv(self, sshd: str) -> list[str]:
+        """Return the command that is the login node."""
+        return [sshd, "-D", "-e", "-f", str(self.directory / "sshd_config")]
 
     def stop(self) -> None:
         """Shut sshd down; sessions that are open stay."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -49,10 +51,31 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the tables; what only they know is lost."""
+    """Remove the tables. Changes that were let in become lines of the audit log; what else only they know is lost."""
+    _settle()
     _make_polls("cluster")
     for table in ("audit_intents", "duties", "late_copies", "content_holders"):
         op.drop_table(table)
+
+
+def _settle() -> None:
+    connection = op.get_bind()
+    for at, text in connection.execute(sa.text("SELECT at, line FROM audit_intents ORDER BY at")).all():
+        line = json.loads(text)
+        connection.execute(
+            sa.text(
+                "INSERT INTO audit (at, username, token_id, address, action, subject, data) "
+                "VALUES (:at, :user, :token_id, :address, :action, :subject, :data)"
+            ),
+            {
+                "token_id": None,
+                "address": "",
+                "subject": "",
+                **{name: line[name] for name in ("user", "token_id", "address", "action", "subject") if name in line},
+                "at": at,
+                "data": '{"status":null}',
+            },
+        )
 
 
 def _make_polls(*key: str) -> None:

@@ -75,7 +75,11 @@ def test_old_jobs_are_removed_from_the_ledger(orc, url):
     assert ids(orc) == {"broken", "fresh", "live"}
     assert orc("prune", "--jobs-older-than", "30d").out == "removed 1 jobs with 2 events\n"
     assert ids(orc) == {"fresh", "live"}
-    for wrong in (["--keep-failed"], ["--jobs-older-than", "30d", "--kept"], ["--jobs-older-than", "soon"]):
+    audit = ["--audit-older-than", "365d"]
+    assert orc("prune", *audit, "--dry-run", "--json").json == {"dry_run": True, "lines": 0}
+    assert orc("prune", *audit).out == "removed 0 lines of the audit log\n"
+    many = ["--jobs-older-than", "30d"]
+    for wrong in (["--keep-failed"], [*many, "--kept"], ["--jobs-older-than", "soon"], [*many, *audit]):
         assert orc("prune", *wrong).code == 2
 
 
