@@ -14,10 +14,13 @@ from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.ledger import reserve
+from orc.orchestrator.ledger import audit, content_holders, reserve
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.service.housekeeping import keep_house
+from orc.orchestrator.service.settings import load_settings
 
+NEWER = ("late_copies", "audit", "audit_intents", "audit_limits", "content_holders", "duties")
 ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
 
 
@@ -66,6 +69,49 @@ def test_on_a_full_disk_jobs_are_still_seen_waited_for_and_cancelled(small, tmp_
     for file in small.glob("fill*"):
         file.unlink()
     assert orc("wait", "@last", "--timeout", "60")[0] == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
+def test_on_a_full_disk_what_a_service_keeps_is_whole_and_goes_on_once_there_is_room(small, backend, clock, job_file):
+    """Copies that may come late, the audit log and its intents, holders of contents, duties."""
+    settings = load_settings({"keep_jobs": "1d", "keep_audit": "1d"}, environ={})
+    backend.self_driving = False
+    with Client(backend_of=lambda _: backend, clock=clock, sleep=clock.sleep) as client:
+        backend.behave(submit="swallowed")
+        lost = client.submit(job_file())
+        backend.behave(submit="refuse")
+        client.refresh()  # its copy is looked for from now on
+        backend.behave(submit=None)
+        job = client.submit(job_file())
+        database = client.workspace.ledger.database
+        with database.write() as connection:
+            audit.append(connection, at=clock.now, user="ann", action="old")
+            audit.intend(connection, "i", at=clock.now, user="ann", action="begun")
+            content_holders.add(connection, "ann", ["1" * 64], clock.now)
+        clock.now += 100 * 86400
+
+        def rows():
+            with database.read() as connection:
+                return [connection.tuples(f"SELECT * FROM {table} ORDER BY 1, 2") for table in NEWER]
+
+        before = rows()
+        fill(small)
+        fill(small)
+        backend.set(job.attempt.marker, Phase.RUNNING)
+        with contextlib.suppress(LedgerError):
+            assert keep_house(client, settings) is None
+        client.refresh()
+        assert client.job(job.id).state == "RUNNING"
+        assert rows() == before
+        for file in small.glob("fill*"):
+            file.unlink()
+        assert keep_house(client, settings) == "removed 1 jobs that ended long ago, with 8 events"
+        client.refresh()
+        assert client.job(job.id).state == "RUNNING"
+        with database.read() as connection:
+            lines = [line.action for line in audit.page(connection, 9)]
+        assert lines == ["prune_audit"], "what was begun was settled as a line, and is as old as the other one"
+        assert lost.id not in {row.id for row in client.jobs()}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 24 MiB")
