@@ -128,7 +128,7 @@ class Workspace:
 
         Anywhere else it would not be found, and count as lost while it runs. Without *sent_to* it is the way to where
         it would be sent now. Raises `LaunchError` where `run_as` does not have that account for the user any more
-        (`NoAccount`), or a machine has another address now (`Moved`).
+        (`AnotherAccount`), or a machine has another address now (`Moved`).
         """
         if sent_to is None:
             return Access(cluster, self.account(cluster, user))
@@ -136,20 +136,21 @@ class Workspace:
         if sent_to.login:
             access = Access(cluster, self.account(cluster, user))
             if self._described(access).login != sent_to.login:
-                raise NoAccount(
+                raise AnotherAccount(
                     f"an attempt of {user} was sent with an account that is not theirs any more",
                     where=f"cluster {cluster}: run_as",
                     hint=f"it was {sent_to}: {NoAccount.advice}",
                 )
         if sent_to.root is not None and sent_to.root != (self._described(access).root or ""):
             access = access._replace(root=sent_to.root)
-        now = self.open(access).addresses(sent_to.addresses)
-        for name, address in sent_to.addresses.items():
-            if now.get(name, address) != address:
+        hosts = dict.fromkeys(key.rpartition(" of ")[2] for key in sent_to.addresses)
+        now = self.open(access).addresses(hosts) if hosts else {}
+        for key, value in sent_to.addresses.items():
+            if now.get(key, value) != value:
                 raise Moved(
-                    f"clusters.yaml has another address of {name} than when an attempt was sent there",
+                    f"clusters.yaml has another {key} than when an attempt was sent there",
                     where=f"cluster {cluster}",
-                    hint=f"it was {address}, and is {now[name]}: {Moved.advice}",
+                    hint=f"it was {value}, and is {now[key]}: {Moved.advice}",
                 )
         return access
 
@@ -241,6 +242,7 @@ class OutOfReach(RenderError):
     """What has to do with an attempt cannot be reached as clusters.yaml is now; an administrator may mend that."""
 
     advice = ""
+    is_public = False  # its hint has details for who may read the configuration
 
     @property
     def reason(self) -> str:
@@ -249,9 +251,16 @@ class OutOfReach(RenderError):
 
 
 class NoAccount(OutOfReach):
-    """A user has no account on a cluster, or another than an attempt was sent with."""
+    """A user has no account on a cluster."""
 
     advice = "an administrator has to write it below `run_as` of clusters.yaml until the job has ended"
+    is_public = True
+
+
+class AnotherAccount(NoAccount):
+    """A user has another account on a cluster than an attempt was sent with."""
+
+    is_public = False
 
 
 class Moved(OutOfReach):

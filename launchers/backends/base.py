@@ -182,10 +182,11 @@ class Backend(abc.ABC):
         """Close all connections; they are made anew when they are needed again."""
 
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
-        """Return the machines that an attempt on *hosts* is sent to, by name, as far as the cluster's entry says so.
+        """Return what makes the machines of an attempt on *hosts*: ``{"address of node1": "10.0.0.1", ...}``.
 
-        An attempt is asked about only where this is what it was when it was sent: another machine, or another home
-        directory, would not know it. What stands below the cluster's root needs no entry. Contacts nothing.
+        As far as the cluster's entry says so: what stands in no entry is not compared. An attempt is asked about only
+        where nothing of it has changed since it was sent: another machine, or another home directory, does not know it.
+        Contacts nothing.
         """
         return {}
 

@@ -22,7 +22,7 @@ class Destination:
 
     login: str = ""  # account of the job's owner there; empty: that of whoever sends it
     root: str | None = None  # of orc's files; empty: where the kind has them; `None`: it was not noted
-    addresses: Mapping[str, str] = field(default_factory=dict)  # of machines by name (`Backend.addresses`)
+    addresses: Mapping[str, str] = field(default_factory=dict)  # what makes its machines (`Backend.addresses`)
 
     @property
     def place(self) -> Destination:

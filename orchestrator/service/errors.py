@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients.errors import kind_of
+from orc.orchestrator.workspace import OutOfReach
 
 
 class ErrorText(BaseModel):
@@ -100,7 +101,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(LaunchError)
     async def failed(_request: Request, error: LaunchError) -> JSONResponse:
-        return error_response(status_of(error), error.what, where=error.where, hint=error.hint, kind=kind_of(error))
+        # Who may read a job may not know the accounts of its owner.
+        hint = error.advice if isinstance(error, OutOfReach) and not error.is_public else error.hint
+        return error_response(status_of(error), error.what, where=error.where, hint=hint, kind=kind_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

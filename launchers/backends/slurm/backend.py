@@ -98,7 +98,9 @@ class SlurmBackend(Backend):
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
         """Return who logs in, where the root is in a home directory; any login node of the cluster will do."""
         login = self._settings.login
-        return {"login": login.user or ""} if login is not None and self.root.startswith("~") else {}
+        if login is None or login.user is None or not self.root.startswith("~"):
+            return {}
+        return {f"user of {login.name}": login.user}
 
     def close(self) -> None:
         """Close the connection; it is made anew when it is needed again."""

@@ -33,7 +33,6 @@ from orc.launchers.plan import Plan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orc.launchers.backends.ssh.hostfile import Host
     from orc.launchers.backends.ssh.hosts import HostConnections
     from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.ids import AttemptId
@@ -91,9 +90,15 @@ class SshBackend(Backend):
             self.hosts.close()
 
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
-        """Return login, address and own root of each of *hosts* that the cluster has."""
-        found = {name: self.settings.host(name) for name in hosts if name in self.settings.names}
-        return {name: _address(host) for name, host in found.items()}
+        """Return address, port and root of each of *hosts* that the cluster has; the user where the root is at home."""
+        found: dict[str, str] = {}
+        for name in hosts:
+            if name in self.settings.names:
+                host, root = self.settings.host(name), self.settings.root_of(name)
+                user = host.user if root.startswith("~") else None
+                known = {"address": host.address, "port": host.port, "user": user, "root": root}
+                found |= {f"{key} of {name}": str(value) for key, value in known.items() if value}
+        return found
 
     # -- before the start
 
@@ -332,13 +337,6 @@ class SshBackend(Backend):
             wanted,
             lambda name: self.hosts.call(name, do, {"directories": wanted[name], **request}, WRITE_TIMEOUT_S),
         )
-
-
-def _address(host: Host) -> str:
-    """Return what clusters.yaml says about the way to *host*; its name stands for what it leaves to others."""
-    login = f"{host.user}@" if host.user else ""
-    port = f":{host.port}" if host.port else ""
-    return f"{login}{host.address or host.name}{port} {host.root or ''}".strip()
 
 
 def _left(status: HostStatus) -> bool:

@@ -28,9 +28,12 @@ class Hosts(FakeHosts):
 
     late: tuple[str, ...] = ()
 
+    def __new__(cls, *_: Any, **__: Any) -> Hosts:
+        return object.__new__(cls)
+
     def addresses(self, hosts: Any = ()) -> dict[str, str]:
         known: dict[str, str] = self.cluster.options["addresses"]
-        return {name: known[name] for name in hosts if name in known}
+        return {f"address of {name}": known[name] for name in hosts if name in known}
 
     def find(self, marker: str, hosts: Any = (), *, complete: bool = True) -> Handle | None:
         found = super().find(marker, hosts, complete=complete)
@@ -115,7 +118,7 @@ def test_a_copy_on_a_host_that_the_attempt_was_moved_away_from_is_ended_there(de
     job = client.submit(job_file()).id
     fake.behave(submit=None, dead=["n1"])
     client.refresh()
-    assert (client.job(job).state, client.attempts(job)[0].hosts) == ("PENDING", ("n2",))
+    assert (client.job(job).state, tuple(client.job(job).attempts[0].hosts)) == ("PENDING", ("n2",))
     fake.behave(dead=[])
     fake.late = ("n1",)
     clock.now += 31

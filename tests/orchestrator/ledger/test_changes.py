@@ -495,6 +495,7 @@ ATTEMPT = (
     '["n"]',
     '{"s":1}',
     '{"c":0}',
+    '{"login":"hopper","root":"/navy"}',
 )
 JOB = (
     *(A, "n", "c", "b", "QUEUED", "r", 2, 3, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, "me", 8.0, "s", '{"t":"d"}'),
@@ -506,7 +507,7 @@ def test_rows_become_values_column_by_column():
     attempt = AttemptRecord.from_row(ATTEMPT)
     assert list(dataclasses.astuple(attempt)) == [
         *(A, 2, "m", AttemptState.LOST, "lost", "r", "p", {"id": 7}, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7, ("n",)),
-        *({"s": 1}, {"c": 0}),
+        *({"s": 1}, {"c": 0}, ("hopper", "/navy", {})),
     ]
     assert type(attempt.state) is AttemptState
     job = JobRecord.from_row(JOB, attempt)
@@ -517,8 +518,8 @@ def test_rows_become_values_column_by_column():
     assert (job.group_id, job.group_index, job.not_before, job.deadline_at) == ("g", 4, 10.0, 11.0)
     assert job.position == Position(JobState.QUEUED, 2, AttemptState.LOST)
     assert JobRecord.from_row(JOB, None).position == Position(JobState.QUEUED, 2, None)
-    empty = AttemptRecord.from_row((*ATTEMPT[:7], None, *ATTEMPT[8:17], None))
-    assert (empty.handle, empty.exit) == (None, None)
+    empty = AttemptRecord.from_row((*ATTEMPT[:7], None, *ATTEMPT[8:17], None, None))
+    assert (empty.handle, empty.exit, empty.sent_to) == (None, None, None)
 
 
 @pytest.mark.parametrize("change", [lambda row: row[:-1], lambda row: (*row, None)])

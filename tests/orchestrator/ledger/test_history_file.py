@@ -116,7 +116,7 @@ def test_no_secret_and_no_hash_leaves(source):
     exported = text(source)
     assert "sealed-text" not in exported
     assert "hash-of-a-token" not in exported
-    of_one_service = {"cluster_polls", "duties", "late_copies", "content_holders", "audit_intents"}
+    of_one_service = {"cluster_polls", "duties", "late_copies", "content_holders", "audit_intents", "audit_limits"}
     kept_back = {"tokens", "sealed_secrets", "notifications"} | of_one_service
     assert {table.name for table in TABLES} | kept_back == set(schema.metadata.tables)
     hidden = {"jobs": {"attempt", "claim_owner", "claim_expires_at"}}
@@ -141,6 +141,15 @@ def test_an_archive_brings_pruned_jobs_back_beside_those_of_the_ledger(source, c
     assert source.job("newest") is not None
     with source.database.read() as connection:
         assert connection.tuples("SELECT job_id FROM pruned_jobs") == [("pruned",)]
+
+
+def test_a_file_of_an_older_orc_says_not_where_attempts_were_sent(source, clock, tmp_path):
+    older = re.sub(r',"sent_to":(null|"[^"]*")', "", text(source))
+    assert '"sent_to"' not in older
+    target = Ledger(open_database(tmp_path / "target"), clock)
+    read(target, older)
+    assert content(text(target)) == content(text(source))
+    target.close()
 
 
 def change(exported, table, **values):
