@@ -92,7 +92,7 @@ def test_on_a_full_disk_what_a_service_keeps_is_whole_and_goes_on_once_there_is_
 
         def rows():
             with database.read() as connection:
-                return [connection.tuples(f"SELECT * FROM {table} ORDER BY 1, 2") for table in NEWER]
+                return [connection.tuples(f"SELECT * FROM {table} ORDER BY 1") for table in NEWER]
 
         before = rows()
         fill(small)

@@ -217,5 +217,6 @@ def test_an_account_logs_in_on_the_login_node_and_nowhere_else() -> None:
     own = SlurmBackend(shared.of_account(account))
     assert (own._settings.login.user, own._settings.login.name, own.root) == ("ada", "login1", "~/orc")
     assert own.cluster.options["account"] == "physics"
+    assert (own.addresses(), SlurmBackend(shared).addresses()) == ({"user of login1": "ada"}, {})
     with pytest.raises(SpecError, match="only behind a login node"):
         SlurmBackend(Cluster(name="lab", kind="slurm").of_account(account))

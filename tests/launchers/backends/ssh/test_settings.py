@@ -11,7 +11,7 @@ from orc.launchers.backends.ssh.hostfile import Host, parse_hostfile
 from orc.launchers.backends.ssh.settings import read_job_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
-from orc.launchers.spec.clusters import Account, get_cluster
+from orc.launchers.spec.clusters import Account, Cluster, get_cluster
 
 LAB = """\
 lab:
@@ -219,3 +219,19 @@ def test_mistakes_in_a_job_files_options_are_named_with_their_place(
 def test_a_host_survives_as_data() -> None:
     host = Host.model_validate({"name": "a", "labels": "x", "slots": 2})
     assert Host.model_validate(host.model_dump()) == host
+
+
+def test_what_makes_the_machines_that_an_attempt_is_sent_to() -> None:
+    hosts = [{"name": "a", "address": "10.0.0.1", "port": 2222, "root": "~/orc", "user": "me"}, "me@b"]
+    lab = Cluster(name="lab", kind="ssh", root="/scratch/orc", options={"hosts": hosts})
+    assert open_backend(lab).addresses(["a", "b", "gone"]) == {
+        "address of a": "10.0.0.1",
+        "port of a": "2222",
+        "user of a": "me",
+        "root of a": "~/orc",
+        "root of b": "/scratch/orc",
+    }
+    assert open_backend(lab.of_account(Account(user="ada")).at_root("~/orc")).addresses(["b"]) == {
+        "user of b": "ada",
+        "root of b": "~/orc",
+    }
