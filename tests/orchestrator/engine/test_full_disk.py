@@ -91,7 +91,7 @@ def test_on_a_full_disk_what_a_service_keeps_is_whole_and_goes_on_once_there_is_
         clock.now += 100 * 86400
 
         def rows():
-            with database.read() as connection:
+            with Client(backend_of=lambda _: backend) as now, now.workspace.ledger.database.read() as connection:
                 return [connection.tuples(f"SELECT * FROM {table} ORDER BY 1") for table in NEWER]
 
         before = rows()
@@ -108,7 +108,7 @@ def test_on_a_full_disk_what_a_service_keeps_is_whole_and_goes_on_once_there_is_
         assert keep_house(client, settings) == "removed 1 jobs that ended long ago, with 8 events"
         client.refresh()
         assert client.job(job.id).state == "RUNNING"
-        with database.read() as connection:
+        with client.workspace.ledger.database.read() as connection:
             lines = [line.action for line in audit.page(connection, 9)]
         assert lines == ["prune_audit"], "what was begun was settled as a line, and is as old as the other one"
         assert lost.id not in {row.id for row in client.jobs()}
