@@ -51,6 +51,13 @@ jobs:
     resources: {options: {ssh: {hosts: [node2]}}}
     inputs: {answer: prepare.answer}
 """
+ARRAY = """
+name: many
+cluster: lab
+launcher: python
+command: echo "$ORC_ARRAY_TASK_ID"
+array: 1-2
+"""
 
 
 @dataclass
@@ -206,3 +213,8 @@ def test_jobs_of_two_users_run_as_two_accounts_of_slurm(
     with described({"kind": "slurm", "options": options}, accounts) as client:
         check_that_they_live_apart(client, accounts, tmp_path / "job", run)
         check_that_files_are_passed_on(client, tmp_path / "job")
+        (tmp_path / "job" / "array.yaml").write_text(ARRAY)
+        members = groups.submit(client, load_jobs(tmp_path / "job" / "array.yaml")).members
+        views = [ended(client, member.job.id) for member in members]
+        assert [(view.state, log(client, view.id)) for view in views] == [("SUCCEEDED", "1\n"), ("SUCCEEDED", "2\n")]
+        assert len({str(view.attempts[0].native_id).partition("_")[0] for view in views}) == 1, "one array of Slurm"
