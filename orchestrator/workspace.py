@@ -121,7 +121,8 @@ class Workspace:
         """Return where an attempt of *user* on *hosts* is sent now. Raises what `account` raises."""
         access = Access(cluster, self.account(cluster, user))
         described = self._described(access)
-        return Destination(described.login or "", described.root or "", self.open(access).addresses(hosts))
+        backend = self.open(access)
+        return Destination(described.login or "", described.root or "", backend.kind, backend.addresses(hosts))
 
     def access(self, cluster: str, user: str, sent_to: Destination | None) -> Access:
         """Return the way to what was sent to *sent_to* for a job of *user*, whatever clusters.yaml says by now.
@@ -132,6 +133,13 @@ class Workspace:
         """
         if sent_to is None:
             return Access(cluster, self.account(cluster, user))
+        kind = self.backend(cluster).kind
+        if sent_to.kind and sent_to.kind != kind:
+            raise Moved(
+                f"the cluster is of kind {kind} now, and an attempt was sent to one of kind {sent_to.kind}",
+                where=f"cluster {cluster}",
+                hint=Moved.advice,
+            )
         access = Access(cluster)  # before the user got an account
         if sent_to.login:
             access = Access(cluster, self.account(cluster, user))

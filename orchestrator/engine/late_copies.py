@@ -63,7 +63,7 @@ def is_elsewhere(attempt: AttemptRecord, sent_to: Destination | None, hosts: Seq
 
 
 def _is_another_place(attempt: AttemptRecord, sent_to: Destination | None) -> bool:
-    return sent_to is not None and attempt.sent_to is not None and sent_to.place != attempt.sent_to.place
+    return sent_to is not None and attempt.sent_to is not None and sent_to.is_another_place(attempt.sent_to)
 
 
 def _hosts_apart(attempt: AttemptRecord, hosts: Sequence[str]) -> tuple[str, ...]:

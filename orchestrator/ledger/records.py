@@ -22,18 +22,26 @@ class Destination:
 
     login: str = ""  # account of the job's owner there; empty: that of whoever sends it
     root: str | None = None  # of orc's files; empty: where the kind has them; `None`: it was not noted
+    kind: str = ""  # of the cluster; empty: it was not noted
     addresses: Mapping[str, str] = field(default_factory=dict)  # what makes its machines (`Backend.addresses`)
 
     @property
     def place(self) -> Destination:
         """The same without the machines: attempts of one place are found with one connection."""
-        return Destination(self.login, self.root)
+        return Destination(self.login, self.root, self.kind)
+
+    def is_another_place(self, other: Destination) -> bool:
+        """Return True where the two are certainly not one place."""
+        roots, kinds = {self.root, other.root} - {None}, {self.kind, other.kind} - {""}
+        return self.login != other.login or len(roots) > 1 or len(kinds) > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
         found: dict[str, Any] = {"login": self.login}
         if self.root is not None:
             found["root"] = self.root
+        if self.kind:
+            found["kind"] = self.kind
         return {**found, "addresses": dict(self.addresses)} if self.addresses else found
 
     @classmethod

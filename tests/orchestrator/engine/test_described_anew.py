@@ -56,9 +56,10 @@ class Described:
         self.client.workspace.backend_for = self.open
         self.describe()
 
-    def describe(self, root: str = "old", **addresses: str) -> None:
+    def describe(self, root: str = "old", kind: str = "fake", **addresses: str) -> None:
         options = {"addresses": {"n1": "10.0.0.1", "n2": "10.0.0.2", **addresses}}
         self.cluster = Cluster(name="local", kind="ssh", root=f"/{root}", options=options)
+        self.kind = kind
         self.client.workspace._backends.clear()
 
     def open(self, cluster: Cluster) -> Hosts:
@@ -66,7 +67,7 @@ class Described:
         if name not in self.made:
             self.made[name] = made = Hosts(self.directory / name, hosts={"n1": 1, "n2": 1})
             made.self_driving = False
-        self.made[name].cluster = cluster
+        self.made[name].cluster, self.made[name].kind = cluster, self.kind
         return self.made[name]
 
 
@@ -105,6 +106,9 @@ def test_a_machine_that_has_another_address_is_not_taken_for_the_one_that_was_se
     assert client.refresh().unreachable == {"local": why}
     assert why in client.job(job).reason
     assert client.cancel([job])[0].state == "PENDING"
+    described.describe(kind="slurm")
+    clock.now += 5
+    assert "of kind slurm" in client.refresh().unreachable["local"]
     described.describe(n2="10.0.0.8")  # another machine's is no matter
     clock.now += 5
     client.refresh()

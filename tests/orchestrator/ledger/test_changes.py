@@ -507,7 +507,7 @@ def test_rows_become_values_column_by_column():
     attempt = AttemptRecord.from_row(ATTEMPT)
     assert list(dataclasses.astuple(attempt)) == [
         *(A, 2, "m", AttemptState.LOST, "lost", "r", "p", {"id": 7}, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7, ("n",)),
-        *({"s": 1}, {"c": 0}, ("hopper", "/navy", {})),
+        *({"s": 1}, {"c": 0}, ("hopper", "/navy", "", {})),
     ]
     assert type(attempt.state) is AttemptState
     job = JobRecord.from_row(JOB, attempt)
