@@ -247,7 +247,7 @@ class Workspace:
 
 
 class OutOfReach(RenderError):
-    """What has to do with an attempt cannot be reached as clusters.yaml is now; an administrator may mend that."""
+    """Attempt, or place for one, that clusters.yaml as it is now gives no way to; an administrator may mend that."""
 
     advice = ""
     is_public = False  # its hint has details for who may read the configuration
