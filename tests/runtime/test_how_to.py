@@ -5,8 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,10 @@ import torch
 
 from orc.runtime.core.context import reset_default
 
+RANKS_IMPORT = (
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "deepspeed"),
+    *("orc.runtime.engine.megatron.model", "orc.runtime.engine.megatron.gpt2"),
+)
 PAGES = Path(__file__).parents[2] / "docs/how-to"
 
 
@@ -175,20 +177,26 @@ def test_the_figures_of_the_guide_to_parallelism_are_those_of_the_calculator():
         assert [float(one) for one in figures.split("|")] == pytest.approx([one / 2**30 for one in parts], abs=0.051)
 
 
-def test_examples_of_deepspeed_run_one_after_the_other(tmp_path):
-    # In a process of its own: DeepSpeed opens a process group for it.
+def printed(code, folder):
+    """Run *code* in *folder*, in a process that nobody has launched; return the lines that it prints."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as found:
+        exec(compile(code, "page.py", "exec"), {"__name__": "__main__"})
+    return found.getvalue().splitlines()
+
+
+def test_examples_of_deepspeed_run_one_after_the_other(run_ranks, tmp_path):
     text = (PAGES / "deepspeed.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "page.py").write_text("".join(blocks))
-    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "4" in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1] == "torch.Size([1, 8])"
+    (lines,) = run_ranks(1, printed, "".join(blocks), tmp_path, timeout=160)
+    assert "4" in lines
+    assert lines[-1] == "torch.Size([1, 8])"
     assert (tmp_path / "weights" / "model.safetensors").is_file()
 
 
-def test_examples_of_megatron_run_one_after_the_other(tmp_path):
-    # In a process of its own: Megatron-LM opens process groups for it.
+def test_examples_of_megatron_run_one_after_the_other(run_ranks, tmp_path):
     text = (PAGES / "megatron.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     again = "\naccelerator.state._reset_state()\nplugin = MegatronLMPlugin(**settings)\n" + (
@@ -199,10 +207,7 @@ def test_examples_of_megatron_run_one_after_the_other(tmp_path):
         "    found = [float(model(input_ids=one, labels=plain).loss) for one in (plain, torch.full_like(plain, 7))]\n"
         "print(found)\n"
     )
-    (tmp_path / "page.py").write_text("".join(blocks) + again)
-    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    (lines,) = run_ranks(1, printed, "".join(blocks) + again, tmp_path, timeout=160)
     assert "4" in lines
     without, weighed = json.loads(lines[-1])
     assert weighed > 3 * without  # each of twelve key tokens adds a quarter
