@@ -17,16 +17,13 @@ class SeedableRandomSampler(RandomSampler):
     `set_epoch` goes to any.
 
     data_seed:
-        The seed; by default the current seed of torch, or of *generator* when one is given.
+        The seed; by default the current seed of torch, also with a *generator*, which is seeded anew for each pass.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epoch = 0
-        if data_seed is not None:
-            self.initial_seed = data_seed
-        else:
-            self.initial_seed = torch.initial_seed() if self.generator is None else self.generator.initial_seed()
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         if self.generator is None:
             self.generator = torch.Generator()
 

@@ -36,8 +36,13 @@ class StandInModule(ModuleType):
         setattr(self, name, found)
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python puts a module into its package when it is imported; a name of the package goes before.
+        if not (isinstance(value, ModuleType) and name in names.names_of(self.__name__)):
+            super().__setattr__(name, value)
+
     def _find(self, name: str) -> Any:
-        if f"{self.__name__}.{name}" in names.MODULES:
+        if f"{self.__name__}.{name}" in names.MODULES and name not in names.names_of(self.__name__):
             return importlib.import_module(f"{self.__name__}.{name}")
         if name == "__all__":  # for ``from module import *``
             return sorted(names.names_of(self.__name__) - names.ABSENT.keys())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.context import RunContext
 
-_series: WeakKeyDictionary[RunContext, Counter[str]] = WeakKeyDictionary()
+_series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # of a process group, which has one board
 Verdict = Callable[[list[Any]], Any]
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -48,11 +48,10 @@ class Meeting:
         self.world_size = context.world_size
         self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
         self._given = context.store
-        self._context = context
-        # Another Accelerator of this run must not find what this one has left on the board.
-        series = _series.setdefault(context, Counter())
-        series[name] += 1
-        self._name = f"{name}/{series[name]}"
+        # Another Accelerator of this run, or one after `_reset_state`, must not find what this one left on the board.
+        self._series = _series.setdefault(getattr(context, "group", None) or context, Counter())
+        self._series[name] += 1
+        self._name = f"{name}/{self._series[name]}"
         self._store: Board | None = None
         self._count = 0
         self._relays = 0
@@ -184,7 +183,7 @@ class Meeting:
 
     def withdraw(self) -> None:
         """Let the next series have the name of this one, where no meeting has been held: peers know nothing of it."""
-        series, (name, _) = _series[self._context], self._name.rsplit("/", 1)
+        series, (name, _) = self._series, self._name.rsplit("/", 1)
         if self._count == 0 and self._name == f"{name}/{series[name]}":
             series[name] -= 1
 

@@ -57,11 +57,11 @@ def test_a_pass_that_is_left_stays_in_its_epoch():
     assert list(sampler) == epoch_of(20)
 
 
-def test_the_seed_of_a_sampler_is_the_given_one_or_its_generators_or_that_of_torch():
+def test_the_seed_of_a_sampler_is_the_given_one_or_that_of_torch():
     torch.manual_seed(11)
     generator = seeded(5)
     assert SeedableRandomSampler(range(3)).initial_seed == 11
-    assert SeedableRandomSampler(range(3), generator=generator).initial_seed == 5
+    assert SeedableRandomSampler(range(3), generator=generator).initial_seed == 11, "as documented"
     assert SeedableRandomSampler(range(3), generator=generator, data_seed=0).initial_seed == 0
     assert SeedableRandomSampler(range(3), generator=generator).generator is generator
 

@@ -40,6 +40,10 @@ for module in names.MODULES:
     for name in dir(importlib.import_module(module)):
         getattr(sys.modules[module], name)
 
+import accelerate.utils.tqdm as module_of_tqdm
+from accelerate.utils import tqdm  # the function, whoever has imported the module of this name
+assert list(tqdm(range(2), disable=True)) == [0, 1] and accelerate.utils.tqdm is tqdm
+
 star = {}
 exec("from accelerate.utils import *", star)
 

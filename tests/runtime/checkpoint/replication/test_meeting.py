@@ -19,9 +19,13 @@ KEY = b"k" * 32
 class Context:
     """What a meeting wants to know of its rank."""
 
-    def __init__(self, rank, store):
-        self.rank, self.store, self.world_size, self.key = rank, store, 2, KEY
+    def __init__(self, rank, store, group=None):
+        self.rank, self.store, self.world_size, self.key, self.group = rank, store, 2, KEY, group
         self.config = SimpleNamespace(timeout_s=30.0)
+
+
+class Group:
+    """Process group."""
 
 
 class SlowBoard(RemoteBoard):
@@ -102,6 +106,14 @@ def test_the_end_waits_for_nobody_who_has_parted(both):
         thread.join(30)
         assert not thread.is_alive()
     assert not meeting_module._unread
+
+
+def test_who_starts_anew_over_the_same_group_finds_nothing_of_the_meetings_before():
+    """A script resets its state and makes another Accelerator: another context, of the same group and board."""
+    board, group = LocalBoard(), Group()
+    names = [Meeting(Context(1, board, group))._name for _ in range(2)]
+    assert names == ["meeting/1", "meeting/2"]
+    assert Meeting(Context(1, board, Group()))._name == "meeting/1", "of a new group with a new board"
 
 
 def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
