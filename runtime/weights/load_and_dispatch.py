@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,12 @@ from orc.runtime.weights.device_map import (
     infer_auto_device_map,
     retie_parameters,
 )
-from orc.runtime.weights.dispatch import check_plan, dispatch_model
+from orc.runtime.weights.dispatch import check_plan, dispatch_model, module_device
 from orc.runtime.weights.empty_weights import as_dtype
 from orc.runtime.weights.loading import load_checkpoint_in_model
 from orc.runtime.weights.placing import Placement
 
+S = TypeVar("S")
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -90,8 +92,10 @@ def load_checkpoint_and_dispatch(
     check_fit(model, _values(weights), ties, checkpoint, strict)
     placement = Placement(model, plan, offload_folder, offload_buffers)
     wanted = as_dtype(dtype)
-    placement.put_all({name: (source, wanted) for name, source in weights.items()})
+    sources = weights | _kept_apart(weights, ties, plan)
+    placement.put_all({name: (source, wanted) for name, source in sources.items()})
     index = placement.finish()
+    _share_entries(model, index, ties)
     retie_parameters(model, ties)
     return dispatch_model(
         model, plan, offload_dir=offload_folder, offload_index=index or None, offload_buffers=offload_buffers,
@@ -124,6 +128,31 @@ def planned(
     return infer_auto_device_map(
         model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
     )
+
+
+def _kept_apart(weights: Mapping[str, S], ties: Sequence[Sequence[str]], plan: Mapping[str, Device]) -> dict[str, S]:
+    """Return sources for the names of tied weights that are for a device, where the one in the checkpoint is not."""
+    sources: dict[str, S] = {}
+    for group in ties:
+        found = next((name for name in group if name in weights), None)
+        if found is not None and module_device(found, plan) == "disk":
+            absent = (name for name in group if name not in weights and module_device(name, plan) != "disk")
+            sources.update(dict.fromkeys(absent, weights[found]))
+    return sources
+
+
+def _share_entries(model: nn.Module, index: dict[str, dict[str, Any]], ties: Sequence[Sequence[str]]) -> None:
+    """Let all names of a tied weight on the disk find it: a checkpoint has it under one of them."""
+    for group in ties:
+        found = next((name for name in group if name in index), None)
+        if found is None:
+            continue
+        for name in group:
+            if name not in index and model.get_parameter(name).is_meta:
+                path, _, attribute = name.rpartition(".")
+                # The one parameter, of the data type that was asked for.
+                model.get_submodule(path)._parameters[attribute] = model.get_parameter(found)
+                index[name] = {**index[found], "weight_name": index[found].get("weight_name", found)}
 
 
 def _values(weights: Mapping[str, tuple[Path | None, Tensor]]) -> dict[str, Tensor]:

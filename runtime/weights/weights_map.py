@@ -117,7 +117,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 if value.dtype != dtype:
                     return value.to(dtype)  # not kept: it is memory, not a mapping
             else:
-                name = safe_relative_name(f"{key}.dat")
+                name = safe_relative_name(f"{entry.get('weight_name', key)}.dat")
                 value = load_offloaded_weight(Path(self.save_folder or ".") / name, entry)
             self._mapped[key] = value
         return self._mapped[key]

@@ -461,3 +461,27 @@ def test_attaching_to_every_module_with_weights(model):
         *(f"{block}{part}" for block in ("block1", "block2") for part in ("", ".linear1", ".linear2", ".norm")),
         "head",
     ]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("places", ["disk disk", "disk cpu", "cpu disk"])
+def test_a_tied_weight_that_the_checkpoint_has_once_is_found_under_both_names(tmp_path, places, dtype):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    model = Tied()
+    torch.save({"embed.weight": model.embed.weight}, tmp_path / "weights.bin")
+    with init_empty_weights():
+        empty_one = Tied()
+    plan = dict(zip(("embed", "head"), places.split(), strict=True))
+    loaded = load_checkpoint_and_dispatch(
+        empty_one, tmp_path / "weights.bin", plan, offload_folder=tmp_path / "away", dtype=dtype
+    )
+    ids = torch.arange(3)
+    assert torch.equal(loaded(ids), (model if dtype is None else model.to(dtype))(ids))
