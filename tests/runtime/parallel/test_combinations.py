@@ -17,7 +17,7 @@ RANKS_IMPORT = (
     "torchao.float8",
     "torch._functorch.partitioners",
     "torch._dynamo.backends.debugging",
-    "torch._inductor.output_code",
+    "torch._inductor.lowering",
     "networkx",
 )
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"

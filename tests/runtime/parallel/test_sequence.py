@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-RANKS_IMPORT = ("transformers.models.llama.modeling_llama",)
+RANKS_IMPORT = (
+    "transformers.models.llama.modeling_llama",
+    *("torch._functorch.partitioners", "torch._inductor.lowering", "networkx"),
+)
 VOCABULARY, LENGTH = 32, 16
 
 

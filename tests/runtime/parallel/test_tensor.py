@@ -21,7 +21,7 @@ RANKS_IMPORT = (
     "transformers.models.qwen3.modeling_qwen3",
     "torch._functorch.partitioners",
     "torch._dynamo.backends.debugging",
-    "torch._inductor.output_code",
+    "torch._inductor.lowering",
     "networkx",
 )
 STEPS, WORDS = 6, 32

@@ -18,7 +18,10 @@ from orc.runtime import (
     load_checkpoint_in_model,
 )
 
-RANKS_IMPORT = ("deepspeed", "torchao.float8", "transformers.models.llama.modeling_llama")
+RANKS_IMPORT = (
+    *("deepspeed", "torchao.float8", "transformers.models.llama.modeling_llama"),
+    *("torch._functorch.partitioners", "torch._inductor.lowering", "networkx"),
+)
 pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision=fp8 on a CPU")
 
 
