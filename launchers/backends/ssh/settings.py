@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,11 +13,11 @@ from orc.launchers.backends.ssh.hostfile import Host, Labels, Slots, expand, rea
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT as DEFAULT_ROOT
-from orc.launchers.remote.ssh.options import HostName, SshOptions, UserName
+from orc.launchers.remote.ssh.options import HostName, SshOptions, UserName, refuse_home
 from orc.launchers.spec.options import Flag, FrozenModel, Number, PathText, Whole, seconds, several, validate_options
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.ssh.hosts import HostSpec
+    from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document
@@ -35,6 +35,12 @@ class Options(SshOptions):
     peer_timeout: Annotated[Number, seconds(2, 3600)] = Field(30.0, description="Silence after which a node is lost.")
     preflight: Flag = Field(True, description="Probe the hosts before each attempt.")
     shared: Flag | Literal["auto"] = Field("auto", description="Whether the hosts share the root's file system.")
+    sudo: Flag = Field(False, description="Run everything on the hosts as root, with sudo.")
+
+    @property
+    def access(self) -> ConnectOptions:
+        """The same for transports."""
+        return replace(super().access, sudo=self.sudo)
 
 
 class JobOptions(FrozenModel):
@@ -97,6 +103,8 @@ def read_settings(cluster: Cluster) -> Settings:
             hint="List them under `options:`, as in  hosts: [node1, node2]  or give a `hostfile`.",
         )
     _refuse_doubles(hosts, document)
+    for python in (cluster.python, *(host.python for host in hosts)):
+        refuse_home(python, options.sudo, document.where)
     given = cluster.root or DEFAULT_ROOT
     completed = tuple(_completed(host, options) for host in hosts)
     if cluster.login is not None:

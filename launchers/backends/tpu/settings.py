@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from orc.launchers.backends.tpu import accelerators
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.hosts import ConnectOptions
-from orc.launchers.remote.ssh.options import DEFAULT_ROOT, JumpHosts, UserName
+from orc.launchers.remote.ssh.options import DEFAULT_ROOT, JumpHosts, UserName, refuse_home
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import (
@@ -177,6 +177,7 @@ class Options(FrozenModel):
     os_login: Flag = Field(False, description="Log in with OS Login instead of keys in the metadata.")
     ssh_key: PathText | None = Field(None, description="Private key to log in with; its .pub goes to the workers.")
     user: UserName | None = Field(None, description="Who logs in.")
+    sudo: Flag = Field(False, description="Run everything on the workers as root, with sudo.")
     port: Port = Field(22, description="sshd's port on the workers.")
     via: JumpHosts | None = Field(None, description="Jump host, [user@]host[:port].")
     ssh_config: PathText | None = Field(None, description="Instead of the user's ~/.ssh/config.")
@@ -247,6 +248,7 @@ def read_settings(cluster: Cluster) -> Settings:
     document = options_document(cluster)
     options = validate_options(Options, cluster.options, document.where)
     root = (cluster.root or DEFAULT_ROOT).rstrip("/") or "/"
+    refuse_home(cluster.python, options.sudo, cluster.name)
     if not root.startswith(("/", "~/")):
         raise SpecError(f"root: {root!r} is neither absolute nor below the home directory", where=cluster.name)
     return Settings(options, root, cluster.python, _public_key(options, document))

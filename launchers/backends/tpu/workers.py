@@ -144,6 +144,7 @@ def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], conf
             "connect_timeout": options.connect_timeout,
             "peer_timeout": options.peer_timeout,
             **({"ssh_config": config} if config else {}),
+            **({"sudo": True} if options.sudo else {}),
         },
     )
 

@@ -23,4 +23,4 @@ def ssh_argv(host: HostSpec, access: ConnectOptions, *, terminal: bool) -> tuple
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
     argv += ["-J", host.via] if host.via else []
-    return (*argv, "-t" if terminal else "-T", host.name)
+    return (*argv, "-t" if terminal else "-T", host.name, *(("sudo", "-n", "-H") if access.sudo else ()))

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from orc.launchers.remote.ssh.watchdog import VARIABLE
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
+# A session of its own, whose leader is the shell behind it, as it is where sshd starts the shell; `~` is root's home.
+_AS_ROOT = ("sudo", "-n", "-H", "setsid", "-w")
 _DECODE = 'eval "exec $(printf %b "$1")"'
 # Says who leads the command's processes, on both streams, because a login may have printed something before. The words
 # are put together there: a shell that shows what it runs must not show them. Waits for the command, to tell its signal.
@@ -34,8 +36,9 @@ def command_line(
     keep_env: Sequence[str] = (),
     *,
     mark_end: bool = False,
+    sudo: bool = False,
 ) -> str:
-    """Return the command line for *argv*, whose start (and end) `marks` recognises in its output."""
+    """Return the command line for *argv*, run as root with *sudo*; `marks` recognises its start (and end)."""
     script = _LEAD
     if drop_env:
         keep = "|".join(shlex.quote(name) for name in keep_env) or "''"
@@ -44,7 +47,7 @@ def command_line(
     end = "; status=$?; say 0; say 0 >&3; exit $status" if mark_end else ""
     settings = shlex.join(f"{name}={value}" for name, value in env.items())
     script += f'/usr/bin/env {VARIABLE}="$token-$$" {settings} "$@" 2>&3 3>&-{end}'
-    return any_shell(("/bin/sh", "-c", script, "orc", token, *argv))
+    return any_shell((*(_AS_ROOT if sudo else ()), "/bin/sh", "-c", script, "orc", token, *argv))
 
 
 def any_shell(argv: Sequence[str]) -> str:

@@ -60,6 +60,7 @@ class ConnectOptions:
     host_keys: str = "strict"  # or accept-new: remember the key of a host that was never seen. Changed keys: never
     ssh_config: str | None = None  # instead of the user's and the system's
     connect_timeout_s: float = 10.0  # for each step of connecting; also the silence after which a connection is dead
+    sudo: bool = False  # everything runs as root; its sudo must not ask for a password
 
     def config_files(self) -> tuple[str, ...]:
         """Return the SSH configuration files to read, in order; the first value found counts."""

@@ -43,6 +43,7 @@ class Link:
     def __init__(self, name: str, connection: HostConnection, python: str | None) -> None:
         self.name = name
         self.token = secrets.token_hex(8)
+        self.sudo = connection.access.sudo
         self._connection = connection
         connection.open()
         self._transport: Any = connection.transport

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec, is_user
 from orc.launchers.spec import grammar
 from orc.launchers.spec.options import Argument, FrozenModel, Number, PathText, Port, Reader, seconds
@@ -74,6 +75,13 @@ class Machine(FrozenModel):
     def spec(self, python: str | None = None) -> HostSpec:
         """Return the `HostSpec` of a machine; *python* is for a machine that names none."""
         return HostSpec(self.name, self.address, self.user, self.port, self.via, self.python or python)
+
+
+def refuse_home(python: str | None, sudo: bool, where: str) -> None:
+    """Raise `SpecError` for a *python* below a home directory that *sudo* makes that of root."""
+    if sudo and (python or "").startswith("~"):
+        what = f"python: {python} would be below the home directory of root, because of `sudo`"
+        raise SpecError(what, where=where, hint="Give the whole path.")
 
 
 class SshOptions(FrozenModel):

@@ -52,7 +52,7 @@ class SshProcess:
         self._input_closed = False
         self._settling: float | None = None
         self._whole = whole
-        line = command_line(argv, link.token, env or {}, drop_env, keep_env, mark_end=whole)
+        line = command_line(argv, link.token, env or {}, drop_env, keep_env, mark_end=whole, sudo=link.sudo)
         self._channel: Any = link.session(line, timeout_s)
         self._ready = select.poll()
         self._ready.register(self._channel.fileno(), select.POLLIN)

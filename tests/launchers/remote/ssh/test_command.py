@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,18 @@ def test_variables_are_dropped_by_their_beginning_but_for_those_that_are_kept() 
     env = {**os.environ, "A_GONE": "x", "B_GONE": "y\nB_KEPT=no", "B_KEPT": "kept"}
     said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env, timeout=60).stdout.splitlines()
     assert sorted(word for word in said if word.startswith(("A_", "B_"))) == ["A_NEW=1", "B_KEPT=kept"]
+
+
+def test_as_root_a_command_leads_a_session_of_its_own(tmp_path: Path) -> None:
+    """A double of sudo, which starts a child as the real one does and knows the flags that are used."""
+    sudo = tmp_path / "sudo"
+    sudo.write_text('#!/bin/sh\n[ "$1 $2" = "-n -H" ] || exit 9\nshift 2\n"$@"\n')
+    sudo.chmod(0o755)
+    line = command_line(("sh", "-c", "ps -o pgid= -p $$; echo $ORC_SSH_COMMAND; cat; exit 3"), "token", {}, sudo=True)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, input="in\n", env=env, timeout=60)
+    mark = marks("token").search(done.stdout.encode())
+    assert mark is not None
+    group = mark[1].decode()
+    assert done.stdout[mark.end() :].split() == [group, f"token-{group}", "in"]
+    assert done.returncode == 3
