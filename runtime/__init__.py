@@ -134,6 +134,7 @@ HOMES: dict[str, str] = {
     "init_on_device": "weights.empty_weights",
     "initialize_tensors": "collectives.structure",
     "InitProcessGroupKwargs": "core.handlers",
+    "install_xla": "compat.colab",
     "is_4bit_bnb_available": "compat.availability",
     "is_8bit_bnb_available": "compat.availability",
     "is_aim_available": "compat.availability",

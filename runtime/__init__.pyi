@@ -99,6 +99,7 @@ from orc.runtime.compat.availability import is_wandb_available as is_wandb_avail
 from orc.runtime.compat.availability import is_weights_only_available as is_weights_only_available
 from orc.runtime.compat.availability import is_xpu_available as is_xpu_available
 from orc.runtime.compat.basic_config import write_basic_config as write_basic_config
+from orc.runtime.compat.colab import install_xla as install_xla
 from orc.runtime.compat.objects import check_os_kernel as check_os_kernel
 from orc.runtime.compat.objects import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from orc.runtime.compat.objects import convert_dict_to_env_variables as convert_dict_to_env_variables
@@ -406,6 +407,7 @@ __all__ = [
     "init_on_device",
     "initialize_tensors",
     "InitProcessGroupKwargs",
+    "install_xla",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",

@@ -28,7 +28,7 @@ NAMES = {
     "seeding": "set_seed synchronize_rng_state synchronize_rng_states",
     "precision": "get_grad_scaler get_mixed_precision_context_manager",
     "what is there": "is_bf16_available is_ipex_available is_mps_available is_npu_available is_torch_version "
-    "is_torch_xla_available is_xpu_available",
+    "is_torch_xla_available is_xpu_available install_xla",
     "environment": "patch_environment clear_environment set_numa_affinity override_numa_affinity",
     "weights": "calculate_maximum_sizes compute_module_sizes get_balanced_memory get_max_layer_size "
     "load_checkpoint_in_model load_offloaded_weights load_state_dict offload_state_dict retie_parameters "

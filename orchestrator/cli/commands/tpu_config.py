@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
 
 PACKAGE = "orc-launch"
+_WHEELS = "~/.cache/orc/wheels"  # on a worker
 
 
 @click.command("tpu-config", context_settings=EITHER_SPELLING)
@@ -39,7 +40,7 @@ PACKAGE = "orc-launch"
 )
 @click.option(
     "--orc-version", "--accelerate-version", "version", metavar="VERSION", default="latest",
-    help="Which one: latest (default), a version, or dev for pre-releases too.",
+    help="Which one: latest (default) or a version from the package index, or dev: the one here, copied there.",
 )  # fmt: skip
 @click.option("--use-sudo", is_flag=True, help="As root.")
 @click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Set on the workers. May be repeated.")
@@ -80,8 +81,9 @@ def command(
     given = commands or tuple(config.get("commands", ()))
     file = command_file or (None if commands else config.get("command_file"))
     python = (chosen.python if chosen else None) or "python3"
+    wheel = _local_build() if install and version == "dev" else None
     lines = [
-        *([_install(python, version)] if install else []),
+        *([_install(python, version, wheel[0] if wheel else "")] if install else []),
         *(_commands_of(Path(file)) if file else []),
         *given,
     ]
@@ -96,10 +98,31 @@ def command(
     transports = _transports(chosen, str(name), workers)
     document = {"cluster": chosen.name, "tpu": name} if as_json else None
     try:
+        if wheel:
+            _copy(transports, *wheel)
         return run_and_report(transports, script, timeout, document=document, noun="worker")
     finally:
         for transport in transports.values():
             transport.close()
+
+
+def _local_build() -> tuple[str, bytes]:
+    from orc.launchers.local_build import wheel
+
+    return wheel()
+
+
+def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> None:
+    """Write the wheel *name* on all workers. Raises the `LaunchError` of the first that cannot have it."""
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.remote.ssh.fanout import each
+
+    def write(transport: Transport) -> None:
+        transport.write(transport.expand(f"{_WHEELS}/{name}"), content)
+
+    for worker, failed in each(transports, write).items():
+        if isinstance(failed, LaunchError):
+            raise failed.of(worker)
 
 
 def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> Mapping[str, Transport]:
@@ -180,11 +203,11 @@ def _pairs(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _install(python: str, version: str) -> str:
+def _install(python: str, version: str, wheel: str) -> str:
+    if wheel:  # the shell knows the home directory
+        return f"{shlex.join([python, '-m', 'pip', 'install', '--upgrade'])} {_WHEELS}/{shlex.quote(wheel)}"
     if version == "latest":
         wanted = ["--upgrade", PACKAGE]
-    elif version == "dev":
-        wanted = ["--upgrade", "--pre", PACKAGE]
     elif re.fullmatch(r"[0-9][A-Za-z0-9.!+_-]*", version, re.ASCII):
         wanted = [f"{PACKAGE}=={version}"]
     else:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import orc.runtime
-from orc.runtime.compat import availability
+from orc.runtime.compat import availability, colab
 from orc.runtime.compat.availability import is_package
 
 
@@ -87,3 +87,19 @@ def test_ipex_must_fit_torch(monkeypatch):
     assert availability.is_ipex_available()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.10.0")
     assert not availability.is_ipex_available()
+
+
+def test_the_torch_xla_of_a_colab_notebook_is_that_of_its_torch(monkeypatch):
+    with pytest.raises(RuntimeError, match="notebooks of Google Colab"):
+        colab.install_xla()
+    ran, status = [], types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(colab, "_in_colab", lambda: True)
+    monkeypatch.setattr(colab.subprocess, "run", lambda words, check: ran.append(words[1:]) or status)
+    colab.install_xla()
+    colab.install_xla(upgrade=True)
+    install = ["-m", "pip", "install"]
+    version = torch.__version__.partition("+")[0]
+    assert ran == [[*install, f"torch_xla[tpu]=={version}"], [*install, "--upgrade", "torch", "torch_xla[tpu]"]]
+    status.returncode = 1
+    with pytest.raises(RuntimeError, match=r"could not install torch_xla\[tpu\]"):
+        colab.install_xla(upgrade=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,14 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_debug_prints_what_would_be_run_and_touches_nothing(orc, clusters) -> None:
     done = orc(
         *("tpu-config", "--debug", "--command", "echo a", "--command", "echo 'b c'", "--tpu_name", "n"),
-        *("--tpu_zone", "europe-west4-a", "--install_accelerate", "--accelerate_version", "dev"),
+        *("--tpu_zone", "europe-west4-a", "--install_accelerate"),
     )
     assert (done.code, done.err) == (0, "")
     assert done.out == (
         "# on all workers of the TPU n in europe-west4-a (cluster pod):\n"
         "/bin/sh -e -c 'eval \"$(cat)\"' <<'EOF'\n"
         "exec 2>&1 </dev/null\n"
-        "python3 -m pip install --upgrade --pre orc-launch\n"
+        "python3 -m pip install --upgrade orc-launch\n"
         "echo a\n"
         "echo 'b c'\n"
         "EOF\n"
@@ -101,6 +102,27 @@ def test_the_status_is_that_of_the_worst_worker(orc, clusters, workers) -> None:
     assert done.err == "worker-1: ended with status 3\nfailed on 1 of 1 workers\n"
     found = json.loads(orc("tpu-config", "--json", "--tpu-name", "n", "--command", "echo x; exit 4").out)
     assert found["workers"] == [{"worker": f"worker-{n}", "status": 4, "problem": "", "output": ["x"]} for n in (0, 1)]
+
+
+def test_the_orc_that_is_here_is_copied_to_the_workers_and_installed(
+    orc, clusters, workers, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(place / "home"))
+    target = place / "target"
+    monkeypatch.setenv("PIP_TARGET", str(target))
+    for name in ("PIP_NO_DEPS", "PIP_NO_INDEX"):
+        monkeypatch.setenv(name, "1")
+    python = {**TPU, "python": sys.executable}
+    clusters(pod=python)
+    words = ("tpu-config", "--tpu-name", "n", "--worker", "0", "--install-accelerate", "--accelerate-version", "dev")
+    done = orc(*words)
+    assert done.code == 0, done.out + done.err
+    (wheel,) = (place / "home/.cache/orc/wheels").iterdir()
+    code = "import orc.launch, orc.runtime, orc.templates; from importlib.metadata import version as v;"
+    code += "print(orc.runtime.__path__[0], v('orc-launch'))"
+    shown = subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(target)}, capture_output=True)
+    assert shown.stdout.decode().split() == [str(target / "orc/runtime"), wheel.name.split("-")[1]], shown.stderr
+    assert (target / "orc/orchestrator/ledger/schema.sql").exists()
 
 
 def test_accelerates_configuration_is_read_and_options_win(orc, clusters, workers, place: Path) -> None:
