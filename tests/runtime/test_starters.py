@@ -249,7 +249,7 @@ def test_an_adapter_learns_and_the_base_model_stays(start, tmp_path):
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["sagemaker", "tpu"])
+@pytest.mark.parametrize("name", ["sagemaker", "slurm", "tpu"])
 def test_the_script_for_a_platform_runs_here_too(start, name):
     on_cpu = {"ORC_USE_CPU": "1", "ORC_CHECKPOINT_DIR": "runs"}
     check(name, start(name, world=2, env=on_cpu))
@@ -309,6 +309,7 @@ def test_gpt_fsdp_learns_with_half_of_the_model_on_each_rank_and_goes_on_on_one(
 
 
 def test_gpt_deepspeed_learns_as_replicas_do_and_goes_on(start, tmp_path):
+    shutil.copy(FOLDERS["gpt-deepspeed"] / "zero3.json", tmp_path)
     first = start("gpt-deepspeed", *SMALL, "--steps", "20")[0]
     second = start("gpt-deepspeed", *SMALL, "--steps", "40")[0]
     assert (tmp_path / "runs/model/model.safetensors").is_file()

@@ -19,6 +19,12 @@ from orc.orchestrator.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = re.compile(r"^Expected: (.+?) (>=|<=|=) (\S+)$", re.MULTILINE)
+PLATFORMS = [
+    ("sagemaker", "CreateTrainingJob"),
+    ("slurm", "#SBATCH --partition=gpu"),
+    ("ssh", "gpu01"),
+    ("tpu", "v4-32"),
+]
 ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
 
 
@@ -72,7 +78,7 @@ def test_the_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     assert float(accuracy) >= 0.93
 
 
-@pytest.mark.parametrize(("name", "words"), [("sagemaker", "CreateTrainingJob"), ("tpu", "v4-32")])
+@pytest.mark.parametrize(("name", "words"), PLATFORMS)
 def test_a_job_for_a_platform_can_be_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
@@ -83,6 +89,12 @@ def test_a_job_for_a_platform_can_be_rendered(
     monkeypatch.setenv("ORC_CLUSTERS", str(clusters))
     assert main(["render", str(tmp_path / name / "job.yaml")]) == 0
     assert words in capfd.readouterr().out
+
+
+def test_the_script_for_hosts_is_the_one_for_slurm() -> None:
+    """The other one is run by tests."""
+    texts = [(starters()[name] / "train.py").read_text().split('"""', 2)[2] for name in ("ssh", "slurm")]
+    assert texts[0] == texts[1]
 
 
 def test_the_page_of_examples_has_every_starter_and_its_figure() -> None:

@@ -2,9 +2,9 @@
 
 Run it with `orc submit job.yaml --follow`, or without a job file:
 
-    orc launch -n 2 --cpu --use-deepspeed --zero-stage 3 --gradient-clipping 1.0 --zero3-save-16bit-model true train.py
+    orc launch -n 2 --cpu --use-deepspeed --deepspeed-config-file zero3.json train.py
 
-Nothing in here is about DeepSpeed: the settings choose it. The same script trains replicas
+Nothing in here is about DeepSpeed: the settings in zero3.json choose what it does. The same script trains replicas
 (`orc launch -n 2 --cpu train.py`), and `python train.py` a single process.
 """
 
