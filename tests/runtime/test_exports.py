@@ -1,6 +1,8 @@
 """The package's names: lazy, complete, and cheap to import."""
 
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +117,14 @@ def test_the_feature_table_points_at_files_that_exist():
             assert all((folder / one.strip("`")).exists() for one in cell.split(", ") if one not in ("–", "advice")), (
                 row
             )
+
+
+def test_every_plugin_and_hook_stands_in_the_reference_with_its_arguments():
+    page = (Path(__file__).parents[2] / "docs/reference/plugins-and-hooks.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", page, re.MULTILINE))
+    named = [name for name in orc.runtime.__all__ if name.endswith(("Plugin", "Hook", "Config", "CpuOffload"))]
+    assert len(named) > 15
+    for name in named:
+        parameters = inspect.signature(getattr(orc.runtime, name)).parameters.values()
+        wanted = {f"`{one.name}`" for one in parameters if one.kind is not one.VAR_POSITIONAL}
+        assert wanted <= set(re.findall(r"`\w+`", rows[name])), name
