@@ -222,13 +222,16 @@ def _launcher(draft: Draft) -> None:
         for key, name in (("include", "deepspeed_inclusion_filter"), ("exclude", "deepspeed_exclusion_filter"))
         if (value := draft.take(name))
     }
-    if filters or runner not in ("standard", "pdsh"):
+    if filters or runner not in ("standard", "nossh", "pdsh"):
         chosen = runner if runner in ("pdsh", "openmpi", "mpich", "impi", "slurm") else "pdsh"
         draft.launcher |= {"kind": "deepspeed", "options": {"launcher": chosen, **filters}}
         draft.notes.settle("rdzv_backend")
         return
     restarts = draft.take("max_restarts", 0)
-    if draft.take("rdzv_backend", "static") == "c10d" or restarts:
+    meeting = draft.take("rdzv_backend", "static")
+    if meeting.startswith("etcd"):
+        draft.notes.add("rdzv_backend", "nodes of a job meet at node 0, by c10d; no etcd is needed")
+    if meeting != "static" or restarts:
         options["rdzv_backend"] = "c10d"
     if restarts:
         options["max_restarts"] = restarts

@@ -30,18 +30,30 @@ _FSDP = tuple(
 )
 
 
+# Settings of DeepSpeed's launcher: `orc.launchers.accelerate.elsewhere`.
+_ON_HOSTS = {
+    "deepspeed_hostfile": "Runs as a job on these hosts, reached by SSH, and shows the output of all processes.",
+    "deepspeed_exclusion_filter": "Leaves these hosts of the file out: `worker-2@worker-3`.",
+    "deepspeed_inclusion_filter": "Takes these hosts of the file alone: `worker-0@worker-1`.",
+    "deepspeed_multinode_launcher": "With --deepspeed_hostfile. pdsh: orc's agents start the processes; openmpi, "
+    "mpich, impi: DeepSpeed starts them so; standard, nossh: the file is left alone, and somebody starts one launch on "
+    "each machine.",
+}
+_RUNNERS = ("pdsh", "standard", "nossh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+
+
 def _deepspeed() -> Iterator[Option]:
     for one in deepspeed_keys.KEYS.values():
         if one.name == "gradient_accumulation_steps":
             continue  # an option of every run
-        elsewhere = deepspeed_keys.OF_LAUNCHER.get(one.name)
+        elsewhere = _ON_HOSTS.get(one.name)
         yield Option(
             name=one.name,
             group="deepspeed",
             doc=one.doc,
-            parse=one.parse,
-            effect="job" if elsewhere else "done",
-            does=f"belongs to DeepSpeed's launcher: {elsewhere}" if elsewhere else "Sets it, with --use_deepspeed.",
+            parse=choice(*_RUNNERS) if one.name == "deepspeed_multinode_launcher" else one.parse,
+            effect="done",
+            does=elsewhere or "Sets it, with --use_deepspeed.",
             flags=(f"--{one.name}",),
             key=f"deepspeed_config.{one.name}",
             variable=one.variable,

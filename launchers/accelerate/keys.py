@@ -31,7 +31,7 @@ PARADIGMS: Mapping[str, str] = {
 PRECISIONS = tuple(config.PRECISIONS)
 
 _TPU_JOB = "a TPU is trained on by a job: `launcher: xla` in job.yaml and a cluster of kind tpu in clusters.yaml"
-_SAGEMAKER = "says where a job of Amazon SageMaker runs: `orc config convert` writes it into clusters.yaml"
+_SAGEMAKER = "Says where the job of Amazon SageMaker runs that the launch becomes: its entry in clusters.yaml."
 _INTEL = "PyTorch itself has had these optimisations since 2.8, and the extension is no longer developed"
 
 _LAUNCH = (
@@ -126,19 +126,20 @@ _MACHINES = (
     Option("role", "machines", "Name of what the processes do.", text, "done",
            "ROLE_NAME of all processes, so ROLE_RANK and ROLE_WORLD_SIZE count all of them.", ("--role",),
            variable="ROLE_NAME", default="default"),
-    Option("rdzv_backend", "machines", "How machines meet: static or c10d.", choice("static", "c10d"), "done",
-           "Both meet at the address of machine 0. A job whose nodes may come and go is one with a range of "
-           "`resources.nodes`.", ("--rdzv_backend",), key="rdzv_backend", default="static",
-           job="launcher.options.rdzv_backend"),
-    Option("rdzv_conf", "machines", "Settings of the meeting: key=value,key=value.", mapping, "ignored",
-           "Nothing: machines meet where rank 0 listens, and the script's InitProcessGroupKwargs say how long they "
-           "wait.", ("--rdzv_conf",), key="rdzv_conf", job="launcher.options.rdzv_conf"),
+    Option("rdzv_backend", "machines", "How machines meet: static, c10d, etcd or etcd-v2.",
+           choice("static", "c10d", "etcd", "etcd-v2"), "done",
+           "static: at the address of machine 0. Another: torchrun starts the processes, and they meet by it at that "
+           "address and port; `--machine_rank` may be left out.", ("--rdzv_backend",), key="rdzv_backend",
+           default="static", job="launcher.options.rdzv_backend"),
+    Option("rdzv_conf", "machines", "Settings of the meeting: key=value,key=value.", mapping, "done",
+           "torchrun starts the processes, with these settings.", ("--rdzv_conf",), key="rdzv_conf",
+           job="launcher.options.rdzv_conf"),
     Option("max_restarts", "machines", "Start all processes again after a failure, this often.", whole(0), "done",
            "Starts them again.", ("--max_restarts",), key="max_restarts", default=0,
            job="launcher.options.max_restarts"),
-    Option("monitor_interval", "machines", "Seconds between two looks at the processes.", number, "ignored",
-           "Nothing: the end of a process is noticed at once.", ("--monitor_interval",), key="monitor_interval",
-           job="launcher.options.monitor_interval"),
+    Option("monitor_interval", "machines", "Seconds between two looks at the processes.", number, "done",
+           "torchrun starts the processes, and looks at them so often; without it their end is noticed at once.",
+           ("--monitor_interval",), key="monitor_interval", job="launcher.options.monitor_interval"),
 )  # fmt: skip
 _LOGS = (
     Option("tee", "logs", "Streams that also go to a file: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:N,RANK:N.",
@@ -180,15 +181,17 @@ _TPU = (
     Option("tpu_cluster", "tpu", "Train on a TPU pod.", truth, "job", _TPU_JOB, ("--tpu_cluster",), switch=True,
            key="tpu_use_cluster", job="resources.nodes"),
     Option("tpu_use_sudo", "tpu", "Run the script with sudo on each worker.", truth, "job",
-           "workers run jobs as the user that a cluster names", ("--tpu_use_sudo",), switch=True, key="tpu_use_sudo",
-           job="clusters.yaml: user"),
-    Option("vm", "tpu", "Names of single workers.", words, "job", _TPU_JOB, ("--vm",), key="tpu_vm",
-           job="clusters.yaml: tpu"),
+           "a cluster of kind tpu says it: `sudo: true`", ("--tpu_use_sudo",), switch=True, key="tpu_use_sudo",
+           job="clusters.yaml: sudo"),
+    Option("vm", "tpu", "Names of single workers.", words, "job",
+           "a cluster of kind ssh has such machines as `hosts`, and `launcher: xla` trains on their chips", ("--vm",),
+           key="tpu_vm", job="clusters.yaml: hosts"),
     Option("env", "tpu", "Variables for the script: NAME=VALUE. Repeatable.", texts, "done",
            "Sets them for the script, on every machine that runs the command.", ("--env",), key="tpu_env", job="env"),
-    Option("main_training_function", "tpu", "Function of the script to run on a TPU.", text, "ignored",
-           "Nothing: the whole script runs in each process, as `python script.py` does.",
-           ("--main_training_function",), key="main_training_function", default="main"),
+    Option("main_training_function", "tpu", "Function of the script to run on a TPU.", text, "done",
+           "Has an effect on TPUs alone: in a job each process calls this function. Without one, and for `main`, it "
+           "runs the whole script.", ("--main_training_function",), key="main_training_function", default="main",
+           job="launcher.options.function"),
     Option("downcast_bf16", "tpu", "With bf16 on a TPU: double becomes float32, and not bfloat16 as float does.",
            truth, "done", "Has an effect on TPUs alone.", ("--downcast_bf16",), switch=True, key="downcast_bf16",
            variable="XLA_DOWNCAST_BF16", setting="downcast_bf16", job="runtime.downcast_bf16"),
@@ -201,13 +204,14 @@ _TPU = (
 )  # fmt: skip
 _SAGE = (
     *(
-        Option(name, "sagemaker", f"Variable {name.upper()} of a submission to Amazon SageMaker.", text, "job",
-               "credentials come from the environment, the AWS profile or the role of whoever submits, and are never "
-               "in a command line", (f"--{name}",), variable=name.upper(), job=f"secrets of {name.upper()}")
-        for name in ("aws_access_key_id", "aws_secret_access_key")
+        Option(name, "sagemaker", f"{what} of a launch on Amazon SageMaker.", text, "done",
+               "Signs the requests of this submission; it is written nowhere, and leaves the command line at once. "
+               "Later commands take the environment, or a profile.", (f"--{name}",), variable=name.upper(),
+               job=f"environment: {name.upper()}")
+        for name, what in (("aws_access_key_id", "Access key"), ("aws_secret_access_key", "Secret key"))
     ),
     *(
-        Option(name, "sagemaker", f"{what}.", parse, "job", _SAGEMAKER, key=name, job=f"clusters.yaml: {name}")
+        Option(name, "sagemaker", f"{what}.", parse, "done", _SAGEMAKER, key=name, job=f"clusters.yaml: {name}")
         for name, what, parse in (
             ("base_job_name", "Prefix of the names of jobs", text),
             ("ec2_instance_type", "Instance type; `local` runs in a container here", text),
@@ -226,7 +230,7 @@ _SAGE = (
 )  # fmt: skip
 _FILE = (
     Option("compute_environment", "file", "LOCAL_MACHINE or AMAZON_SAGEMAKER.", choice(*COMPUTE_ENVIRONMENTS), "done",
-           "LOCAL_MACHINE launches here; a file of Amazon SageMaker is for `orc config convert`.",
+           "LOCAL_MACHINE launches here; with a file of Amazon SageMaker the launch is a job there.",
            key="compute_environment", choices=COMPUTE_ENVIRONMENTS, default="LOCAL_MACHINE"),
     Option("distributed_type", "file", "The kind of run.", choice(*DISTRIBUTED_TYPES), "done",
            "FSDP, DEEPSPEED, MEGATRON_LM, MULTI_GPU and TPU are the flags of these names; NO is one process; "

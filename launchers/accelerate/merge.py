@@ -70,11 +70,18 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, s
     return Values(found, frozenset(given))
 
 
+def trains_with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> bool:
+    """Return True where DeepSpeed is chosen: by a flag, or by the file and no flag chooses another."""
+    if any(flags.get(name) for name in _KINDS):
+        return bool(flags.get("use_deepspeed"))
+    return PARADIGMS.get(str(file.get("distributed_type"))) == "use_deepspeed"
+
+
 def _of_file(given: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what a file says and neither the environment nor the choice of another paradigm overrules."""
     if file.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise LaunchError(
-            "the configuration file is one of Amazon SageMaker, and orc launch runs on this machine",
+            "the configuration file is one of Amazon SageMaker, where a job runs and no process of this machine",
             hint="`orc config convert FILE` makes a job of it; --config_file names another file.",
         )
     kind = PARADIGMS.get(str(file.get("distributed_type")))
@@ -162,6 +169,9 @@ def _check_together(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             raise LaunchError(f"{OPTIONS[first].flag} and {OPTIONS[second].flag} exclude each other")
     if on("cpu") and found.get("gpu_ids") not in (None, ["all"]):
         raise LaunchError("--cpu and --gpu_ids exclude each other")
+    for name in ("aws_access_key_id", "aws_secret_access_key"):
+        if name in given:
+            raise LaunchError(f"--{name} has no effect without a configuration file of Amazon SageMaker")
     for name in given:
         option = OPTIONS[name]
         switch = NEEDS.get(option.group)

@@ -12,6 +12,7 @@ from orc.launchers.accelerate.keys import of_group
 # What a file does not say, and the user has to write.
 PROJECT = "my-project"
 ZONE = "us-central2-b"
+CHIPS = 4  # of a TPU machine, but for those of v5e and v6e with one or eight
 OLDEST = (3, 10)  # Python of ranks
 # The newest image with Transformers that the tables of `orc.launchers.backends.sagemaker.images` have; a test compares.
 NEWEST_IMAGE = {"py_version": "py312", "pytorch_version": "2.9.0", "transformers_version": "5.3.0"}
@@ -55,12 +56,15 @@ def tpu(draft: Draft, title: str) -> None:
     name = cluster_name(title, "tpu")
     draft.job["cluster"] = name
     draft.launcher["kind"] = "xla"
+    if (function := draft.take("main_training_function", "main")) != "main":  # `main` is what a script calls itself
+        draft.launcher["options"] = {"function": function}
     zone = draft.take("tpu_zone")
     options: dict[str, Any] = {"project": PROJECT, "zones": [zone or ZONE], "accelerator_type": f"v4-{8 * nodes}"}
     missing = "its Google Cloud project and accelerator_type" + ("" if zone else ", and its zone")
     if tpu_name := draft.take("tpu_name"):
         options["name"] = tpu_name
-    draft.notes.add("tpu_name" if tpu_name else "distributed_type", f"the file does not say {missing}: write them")
+    if not draft.config.get("vm"):
+        draft.notes.add("tpu_name" if tpu_name else "distributed_type", f"the file does not say {missing}: write them")
     for pair in draft.take("env", []):
         key, _, value = str(pair).partition("=")
         draft.env[key] = value
@@ -71,9 +75,19 @@ def tpu(draft: Draft, title: str) -> None:
         else:
             draft.notes.add("command_file", "there is no such file here; its commands go into `setup`")
     draft.setup += draft.take("commands", [])
-    if draft.config.get("tpu_use_sudo"):
-        draft.notes.add("tpu_use_sudo", "ranks run as the user who logs in: `user: root` in the cluster's options")
-    draft.clusters[name] = {"kind": "tpu", "options": options}
+    if draft.take("tpu_use_sudo"):
+        options["sudo"] = True
+    if machines := draft.take("vm"):
+        _single_machines(draft, machines)
+        options = {"hosts": machines, **({"sudo": True} if "sudo" in options else {})}
+    draft.clusters[name] = {"kind": "ssh" if machines else "tpu", "options": options}
+
+
+def _single_machines(draft: Draft, machines: list[str]) -> None:
+    """The nodes of TPU machines that are named one by one: hosts over SSH, each with its chips."""
+    draft.resources |= {"nodes": len(machines), "procs_per_node": CHIPS}
+    what = f"`gcloud compute config-ssh` makes names that SSH knows; a machine has {CHIPS} chips, or write how many"
+    draft.notes.add("vm", what)
 
 
 def sagemaker(draft: Draft, title: str) -> None:

@@ -9,7 +9,7 @@ from orc.launchers.accelerate.merge import Values
 from orc.launchers.errors import LaunchError
 from orc.runtime.core import fp8_settings
 from orc.runtime.core.config import ConfigError, to_env
-from orc.runtime.core.deepspeed_keys import KEYS
+from orc.runtime.core.deepspeed_keys import KEYS, OF_LAUNCHER
 
 
 def variables(values: Values) -> dict[str, str]:
@@ -24,8 +24,7 @@ def variables(values: Values) -> dict[str, str]:
     if values.on("use_deepspeed"):
         steps = values.get("gradient_accumulation_steps")
         own = {**values.of_group("deepspeed"), "gradient_accumulation_steps": steps}
-        done = [name for name in KEYS if name in own and OPTIONS[name].effect == "done"]
-        settings["deepspeed"] = {name: own[name] for name in done}
+        settings["deepspeed"] = {name: own[name] for name in KEYS if name in own and name not in OF_LAUNCHER}
     if values.on("use_megatron_lm"):
         settings["megatron"] = values.of_group("megatron")
     try:

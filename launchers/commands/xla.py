@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BASE_PORT = 8476  # torch_xla's own
 OPTIONS: Mapping[str, Option] = {
+    "function": TEXT,
     "processes": one_of("chip", "host"),
     "device": one_of("TPU", "CPU"),
     "metadata": one_of("server", "variables"),
@@ -40,13 +41,22 @@ _DECIDED = {
     "chips_per_process_bounds": _TOPOLOGY,
     "worker_id": "orc numbers the nodes",
     "worker_hostnames": "they are the nodes of the attempt",
-    "main_training_function": "every process runs the whole script, so that no function has to be named",
+    "main_training_function": "the option is called function",
     "downcast_bf16": "it is a setting of the runtime: runtime.downcast_bf16",
 }
 _VARIABLES_ONLY = ("accelerator_type", "topology", "base_port")
 # How the chips of one machine lie, by their number, in X and Y (machines are one chip deep).
 _CHIPS_OF_A_HOST = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 _TWO_CORES = re.compile(r"v[23]-")
+
+# The script is imported, as `import` does it: what stands below `if __name__ == "__main__"` does not run.
+_CALL = (
+    "import os, sys; sys.argv = sys.argv[1:]; name = sys.argv.pop(1); "
+    "sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0])); import importlib.util as util; "
+    "spec = util.spec_from_file_location('orc_training_script', sys.argv[0]); script = util.module_from_spec(spec); "
+    "sys.modules[spec.name] = script; spec.loader.exec_module(script); "
+    "hasattr(script, name) or sys.exit(f'{sys.argv[0]} has no function {name}'); getattr(script, name)()"
+)
 
 Grid = tuple[int, int, int]
 
@@ -61,6 +71,9 @@ class XlaCommand:
         options = job.launcher.options
         if reason := refuse(options, OPTIONS, _DECIDED):
             return reason
+        function = options.get("function")
+        if function is not None and (job.script is None or not function.isidentifier()):
+            return f"option function = {function!r}: expected the name of a function of the job's `script`"
         nproc, nodes = job.resources.nproc, job.resources.max_nodes
         if options.get("processes") == "host" and nproc != 1:
             return f"option processes = 'host' is one process per node, and resources say {nproc}"
@@ -86,7 +99,7 @@ class XlaCommand:
         return f"option {given[0]} is for metadata: variables; the metadata server knows it" if given else None
 
     def build(self, job: JobSpec) -> NodeCommand:
-        """The program itself, once per process."""
+        """The program itself, or a function of the script, once per process."""
         options = job.launcher.options
         nproc, nodes = job.resources.nproc, job.resources.max_nodes
         env = {"PJRT_DEVICE": str(options.get("device", "TPU"))}
@@ -121,7 +134,11 @@ class XlaCommand:
                 rank_env["CLOUD_TPU_TASK_ID"] = ("{rank}",) * nproc
             if chip:
                 rank_env["TPU_VISIBLE_CHIPS"] = tuple(map(str, range(nproc)))
-        return NodeCommand("ranks", program_of(job), env=env, host_env=host_env, rank_env=rank_env)
+        program = program_of(job)
+        if "function" in options:
+            python, script, *arguments = program
+            program = (python, "-c", _CALL, script, options["function"], *arguments)
+        return NodeCommand("ranks", program, env=env, host_env=host_env, rank_env=rank_env)
 
 
 def _why_no_variables(options: Mapping[str, Any], job: JobSpec) -> str | None:

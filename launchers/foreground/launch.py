@@ -118,7 +118,7 @@ def launch(request: LocalLaunch) -> int:
     if request.nprocs < 1:
         raise LaunchError(f"-n {request.nprocs}: at least one process is needed")
     argv = request.argv()
-    env = _environment(request)
+    env = environment(request)
     if request.log_dir is not None:
         try:
             request.log_dir.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,8 @@ def runtime_path() -> Path:
     return directory
 
 
-def _environment(request: LocalLaunch) -> dict[str, str]:
+def environment(request: LocalLaunch) -> dict[str, str]:
+    """Return the variables that all ranks of *request* have in common. Raises `LaunchError`."""
     env = {name: value for name, value in os.environ.items() if name not in DERIVED}
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")

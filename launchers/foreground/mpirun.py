@@ -6,6 +6,7 @@ Only one machine runs the command. Each process that mpirun starts is ``python -
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def command_line(
         raise LaunchError("--mpirun_hostfile needs --num_processes, the number over all machines")
     if total % machines:
         raise LaunchError(f"--num_processes {total} is not a multiple of --num_machines {machines}")
-    hostfile = Path(values.get("mpirun_hostfile")).expanduser()
+    hostfile = hostfile_of(values)
     first = values.get("main_process_ip") or _first_host(hostfile)
     own = dict(request.env)
     own.setdefault("MASTER_ADDR", "127.0.0.1" if machines == 1 and first == "localhost" else first)
@@ -49,17 +50,52 @@ def command_line(
         own.setdefault("MASTER_PORT", str(values.get("main_process_port") or DEFAULT_PORT))
     own.setdefault("CCL_WORKER_COUNT", str(values.get("mpirun_ccl", 1)))
     own.setdefault("CCL_ATL_TRANSPORT", env.get("CCL_ATL_TRANSPORT", "ofi"))
+    words = _placement(version, hostfile, total, machines)
     if "Open MPI" in version:
-        words = ["--hostfile", str(hostfile), "-n", str(total)]
-        words += ["--map-by", f"ppr:{total // machines}:node"] if machines > 1 else []
-        words += ["--allow-run-as-root"] if os.getuid() == 0 else []
         words += [word for name in own for word in ("-x", name)]  # it passes its own environment on by name
-    else:
-        words = ["-f", str(hostfile), "-n", str(total), "-ppn", str(total // machines)]
     kind = ["--module"] if request.module else ["--no_python"] if request.no_python else []
     file = ["--config_file", values.get("config_file")] if "config_file" in values.given else []
     launch = [request.python, *request.python_flags, "-m", "orc.launch", *file, *kind, "--", *request.program]
     return ["mpirun", *words, *launch], {**env, **own}
+
+
+def hostfile_of(values: Values) -> Path:
+    """Return the path of the host file that *values* name."""
+    return Path(values.get("mpirun_hostfile")).expanduser()
+
+
+def check_hosts(words: list[str], machines: int, env: Mapping[str, str], limit_s: float = 60.0) -> None:
+    """Raise `LaunchError` unless the command line *words* of mpirun starts a process on each of the *machines*.
+
+    Where SSH asks for a password mpirun waits for ever, and so would the run.
+    """
+    import subprocess
+
+    hint = f"Every host must be reached by SSH without a password from every other; try: {shlex.join(words)}"
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=limit_s, env=dict(env), check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        seen = sorted(set((late.stdout or b"").decode(errors="replace").split()))
+        known = f"; answers came from {', '.join(seen)}" if seen else ""
+        raise LaunchError(f"mpirun has not reached {machines} machines in {limit_s:g} s{known}", hint=hint) from None
+    seen = sorted(set(done.stdout.split()))
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2][-300:]
+        raise LaunchError(f"mpirun cannot start a process on every machine: {said}", hint=hint)
+    if len(seen) < machines:
+        found = ", ".join(seen) or "none"
+        raise LaunchError(f"mpirun was to reach {machines} machines, and answers came from {found}", hint=hint)
+
+
+def _placement(version: str, hostfile: Path, total: int, machines: int) -> list[str]:
+    """Return the words that say where *total* processes run, as many on each of the *machines*."""
+    if "Open MPI" in version:
+        words = ["--hostfile", str(hostfile), "-n", str(total)]
+        words += ["--map-by", f"ppr:{total // machines}:node"] if machines > 1 else []
+        return [*words, "--allow-run-as-root"] if os.getuid() == 0 else words
+    return ["-f", str(hostfile), "-n", str(total), "-ppn", str(total // machines)]
 
 
 def start(request: LocalLaunch, values: Values, env: Mapping[str, str]) -> NoReturn:
@@ -74,6 +110,8 @@ def start(request: LocalLaunch, values: Values, env: Mapping[str, str]) -> NoRet
 
     said = subprocess.run([program, "--version"], capture_output=True, text=True, env=dict(env), check=False).stdout
     words, variables = command_line(request, values, env, said)
+    if (machines := values.get("num_machines", 1)) > 1:
+        check_hosts([program, *_placement(said, hostfile_of(values), machines, machines), "hostname"], machines, env)
     os.execve(program, words, variables)  # noqa: S606 — no shell
 
 

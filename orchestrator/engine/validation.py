@@ -9,12 +9,13 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from orc.launchers.errors import LaunchError, RenderError, SpecError
-from orc.launchers.spec.load import Examined, examine
+from orc.launchers.spec.load import Examined, examine, examine_document
 from orc.launchers.spec.problems import Problem, SpecProblems, dotted
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def load_checked(
         LaunchError: The one thing that is wrong, as whoever found it says it.
     """
     return _checked(examine(path, overrides, cluster=cluster))
+
+
+def check_document(document: Document, source_path: Path) -> LoadedJob:
+    """Return the job in *document*, as if it had been read from *source_path*, checked. Raises as `load_checked`."""
+    return _checked(examine_document(document, source_path))
 
 
 def load_jobs_checked(

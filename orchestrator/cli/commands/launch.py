@@ -153,6 +153,87 @@ def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> 
     )
 
 
+_OF_TORCHRUN = ("rdzv_backend", "rdzv_conf", "monitor_interval")
+
+
+def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> None:
+    """Become torchrun where *values* say what it alone gives a meaning to."""
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.foreground import torchrun
+
+    if not torchrun.wanted(request, values):
+        return
+    if as_json:
+        raise click.UsageError("--json cannot report on torchrun, which the rendezvous or its settings ask for")
+    try:
+        torchrun.start(request, values)
+    except LaunchError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+
+
+def _elsewhere(options: dict[str, Any], file: dict[str, Any]) -> str | None:
+    """Return the place of a launch that runs on other machines; see `orc.launchers.accelerate.elsewhere`."""
+    sagemaker = file.get("compute_environment") == "AMAZON_SAGEMAKER"
+    if not sagemaker and not any(name.startswith("deepspeed") for name in (*_said(options), *file)):
+        return None
+    from orc.launchers.accelerate.elsewhere import place_of
+    from orc.launchers.accelerate.merge import trains_with_deepspeed
+    from orc.launchers.errors import LaunchError
+
+    try:
+        return place_of({**file, **_said(options)}, trains_with_deepspeed(options, file))
+    except LaunchError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+
+
+def _said(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, False)}
+
+
+def _launch_elsewhere(
+    place: str,
+    program: tuple[str, ...],
+    options: dict[str, Any],
+    file: dict[str, Any],
+    own: dict[str, Any],
+    where: str,
+    as_json: bool,
+) -> int:
+    """Run the launch as a job on other machines, and return its exit status."""
+    from orc.launchers.accelerate import elsewhere
+    from orc.launchers.accelerate.merge import Values
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags
+    from orc.orchestrator.cli.launched_jobs import hide_credentials, submit_and_follow
+
+    given = _said(options)
+    keys = {name: given.pop(name, None) for name in elsewhere.CREDENTIALS}
+    runtime = {name: own[name] for name in ("seed", "stand_in") if own[name] not in (None, ())}
+    if "stand_in" in runtime:
+        runtime["stand_in"] = ",".join(runtime["stand_in"])
+    try:
+        if any(keys.values()) and (place != elsewhere.SAGEMAKER or file.get("profile")):
+            raise LaunchError(
+                "--aws_access_key_id and --aws_secret_access_key are for a configuration file of Amazon SageMaker "
+                "that names no profile"
+            )
+        hide_credentials(keys)
+        request = LocalLaunch(program, python=own["python"] or sys.executable, module=bool(options["module"]),
+                              no_python=bool(options["no_python"]),
+                              python_flags=interpreter_flags(sys.orig_argv))  # fmt: skip
+        launched = elsewhere.job_of(
+            place,
+            Values({**file, **given}, frozenset(given)),
+            request,
+            nproc=own["nproc"],
+            runtime=runtime,
+            where=where,
+        )
+    except LaunchError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+    return submit_and_follow(launched, as_json=as_json)
+
+
 _SETTINGS = {**EITHER_SPELLING, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
@@ -183,6 +264,8 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     own = {name: options.pop(name) for name in ("nproc", "python", "seed", "grace", "stand_in")}
     options["env"] = list(options["env"]) or None
     file, where = _file_values(options["config_file"])
+    if elsewhere := _elsewhere(options, file):
+        return _launch_elsewhere(elsewhere, program, options, file, own, where, as_json)
     try:
         values = merge(options, file, os.environ, where)
         interpreter: dict[str, Any] = {"python_flags": interpreter_flags(sys.orig_argv)}
@@ -197,6 +280,8 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         raise click.UsageError(str(error), click.get_current_context()) from None
     for note in described.notes if not described.request.quiet else ():
         log_stderr(note)
+    if any(values.get(name) is not None for name in _OF_TORCHRUN):
+        _through_torchrun(described.request, values, as_json)
     if not as_json:
         return launch(described.request)
     from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr

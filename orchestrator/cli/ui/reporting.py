@@ -94,12 +94,17 @@ def wants_json(arguments: Sequence[str]) -> bool:
     return any(a in ("--format=json", "--output=json", "-ojson") or own[i : i + 2] in forms for i, a in enumerate(own))
 
 
+def launch_options_with_value() -> set[str]:
+    """Return the options of `orc launch` that a value follows, without the command, which reports errors itself."""
+    from orc.launchers.accelerate.keys import FLAGS
+
+    own = {"-n", "--nproc", "--python", "--seed", "--stand-in", "--grace"}
+    return own | {flag for flag, option in FLAGS.items() if not option.switch}
+
+
 def _script_position(words: Sequence[str]) -> int:
     """Return the index of launch's script among *words*; parsing may have failed before it got there."""
-    from orc.orchestrator.cli.commands.launch import command
-
-    options = [p for p in command.params if isinstance(p, click.Option) and not p.is_flag]
-    with_value = {name for option in options for name in option.opts}
+    with_value = launch_options_with_value()
     position = 1
     while position < len(words) and words[position].startswith("-"):
         position += 2 if words[position] in with_value else 1

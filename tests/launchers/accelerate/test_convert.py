@@ -114,10 +114,22 @@ def test_a_tpu_pod_gets_its_variables_commands_and_a_cluster() -> None:
     made = conversion("tpu-pod")
     assert made.job["setup"] == ["pip install -r requirements.txt", "echo ready, steady"]
     assert made.job["env"] == {"XLA_FLAGS": "--xla_dump_to=/tmp/dump"}
-    assert made.job["launcher"] == "xla"
+    assert made.job["launcher"] == {"kind": "xla", "options": {"function": "training_function"}}
+    assert conversion("tpu").job["launcher"] == "xla"
     assert made.clusters["tpu-pod"]["options"]["zones"] == ["us-central1-a"]
-    assert {"main_training_function", "tpu_use_sudo", "num_processes"} <= {note.key for note in made.notes}
+    assert made.clusters["tpu-pod"]["options"]["sudo"] is True
+    assert {"tpu_name", "num_processes"} <= {note.key for note in made.notes}
     assert conversion("tpu").job["runtime"] == {"mixed_precision": "bf16", "downcast_bf16": True}
+
+
+def test_single_tpu_machines_become_hosts_with_their_chips(tmp_path: Path) -> None:
+    file = tmp_path / "vm.yaml"
+    file.write_text("distributed_type: XLA\ntpu_vm: [vm-0, vm-1]\ntpu_use_sudo: true\ntpu_name: unused\n")
+    made = convert(read_config(file))
+    assert made.clusters["vm-tpu"] == {"kind": "ssh", "options": {"hosts": ["vm-0", "vm-1"], "sudo": True}}
+    assert made.job["resources"] == {"nodes": 2, "procs_per_node": 4}
+    assert made.job["launcher"] == "xla"
+    assert [note.key for note in made.notes] == ["tpu_vm"]
 
 
 def test_what_has_no_equivalent_is_noted_with_its_place_and_in_the_file() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 POD = {"nodes": 2, "procs_per_node": 4}
@@ -14,6 +17,22 @@ def test_the_agent_starts_one_process_for_each_chip(build) -> None:
     assert command.program == ("{python}", "train.py", "--lr", "0.1")
     assert command.env["PJRT_DEVICE"] == "TPU"
     assert command.rank_env == {"PJRT_LOCAL_PROCESS_RANK": ("0", "1", "2", "3")}
+
+
+def test_each_process_calls_the_named_function_of_the_script(build, tmp_path) -> None:
+    script = tmp_path / "with two.py"
+    script.write_text(
+        "import json, sys\nfrom beside import where\n"
+        "def train():\n    print(json.dumps([where, sys.argv[1:]]))\n"
+        "if __name__ == '__main__':\n    print('the whole script')\n"
+    )
+    (tmp_path / "beside.py").write_text("where = 'beside'")
+    command = build("xla", {"function": "train"}, script=script.name, args=["a b", "train"], resources=POD)
+    words = [sys.executable if word == "{python}" else word for word in command.program]
+    run = {"capture_output": True, "text": True, "cwd": tmp_path}
+    assert subprocess.run(words, **run).stdout == '["beside", ["a b", "train"]]\n'
+    words[words.index("train")] = "nowhere"
+    assert "has no function nowhere" in subprocess.run(words, **run).stderr
 
 
 def test_processes_meet_as_those_of_torchrun_do_which_is_what_torch_xla_looks_for(build) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from orc.launchers.accelerate.merge import merge
 from orc.launchers.errors import LaunchError
+from orc.launchers.foreground import torchrun
 from orc.launchers.foreground.documented import Documented, documented, kernel_note, streams
 from orc.launchers.foreground.gpus import visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
-from orc.launchers.foreground.mpirun import command_line
+from orc.launchers.foreground.mpirun import check_hosts, command_line
 
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {
     f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")
@@ -152,3 +153,49 @@ def test_a_kernel_that_lets_ranks_hang_is_named() -> None:
     assert [bool(kernel_note(release)) for release in ("5.4.0-42-generic", "4.18.0", "5.5.1", "6.1.0", "odd")] == [
         True, True, False, False, False,
     ]  # fmt: skip
+
+
+def test_torchrun_is_given_what_it_alone_understands(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.touch()
+
+    def words(flags: dict[str, Any], **changes: Any) -> tuple[bool, str]:
+        values = merge(flags, {}, {})
+        request = documented(LocalLaunch([str(script), "-n"], python="py", **changes), values, {}).request
+        return torchrun.wanted(request, values), " ".join(torchrun.command_line(request, values))
+
+    assert words({"rdzv_backend": "static"})[0] is False
+    wanted, line = words({"rdzv_conf": {"join_timeout": "30"}, "rdzv_backend": "c10d", "num_processes": 2})
+    assert (wanted, "--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0" in line) == (1, 1)
+    assert line.startswith("py -m torch.distributed.run")
+    assert line.endswith(f"--local-addr=127.0.0.1 --rdzv-conf=join_timeout=30 {script} -n")
+    machines = {"num_machines": 2, "num_processes": 4, "main_process_ip": "127.0.0.2", "main_process_port": 29400}
+    static = {**machines, "monitor_interval": 2.0, "machine_rank": 1, "role": "trainer"}
+    _, line = words(static, python_flags=("-O",))
+    assert "--nnodes=2 --nproc-per-node=2 --rdzv-backend=static" in line
+    assert "--master-addr=127.0.0.2 --master-port=29400 --node-rank=1 --monitor-interval=2.0 --role=trainer" in line
+    assert line.endswith(f"--no-python py -O {script} -n")
+    # One machine meets anew by c10d; on several the static rendezvous would hand out addresses of the dead.
+    assert "--rdzv-backend=c10d" in words({"monitor_interval": 1.0, "max_restarts": 1})[1]
+    with pytest.raises(LaunchError, match="again with --rdzv_backend c10d alone"):
+        words({**static, "max_restarts": 1})
+    values = merge({"rdzv_backend": "c10d"}, {}, {})
+    assert not torchrun.wanted(documented(LocalLaunch(["s.py"]), values, OPEN_MPI).request, values)
+
+
+def test_mpirun_reaches_every_machine_before_anything_is_started(tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+
+    def check(script: str, limit_s: float = 60.0) -> None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        check_hosts([str(program), "-ppn", "1", "hostname"], 2, {"PATH": "/bin:/usr/bin"}, limit_s)
+
+    check('[ "$*" = "-ppn 1 hostname" ] && echo node0 && echo node1')
+    with pytest.raises(LaunchError, match="2 machines, and answers came from node0") as caught:
+        check("echo node0; echo node0")
+    assert caught.value.hint.endswith(f"try: {program} -ppn 1 hostname")
+    with pytest.raises(LaunchError, match="every machine: node1: Permission denied"):
+        check("echo more >&2; echo 'node1: Permission denied' >&2; exit 1")
+    with pytest.raises(LaunchError, match=r"has not reached 2 machines in 0\.5 s; answers came from node0"):
+        check("echo node0; exec sleep 60", 0.5)

@@ -347,7 +347,7 @@ def test_examples_are_listed_and_printed(orc: Run) -> None:
     assert listed["fsdp"]["runtime"] == "bf16, fsdp"
     assert "sagemaker-data-parallel" in orc("config", "examples").out
     job, clusters = yaml.safe_load_all(orc("config", "examples", "tpu-pod").out)
-    assert job["launcher"] == "xla"
+    assert job["launcher"]["kind"] == "xla"
     assert clusters["tpu-pod"]["kind"] == "tpu"
     wrong = orc("config", "examples", "fdsp")
     assert wrong.code == 2

@@ -95,7 +95,7 @@ def test_settings_of_deepspeed_reach_the_script_in_either_spelling(orc_process: 
         (["--use-deepspeed", "--zero-stage", "7"], "from 0 to 3"),
         (["--use-deepspeed", "--zero-stage", "2", "--offload-param-device", "cpu"], "needs zero_stage 3"),
         (["--use-deepspeed", "--use-fsdp"], "exclude each other"),
-        (["--use-deepspeed", "--deepspeed_hostfile", "hosts"], "belongs to DeepSpeed's launcher"),
+        (["--use-deepspeed", "--deepspeed_hostfile", "nowhere"], "nowhere cannot be read"),
     ):
         wrong = orc_process("launch", *words, path)
         assert (wrong.code, message in wrong.err) == (2, True), wrong.err

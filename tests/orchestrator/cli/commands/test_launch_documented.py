@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from orc.launchers.accelerate.keys import GROUPS, OPTIONS
 from orc.launchers.foreground.launch import interpreter_flags
+from orc.orchestrator.cli.commands.launch import command
+from orc.orchestrator.cli.ui.reporting import launch_options_with_value
 
 from ..conftest import Run
 
@@ -92,6 +95,8 @@ def test_help_has_every_flag_in_its_group(orc: Run) -> None:
     assert places == sorted(places)
     words = set(shown.replace(",", " ").split())
     assert [flag for one in OPTIONS.values() for flag in one.flags if flag not in words] == []
+    with_value = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    assert {flag for one in with_value for flag in one.opts} == launch_options_with_value()
     narrow = orc("launch", "--use-fsdp", "--fp8_backend=te", "-h").out
     assert ("--fsdp_offload_params" in narrow, "--fp8_margin" in narrow, "--num_processes" in narrow) == (True,) * 3
     assert ("--zero_stage" in narrow, "--megatron_lm_tp_degree" in narrow) == (False, False)
@@ -150,6 +155,51 @@ def test_launches_with_different_machine_ranks_are_one_run(place: Path) -> None:
     ]
     assert sorted(machine.communicate(timeout=120)[0] for machine in machines) == ["0 of 2: 3\n", "1 of 2: 3\n"]
     assert [machine.returncode for machine in machines] == [0, 0]
+
+
+def test_a_rendezvous_of_torchrun_starts_failed_processes_again(orc_process: Run, place: Path) -> None:
+    (place / "once.py").write_text(
+        "import os, sys\n"
+        "os.write(1, b'%s of %s, again: %s\\n' % tuple(os.environ[name].encode() for name in\n"
+        "    ('RANK', 'WORLD_SIZE', 'TORCHELASTIC_RESTART_COUNT')))\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1')\n"
+    )
+    words = ["-n", "2", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=60", "--monitor_interval", "0.1"]
+    done = orc_process("launch", *words, "--max_restarts", "1", "once.py")
+    again = sorted(line for line in done.out.splitlines() if line.endswith("again: 1"))
+    assert (done.code, again) == (0, ["0 of 2, again: 1", "1 of 2, again: 1"]), done.err
+    assert "--json cannot report" in orc_process("launch", "--json", *words, "once.py").error["what"]
+
+
+def test_keys_of_aws_leave_the_command_line_and_reach_the_submission_alone(
+    orc_process: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries of AWS that say what they have been given, in the place of the real ones."""
+    (place / "libraries").mkdir()
+    says = "import os, sys; sys.exit(repr([sys.orig_argv[3:], {n: os.environ.get(n) for n in NAMES}]))"
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    (place / "libraries/boto3.py").write_text(f"NAMES = {names}\n{says}")
+    monkeypatch.setenv("PYTHONPATH", str(place / "libraries"))
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of other keys")
+    file = (
+        "compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: ml.m5.large\niam_role_name: me\nregion: us-east-1\n"
+    )
+    (place / "sagemaker.yaml").write_text(file)
+    words = ["launch", "--config_file", "sagemaker.yaml"]
+    keys = ["--aws_access_key_id=AKIA", "--aws-secret-access-key", "wJalrXUtnFEMI"]
+    done = orc_process(*words, *keys, "report.py", "--lr", "1")
+    assert (
+        str([[*words, "report.py", "--lr", "1"], dict(zip(names, ("AKIA", "wJalrXUtnFEMI", None), strict=True))])
+        in done.err
+    )
+    written = [
+        path.read_bytes() for path in place.parent.rglob("*") if path.is_file() and "libraries" not in path.parts
+    ]
+    assert not [one for one in written if b"AKIA" in one or b"wJalrXUtnFEMI" in one]
+    alone = orc_process(*words, keys[0], "report.py")
+    assert (alone.code, "--aws_secret_access_key is missing" in alone.err) == (2, True), alone.err
+    (place / "sagemaker.yaml").write_text(file + "profile: me\n")
+    assert "that names no profile" in orc_process(*words, *keys, "report.py").err
 
 
 MPIRUN = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe", "-n", "2"]
