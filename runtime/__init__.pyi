@@ -175,13 +175,13 @@ from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin as 
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from orc.runtime.engine.megatron.encoder_steps import BertTrainStep as BertTrainStep
+from orc.runtime.engine.megatron.encoder_steps import T5TrainStep as T5TrainStep
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from orc.runtime.engine.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from orc.runtime.engine.megatron.steps import AbstractTrainStep as AbstractTrainStep
-from orc.runtime.engine.megatron.steps import BertTrainStep as BertTrainStep
 from orc.runtime.engine.megatron.steps import GPTTrainStep as GPTTrainStep
-from orc.runtime.engine.megatron.steps import T5TrainStep as T5TrainStep
 from orc.runtime.engine.megatron.steps import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from orc.runtime.engine.megatron.steps import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper

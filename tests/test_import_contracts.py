@@ -33,7 +33,8 @@ RUNTIME_CAN_USE |= {
 }
 # Parts of an engine that derive from classes of its library: the engine imports them when it prepares a model.
 WITH_LIBRARY = {
-    f"engine/megatron/{name}.py": {"megatron"} for name in ("gpt2", "layers", "model", "optimizer", "states")
+    f"engine/megatron/{name}.py": {"megatron"}
+    for name in ("bert", "generation", "gpt2", "layers", "layout", "masters", "model", "optimizer", "states", "t5")
 }
 
 

@@ -136,7 +136,6 @@ def _check_megatron(found: Mapping[str, Any], given: Mapping[str, Any], env: Map
     try:
         megatron_keys.check_with(
             settings,
-            cpu=bool(found.get("cpu")),
             precision=_precision(found, given, env),
             accumulation=int(found.get("gradient_accumulation_steps") or 1),
             processes=total if isinstance(total, int) and machines == 1 else None,

@@ -288,7 +288,6 @@ class JobSpec(FrozenModel):
         try:
             megatron_keys.check_with(
                 runtime["megatron"],
-                cpu=bool(runtime.get("use_cpu")),
                 precision=runtime.get("mixed_precision") or "no",
                 accumulation=runtime.get("gradient_accumulation_steps") or 1,
                 others=[name for name in ("fsdp", "deepspeed", "parallelism") if runtime.get(name) is not None],

@@ -114,7 +114,6 @@ def megatron_to_env(values: Mapping[str, Any]) -> dict[str, str]:
 def check_with(
     values: Mapping[str, Any],
     *,
-    cpu: bool = False,
     precision: str = "no",
     accumulation: int = 1,
     others: Sequence[str] = (),
@@ -124,7 +123,6 @@ def check_with(
 
     Args:
         values: of Megatron-LM.
-        cpu: the run is on CPUs for sure.
         precision: ``mixed_precision``.
         accumulation: batches per optimizer step.
         others: other ways to train that are asked for too, by name.
@@ -140,8 +138,8 @@ def check_with(
         raise ValueError(
             f"gradient_accumulation_steps is {accumulation}, and must be 1 with Megatron-LM: set num_micro_batches"
         )
-    if precision == "fp8" or (cpu and precision != "no"):
-        raise ValueError(f"mixed_precision {precision} is not possible with Megatron-LM{' on CPUs' if cpu else ''}")
+    if precision == "fp8":
+        raise ValueError("mixed_precision fp8 is not possible with Megatron-LM")
     if processes is None:
         return
     ranks = found["tp_degree"] * found["pp_degree"]
@@ -150,8 +148,6 @@ def check_with(
             f"tp_degree {found['tp_degree']} x pp_degree {found['pp_degree']} needs a multiple of {ranks} processes, "
             f"and there are {processes}"
         )
-    if cpu and found["use_distributed_optimizer"] and processes > ranks:
-        raise ValueError("use_distributed_optimizer needs CUDA devices: on CPUs set it to false")
 
 
 def wanted(env: Mapping[str, str]) -> bool:

@@ -142,6 +142,14 @@ def test_models_part_and_meet_again_with_local_sgd(start):
     assert float(within) > 0.001 > float(end)
 
 
+def test_a_gpt_is_split_by_megatron_and_writes(start, tmp_path):
+    outputs = start("megatron-gpt")
+    check("megatron-gpt", outputs[::-1])  # the last process speaks
+    assert "matrices over 2, layers over 1 processes, 1 copies, 8 windows per step" in outputs[1]
+    assert len(outputs[1].splitlines()[-1]) == len("The ") + 40
+    assert (tmp_path / "runs/model/model.safetensors").exists()
+
+
 def test_gradients_travel_compressed(start):
     outputs = start("ddp-comm-hooks")
     check("ddp-comm-hooks", outputs)

@@ -74,7 +74,7 @@ def use_megatron(ctx: RunContext, plugin: MegatronLMPlugin, options: Options, *,
             f"{(there or plugin).title} already: pass the plug-in to the first one, or call "
             "AcceleratorState._reset_state()"
         )
-    check_run(plugin, ctx.world_size, ctx.device.type, str(ctx.config.mixed_precision))
+    check_run(plugin, ctx.world_size, str(ctx.config.mixed_precision))
     steps = ctx.config.gradient_accumulation_steps if options.accumulation is None else options.accumulation.num_steps
     check_accumulation(steps or 1)
     import importlib.util

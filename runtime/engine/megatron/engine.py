@@ -18,7 +18,8 @@ from orc.runtime.core.events import Events
 from orc.runtime.engine.megatron import library
 from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from orc.runtime.engine.megatron.rules import check_accumulation, check_model
+from orc.runtime.engine.megatron.rules import check_accumulation, check_model, shape_of
+from orc.runtime.parallel import refuse_compression
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.train.normalize import Count, LossNormalizer
 
@@ -75,6 +76,10 @@ class MegatronLM:
         for index, one in enumerate(objects):
             if isinstance(one, DataLoader):
                 result[index] = self._loader(one, preparation)
+        places = [index for index, one in enumerate(objects) if isinstance(one, MegatronLMDummyDataLoader)]
+        if places:
+            for index, loader in zip(places, self._indexed([objects[index] for index in places]), strict=True):
+                result[index] = loader
         model_at = next((i for i, one in enumerate(objects) if self._new_model(one)), None)
         optimizer_at = next((i for i, one in enumerate(objects) if _new_optimizer(one)), None)
         if model_at is not None:
@@ -103,6 +108,7 @@ class MegatronLM:
             )
         if compiles(preparation.dynamo):
             raise ValueError("torch.compile (dynamo_backend) is not possible with Megatron-LM's model; leave it out")
+        refuse_compression(self.ctx, preparation.options.ddp, self.plugin.title)
         models = [one for one in objects if self._new_model(one)]
         optimizers = [one for one in objects if _new_optimizer(one)]
         if len(models) + (self._model is not None and bool(models)) > 1 or len(optimizers) > 1:
@@ -110,11 +116,6 @@ class MegatronLM:
         if optimizers and not models:
             raise ValueError(f"with Megatron-LM, {_TOGETHER}")
         for one in objects:
-            if isinstance(one, MegatronLMDummyDataLoader):
-                raise ValueError(
-                    "MegatronLMDummyDataLoader: indexed datasets of Megatron-LM are not read by this version; prepare "
-                    "a DataLoader of the tokens"
-                )
             if isinstance(one, LRScheduler):
                 raise ValueError(
                     f"{type(one).__name__}: Megatron-LM's optimizer needs its own schedule; prepare a "
@@ -131,7 +132,7 @@ class MegatronLM:
 
     def _pieces(self, model: Any) -> int:
         layers = self.plugin.num_layers_per_virtual_pipeline_stage
-        return virtual_stages(int(model.config.n_layer), self.plugin.pp_degree, layers)
+        return virtual_stages(shape_of(model.config).layers, self.plugin.pp_degree, layers)
 
     def _new_model(self, one: Any) -> bool:
         return isinstance(one, nn.Module) and not any(one is known for known in self.prepared.models)
@@ -154,12 +155,40 @@ class MegatronLM:
         )
         return prepared
 
+    def _indexed(self, placeholders: Sequence[Any]) -> list[Any]:
+        """Return the loaders of training, validation and test, as many as there are *placeholders*."""
+        from orc.runtime.engine.megatron.indexed import SPLITS, open_loaders
+
+        if len(placeholders) > len(SPLITS):
+            raise ValueError(f"MegatronLMDummyDataLoader is prepared for {', '.join(SPLITS)}, once each")
+        plugin, topology, seed = self.plugin, self.ctx.topology, library.common_seed(self.ctx)
+        made: dict[int, list[Any]] = {}
+        for number, one in enumerate(placeholders):
+            micro = int(one.dataset_args.get("micro_batch_size") or 1)
+            if number == 0:
+                plugin.micro_batch_size = micro
+                plugin.global_batch_size = global_batch_size(micro, plugin.num_micro_batches, topology.data_size)
+            if id(one) not in made:
+                made[id(one)] = open_loaders(
+                    one.dataset_args,
+                    rows=micro * plugin.num_micro_batches,
+                    seq_length=plugin.seq_length or 1024,
+                    seed=seed,
+                    place=topology.data_rank,
+                    copies=topology.data_size,
+                    begin=plugin.consumed_samples,
+                )
+        loaders = [made[id(one)][number] for number, one in enumerate(placeholders)]
+        self.prepared.custom.extend(one for one in loaders if one is not None)
+        return loaders
+
     def _optimizer(self, given: Optimizer, rates: Mapping[str, Any], preparation: Preparation) -> Any:
         from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
         from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper
 
         assert self._model is not None
-        made = MegatronOptimizer(self._model, given, rates, self.plugin, str(self.ctx.config.mixed_precision))
+        scaling, precision = preparation.options.scaler, str(self.ctx.config.mixed_precision)
+        made = MegatronOptimizer(self._model, given, rates, self.plugin, precision, scaling)
         return preparation.prepare_optimizer(MegatronLMOptimizerWrapper(made, gradient=self._gradient, trainer=self))
 
     def _schedule(self, placeholder: MegatronLMDummyScheduler) -> Any:

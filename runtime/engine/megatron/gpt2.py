@@ -1,201 +1,154 @@
-"""Megatron-LM's GPT model from a Transformers GPT-2: its configuration, its pieces and what its weights are called."""
+"""Megatron-LM's GPT model from a Transformers GPT-2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
-from orc.runtime.engine.megatron.arithmetic import layers_per_stage, padded_vocabulary, virtual_stages
 from orc.runtime.engine.megatron.layers import CoreAttention, LayerNorm
-from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
-from orc.runtime.engine.megatron.rules import check_others
+from orc.runtime.engine.megatron.layout import Layout, PaddedVocabulary, Weight, activation_of, joined, parted
+from orc.runtime.engine.megatron.steps import GPTTrainStep
 
 # Of a layer: the name of Transformers, that of Megatron-LM, and how its values lie.
 _OF_LAYER = (
-    ("ln_1.weight", "input_layernorm.weight", "same"),
-    ("ln_1.bias", "input_layernorm.bias", "same"),
-    ("attn.c_attn.weight", "self_attention.linear_qkv.weight", "heads"),
-    ("attn.c_attn.bias", "self_attention.linear_qkv.bias", "heads"),
-    ("attn.c_proj.weight", "self_attention.linear_proj.weight", "transposed"),
-    ("attn.c_proj.bias", "self_attention.linear_proj.bias", "same"),
-    ("ln_2.weight", "pre_mlp_layernorm.weight", "same"),
-    ("ln_2.bias", "pre_mlp_layernorm.bias", "same"),
-    ("mlp.c_fc.weight", "mlp.linear_fc1.weight", "transposed"),
-    ("mlp.c_fc.bias", "mlp.linear_fc1.bias", "same"),
-    ("mlp.c_proj.weight", "mlp.linear_fc2.weight", "transposed"),
-    ("mlp.c_proj.bias", "mlp.linear_fc2.bias", "same"),
+    ("ln_1.weight", "input_layernorm.weight", "same", 1),
+    ("ln_1.bias", "input_layernorm.bias", "same", 1),
+    ("attn.c_attn.weight", "self_attention.linear_qkv.weight", "heads", 1),
+    ("attn.c_attn.bias", "self_attention.linear_qkv.bias", "heads", 1),
+    ("attn.c_proj.weight", "self_attention.linear_proj.weight", "transposed", 1),
+    ("attn.c_proj.bias", "self_attention.linear_proj.bias", "same", 1),
+    ("ln_2.weight", "pre_mlp_layernorm.weight", "same", 1),
+    ("ln_2.bias", "pre_mlp_layernorm.bias", "same", 1),
+    ("mlp.c_fc.weight", "mlp.linear_fc1.weight", "transposed", 1),
+    ("mlp.c_fc.bias", "mlp.linear_fc1.bias", "same", 1),
+    ("mlp.c_proj.weight", "mlp.linear_fc2.weight", "transposed", 1),
+    ("mlp.c_proj.bias", "mlp.linear_fc2.bias", "same", 1),
 )
-HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+_POSITIONS = "transformer.wpe.weight"
 
 
-@dataclass(frozen=True)
-class Weight:
-    """Weight of the whole model: its name in Transformers and, on its stage, in one of the pieces there."""
+class Gpt2(Layout):
+    """Layout of a GPT-2; ``other_megatron_args`` give it other positions, or one head of keys and values."""
 
-    theirs: str
-    ours: str
-    form: str  # same, transposed, heads, vocabulary
-    stage: int
-    piece: int
+    embedding, head = "transformer.wte.weight", "lm_head.weight"
 
+    @property
+    def positions(self) -> str:
+        """Kind of positions: ``absolute``, ``rotary`` or ``alibi``."""
+        return str(self.plugin.others.get("position_embedding_type", "absolute")).removeprefix("learned_")
 
-class Gpt2:
-    """Layout of one GPT-2 over the ranks.
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values: as many as of queries, or one."""
+        return 1 if self.plugin.others.get("attention_head_type") == "multiquery" else int(self.hf.n_head)
 
-    Args:
-        model: of Transformers, checked by `rules.check_model`.
-        plugin: says how to split it.
-        device: where this process computes.
-        dtype: of the weights in training.
-    """
+    def adopted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return *state* without learned positions where there are others, and with one head of keys and values.
 
-    def __init__(self, model: Any, plugin: MegatronLMPlugin, device: torch.device, dtype: torch.dtype) -> None:
-        config = model.config
-        self.plugin, self.hf, self.device = plugin, config, device
-        self.pieces = virtual_stages(config.n_layer, plugin.pp_degree, plugin.num_layers_per_virtual_pipeline_stage)
-        self.tied = bool(config.tie_word_embeddings)
-        self.shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
-        divisor = int(plugin.others.get("make_vocab_size_divisible_by", 128))
-        self.rows = plugin.padded_vocab_size = padded_vocabulary(config.vocab_size, plugin.tp_degree, divisor)
-        self.config = self._config(dtype)
+        That head is the mean of the model's; transposed, the weights are those of Transformers' GPT-BigCode.
+        """
+        found = {name: one for name, one in state.items() if self.positions == "absolute" or name != _POSITIONS}
+        width, heads = self.hf.n_embd, self.hf.n_head
+        if self.groups != heads:
+            for name in [one for one in found if ".c_attn." in one]:
+                query, key, value = found[name].split(width, -1)
+                means = [one.unflatten(-1, (heads, -1)).mean(-2) for one in (key, value)]
+                found[name] = torch.cat([query, *means], -1)
+        return found
 
-    def _config(self, dtype: torch.dtype) -> TransformerConfig:
-        hf, plugin, on_cpu = self.hf, self.plugin, self.device.type == "cpu"
-        act = hf.activation_function
-        activation = F.relu if act == "relu" else F.gelu if act == "gelu" else partial(F.gelu, approximate="tanh")
-        settings: dict[str, Any] = {
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ``TransformerConfig`` that follow from the model."""
+        hf = self.hf
+        return {
             "num_layers": hf.n_layer,
             "hidden_size": hf.n_embd,
             "num_attention_heads": hf.n_head,
-            "ffn_hidden_size": hf.n_inner or 4 * hf.n_embd,
-            "activation_func": activation,
+            "num_query_groups": self.groups,
+            "ffn_hidden_size": self.shape.inner,
+            "activation_func": activation_of(hf.activation_function),
             "layernorm_epsilon": hf.layer_norm_epsilon,
             "hidden_dropout": hf.resid_pdrop,
             "attention_dropout": hf.attn_pdrop,
-            "tensor_model_parallel_size": plugin.tp_degree,
-            "pipeline_model_parallel_size": plugin.pp_degree,
-            "virtual_pipeline_model_parallel_size": self.pieces if self.pieces > 1 else None,
-            "sequence_parallel": plugin.sequence_parallelism,
-            "pipeline_dtype": dtype,
-            "params_dtype": dtype,
-            "bf16": dtype == torch.bfloat16,
-            "fp16": dtype == torch.float16,
-            "use_cpu_initialization": on_cpu,
-            # Fused kernels are apex's, Transformer Engine's, or compiled for the GPU.
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False,
-            "batch_p2p_comm": not on_cpu,
-            "batch_p2p_sync": not on_cpu,
-            # There is no separate last stage to free the output of, and gloo may still be sending it.
-            "deallocate_pipeline_outputs": not on_cpu,
         }
-        if plugin.recompute_activations and not on_cpu:
-            settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-        config = TransformerConfig(**(settings | check_others(plugin, TransformerConfig)))
-        config.orc_recompute_attention = plugin.recompute_activations and on_cpu
-        return config
 
-    def build(self) -> list[nn.Module]:
-        """Return this process's pieces of the model, one where the schedule is not interleaved."""
-        virtual = [piece if self.pieces > 1 else None for piece in range(self.pieces)]
-        return [self._piece(stage) for stage in virtual]
-
-    def _piece(self, virtual: int | None) -> nn.Module:
+    def piece(self, virtual: int | None) -> nn.Module:
+        """Return the piece of this process's stage, or of its *virtual* stage in an interleaved schedule."""
         spec = get_gpt_layer_local_spec(normalization="LayerNorm")
-        if self.device.type == "cpu":
+        self.config.orc_alibi = self.positions == "alibi"
+        if self.device.type == "cpu" or self.positions == "alibi":
             spec.submodules.self_attention.submodules.core_attention = CoreAttention
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LayerNorm
         count = get_num_layers_to_build(self.config, vp_stage=virtual)
-        ends = {"ignore_virtual": False, "vp_stage": virtual}
-        piece = PaddedGpt(
+        piece: nn.Module = Gpt(
             self.config,
             TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=LayerNorm),
             self.rows,
             self.hf.n_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends),
-            post_process=parallel_state.is_pipeline_last_stage(**ends),
             share_embeddings_and_output_weights=self.tied,
             parallel_output=True,
-            vp_stage=virtual,
+            position_embedding_type={"absolute": "learned_absolute", "rotary": "rope", "alibi": "none"}[self.positions],
+            **self.ends(virtual),
         )
-        piece.vocabulary = self.hf.vocab_size
-        placed: nn.Module = piece.to(self.device)
-        return placed
+        return piece
 
     def weights(self) -> Iterator[Weight]:
         """Yield every weight of the whole model, in the same order on every process."""
-        stages = self.plugin.pp_degree
-        per_piece = layers_per_stage(self.hf.n_layer, stages) // self.pieces
-        last = self.pieces - 1
-        yield Weight(EMBEDDING, "embedding.word_embeddings.weight", "vocabulary", 0, 0)
-        yield Weight("transformer.wpe.weight", "embedding.position_embeddings.weight", "same", 0, 0)
-        for layer in range(self.hf.n_layer):
-            turn, inside = divmod(layer, per_piece)
-            piece, stage = divmod(turn, stages)
-            for theirs, ours, form in _OF_LAYER:
-                yield Weight(f"transformer.h.{layer}.{theirs}", f"decoder.layers.{inside}.{ours}", form, stage, piece)
-        yield Weight("transformer.ln_f.weight", "decoder.final_layernorm.weight", "same", stages - 1, last)
-        yield Weight("transformer.ln_f.bias", "decoder.final_layernorm.bias", "same", stages - 1, last)
+        yield Weight((self.embedding,), "embedding.word_embeddings.weight", "vocabulary")
+        if self.positions == "absolute":
+            yield Weight((_POSITIONS,), "embedding.position_embeddings.weight")
+        yield from self.of_layers("transformer.h.{}.", "decoder", _OF_LAYER)
+        for kind in ("weight", "bias"):
+            yield Weight((f"transformer.ln_f.{kind}",), f"decoder.final_layernorm.{kind}", **self.at_end())
         if not self.tied:
-            yield Weight(HEAD, "output_layer.weight", "vocabulary", stages - 1, last)
+            yield Weight((self.head,), "output_layer.weight", "vocabulary", **self.at_end())
 
-    def copies(self) -> Iterator[Weight]:
-        """Yield what the last stage has a copy of: the embedding, where it is the output layer too."""
-        if self.tied and self.plugin.pp_degree > 1:
-            yield Weight(EMBEDDING, "output_layer.weight", "vocabulary", self.plugin.pp_degree - 1, self.pieces - 1)
+    def to_ours(self, values: Sequence[Tensor], weight: Weight) -> Tensor:
+        """Return whole *values* of Transformers, whose GPT-2 stores [in, out], as Megatron-LM lays *weight* out."""
+        if weight.form == "transposed":
+            return values[0].t()
+        if weight.form == "heads":  # [in, queries, keys, values] there, [groups x (queries, key, value), in] here
+            rows = values[0].t() if values[0].ndim == 2 else values[0]
+            return joined(rows.split(self._sizes()), self.groups)
+        return super().to_ours(values, weight)
 
-    def to_ours(self, value: Tensor, form: str) -> Tensor:
-        """Return a whole weight of Transformers as Megatron-LM lays it out."""
-        if form == "transposed":  # Transformers' GPT-2 stores [in, out]
-            return value.t()
-        if form == "heads":  # [in, (q k v) x heads x size] there, [heads x (q k v) x size, in] here
-            rows = value.t() if value.ndim == 2 else value
-            by_head: Tensor = rows.unflatten(0, (3, self.hf.n_head, -1)).transpose(0, 1)
-            return by_head.flatten(0, 2)
-        if form == "vocabulary":
-            return F.pad(value, (0, 0, 0, self.rows - value.shape[0]))
-        return value
+    def to_theirs(self, value: Tensor, weight: Weight) -> Sequence[Tensor]:
+        """Return a whole *value* of Megatron-LM as Transformers lays *weight* out."""
+        if weight.form == "transposed":
+            return [value.t()]
+        if weight.form == "heads":
+            rows = torch.cat(parted(value, self.groups, self._sizes()))
+            return [rows.t() if rows.ndim == 2 else rows]
+        return super().to_theirs(value, weight)
 
-    def to_theirs(self, value: Tensor, form: str) -> Tensor:
-        """Return a whole weight of Megatron-LM as Transformers lays it out."""
-        if form == "transposed":
-            return value.t()
-        if form == "heads":
-            by_kind: Tensor = value.unflatten(0, (self.hf.n_head, 3, -1)).transpose(0, 1)
-            rows = by_kind.flatten(0, 2)
-            return rows.t() if rows.ndim == 2 else rows
-        return value[: self.hf.vocab_size] if form == "vocabulary" else value
+    def _sizes(self) -> list[int]:
+        width = int(self.hf.n_embd)
+        shared = width // int(self.hf.n_head) * self.groups
+        return [width, shared, shared]
+
+    def checked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of *batch* that the train step reads: causal attention needs no mask.
+
+        Raises:
+            ValueError: samples are padded on the left, or too long.
+        """
+        found = super().checked(batch)
+        mask = found.pop("attention_mask", None)
+        if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "the batch is padded on the left, which Megatron-LM's GPT has no mask for: pad on the right"
+            )
+        return found
+
+    def train_step(self) -> Any:
+        """Return the class of the train step, where the plug-in names no other."""
+        return GPTTrainStep
 
 
-class PaddedGpt(GPTModel):  # type: ignore[misc]
-    """Megatron-LM's GPT whose padding of the vocabulary gets no probability, so that its loss is that of the model."""
-
-    vocabulary = 0
-
-    def _is_in_embd_group(self) -> bool:
-        # The two copies of a tied embedding get the same weights from the Transformers model; Megatron-LM would
-        # bring them together on a CUDA device.
-        return False
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss [batch, sequence] of *logits* [sequence, batch, share of the vocabulary]."""
-        width = logits.shape[-1]
-        real = self.vocabulary - width * parallel_state.get_tensor_model_parallel_rank()
-        if real < width:
-            logits = logits.clone()
-            logits[..., max(real, 0) :] = torch.finfo(logits.dtype).min
-        loss: Tensor = super().compute_language_model_loss(labels, logits)
-        return loss
+class Gpt(PaddedVocabulary, GPTModel):  # type: ignore[misc]
+    """Megatron-LM's GPT."""

@@ -13,12 +13,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from orc.runtime.engine.megatron import states
-from orc.runtime.engine.megatron.gpt2 import Gpt2
-from orc.runtime.engine.megatron.steps import GPTTrainStep
+from orc.runtime.engine.megatron.layout import layout_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.engine.megatron.library import Random
+    from orc.runtime.engine.megatron.masters import Masters
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
 
@@ -48,7 +48,8 @@ class MegatronModel(nn.Module):
         self._ctx, self._plugin, self._random = ctx, plugin, random
         precision = str(ctx.config.mixed_precision)
         self._half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self.layout = Gpt2(model, plugin, ctx.device, torch.float32 if self._half is None else self._half)
+        self.layout = layout_of(model, plugin, ctx.device, torch.float32 if self._half is None else self._half)
+        plugin.model_config = self.config
         pieces = self.layout.build()
         if self._half is not None:
             from megatron.core.transformer.module import Float16Module
@@ -62,7 +63,12 @@ class MegatronModel(nn.Module):
         )
         self.pieces = nn.ModuleList(DistributedDataParallel(self.layout.config, settings, piece) for piece in wrapped)
         self._bare = pieces
-        self.load_state_dict(model.state_dict())
+        self.masters: Masters | None = None  # until there is an optimizer
+        if ctx.device.type == "cpu":
+            from orc.runtime.engine.megatron.on_cpu import name_types
+
+            name_types(self.parameters())
+        self.load_state_dict(self.layout.adopted(model.state_dict()))
         self.layout.config.finalize_model_grads_func = finalize_model_grads
         self.train_step = self._train_step()
         self.loss: Tensor | None = None  # of the last batch that gradients were computed for
@@ -70,7 +76,7 @@ class MegatronModel(nn.Module):
         self.train(model.training)
 
     def _train_step(self) -> Any:
-        kind: Any = self._plugin.custom_train_step_class or GPTTrainStep
+        kind: Any = self._plugin.custom_train_step_class or self.layout.train_step()
         made: Any = kind(self._plugin, **(self._plugin.custom_train_step_kwargs or {}))
         if not callable(getattr(made, "forward_step", None)):
             made.forward_step = made.get_forward_step_func()
@@ -120,16 +126,9 @@ class MegatronModel(nn.Module):
         """Return the samples of *batch*, and it in equal micro batches: it is filled up from its start."""
         tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
         if "input_ids" not in tensors:
-            raise ValueError(f"Megatron-LM's GPT needs input_ids; the batch has {', '.join(batch) or 'nothing'}")
-        mask = tensors.pop("attention_mask", None)
-        if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
-            raise ValueError(
-                "the batch is padded on the left, which Megatron-LM's GPT has no mask for: pad on the right"
-            )
+            raise ValueError(f"Megatron-LM's models need input_ids; the batch has {', '.join(batch) or 'nothing'}")
+        tensors = self.layout.checked(tensors)
         rows, length = tensors["input_ids"].shape
-        longest = self._plugin.seq_length or self.config.n_positions
-        if length > longest:
-            raise ValueError(f"the batch has {length} tokens per sample, the model has {longest} positions")
         count = self._plugin.num_micro_batches
         if missing := -rows % count:
             fill = torch.arange(missing, device=tensors["input_ids"].device) % rows
@@ -153,16 +152,26 @@ class MegatronModel(nn.Module):
             dist.broadcast(loss, dist.get_process_group_ranks(stages)[-1], group=stages)
         return loss, logits
 
-    def megatron_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Seam: generation by Megatron-LM. Raises `NotImplementedError`.
+    def megatron_generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return prompts with what follows them; see `generation.generate`, which takes the same. Collective."""
+        from orc.runtime.engine.megatron.generation import generate
 
-        Its inference engine works on CUDA devices only, which this could not be tried on. Save the weights with
-        `Accelerator.save_model`: they are those of a Transformers GPT-2, which generates.
-        """
-        raise NotImplementedError(
-            "megatron_generate is not supported: save the weights with accelerator.save_model and generate with "
-            "Transformers' GPT2LMHeadModel"
-        )
+        return generate(self, *args, **kwargs)
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """The plug-in that it is split by."""
+        return self._plugin
+
+    @property
+    def ctx(self) -> RunContext:
+        """The run that it belongs to."""
+        return self._ctx
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._ctx.device
 
     # ---- states
 
@@ -172,8 +181,12 @@ class MegatronModel(nn.Module):
         return self._bare
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the whole weights under Transformers' names, on the CPU of every process. Collective."""
-        return states.gathered(self.layout, self._bare, lambda parameter: parameter)
+        """Return the whole weights under Transformers' names, on the CPU of every process. Collective.
+
+        They are float32, those that the optimizer trains where the model computes in 16 bits.
+        """
+        take = (lambda parameter: parameter) if self.masters is None else self.masters.read
+        return states.gathered(self.layout, self._bare, take)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole weights, as `state_dict` and a Transformers model give them, on every process.
@@ -185,10 +198,11 @@ class MegatronModel(nn.Module):
             raise RuntimeError(f"the weights do not fit the model: {wrong}")
 
         def put(parameter: nn.Parameter, part: Tensor) -> None:
+            if self.masters is not None:
+                self.masters.write(parameter, part)
+                return
             with torch.no_grad():
                 parameter.copy_(part)
-                if (main := getattr(parameter, "main_param", None)) is not None:
-                    main.copy_(part)
 
         states.scattered(self.layout, self._bare, state_dict, put)
         return nn.modules.module._IncompatibleKeys([], [])

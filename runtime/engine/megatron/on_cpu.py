@@ -21,7 +21,10 @@ import torch
 _MODULES = (
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rotary_pos_embedding",
     "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
     "optimizer.optimizer",
     "pipeline_parallel.p2p_communication",
     "pipeline_parallel.schedules",
@@ -102,6 +105,23 @@ def _clip(parameters: Iterable[Any], max_norm: float, total_norm: float, use_dec
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def name_types(parameters: Iterable[Any]) -> None:
+    """Let each of *parameters* name its type as that of a CUDA tensor, as Megatron-LM's optimizers look for it."""
+    for parameter in parameters:
+        parameter.type = _NamedType(parameter)
+
+
+class _NamedType:
+    """Method ``type`` of a parameter: its type's name is that on CUDA; converting is that of tensors."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._convert = parameter.type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._convert(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
 def adapt() -> RegionRandom:

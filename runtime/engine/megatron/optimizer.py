@@ -13,11 +13,12 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.collectives.objects import gather_object
 from orc.runtime.engine.megatron import states
+from orc.runtime.engine.megatron.masters import Masters
 
 if TYPE_CHECKING:
+    from orc.runtime.core.handlers import GradScalerKwargs
     from orc.runtime.engine.megatron.model import MegatronModel
     from orc.runtime.engine.megatron.placeholders import MegatronLMDummyScheduler
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
@@ -65,6 +66,7 @@ class MegatronOptimizer:
         rates: learning rate and weight decay of each parameter, by Transformers' name.
         plugin: clipping, and whether its state is sharded.
         precision: of the run.
+        scaling: where the scale of fp16's losses begins, and after how many steps it grows.
 
     Attributes:
         inner: Megatron-LM's.
@@ -80,6 +82,7 @@ class MegatronOptimizer:
         rates: Mapping[str, tuple[float, float]],
         plugin: MegatronLMPlugin,
         precision: str,
+        scaling: GradScalerKwargs,
     ) -> None:
         self._model = model
         self.defaults = given.defaults
@@ -88,7 +91,7 @@ class MegatronOptimizer:
         self.lr = max(rate for rate, _ in rates.values())
         self.weight_decay = max(decay for _, decay in rates.values())
         betas = group.get("betas", (0.9, 0.999))
-        self._shards = plugin.use_distributed_optimizer and plugin.data_parallel_size != 1
+        shards = plugin.use_distributed_optimizer and plugin.data_parallel_size != 1
         config = OptimizerConfig(
             optimizer=kind,
             lr=self.lr,
@@ -100,13 +103,17 @@ class MegatronOptimizer:
             adam_eps=group.get("eps", 1e-8),
             sgd_momentum=group.get("momentum", 0.0),
             clip_grad=plugin.gradient_clipping,
-            use_distributed_optimizer=self._shards,
+            use_distributed_optimizer=shards,
             bf16=precision == "bf16",
             fp16=precision == "fp16",
+            initial_loss_scale=scaling.init_scale,
+            loss_scale_window=scaling.growth_interval,
         )
         overrides = self._overrides(rates, plugin)
         pieces = list(model.pieces)
         self.inner = get_megatron_optimizer(config, pieces, config_overrides=overrides)
+        self._single = getattr(self.inner, "chained_optimizers", [self.inner])[0]  # there are no experts to chain
+        self.masters = model.masters = Masters(self._single, shards)
         model.layout.config.grad_scale_func = self.inner.scale_loss if precision == "fp16" else None
         for one in self.param_groups:  # as without a schedule
             one["lr"] = one["max_lr"]
@@ -119,7 +126,7 @@ class MegatronOptimizer:
         for weight in (*layout.weights(), *layout.copies()):
             if (parameter := states.parameter_of(pieces, weight)) is None:
                 continue  # Megatron-LM brings the groups of all stages together
-            name = weight.theirs
+            name = weight.theirs[0]
             rate, decay = rates[name]
             if plugin.no_wd_decay_cond is not None and plugin.no_wd_decay_cond(name, parameter):
                 decay = 0.0
@@ -175,25 +182,22 @@ class MegatronOptimizer:
             del self.inner.prepare_grads  # that of its class again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state by Transformers' names, on every process. Collective.
-
-        Raises:
-            CheckpointError: the state is sharded over the data parallel processes.
-        """
-        self._refuse_shards()
-        own = self.inner.optimizer.state
+        """Return the whole state by Transformers' names, on every process. Collective."""
+        own, masters = self.inner.optimizer.state, self.masters
         names = sorted({name for values in own.values() for name, one in values.items() if _like_parameter(one)})
         every = sorted(set(gather_object(names)))  # a stage whose optimizer has made no update has none
 
         def take(name: str, parameter: nn.Parameter) -> Tensor:
-            main = getattr(parameter, "main_param", parameter)
-            found: Tensor = own[main][name] if name in own.get(main, {}) else torch.zeros_like(main)
-            return found
+            main = masters.of(parameter)
+            return masters.whole(parameter, own[main].get(name) if main is not None and main in own else None)
 
         moments = {name: states.gathered(self._model.layout, self._model.bare, partial(take, name)) for name in every}
-        steps = [float(values["step"]) for values in own.values() if "step" in values]
+        steps = gather_object([float(values["step"]) for values in own.values() if "step" in values])
         groups = [{key: value for key, value in one.items() if key != "params"} for one in self.param_groups]
-        return {"moments": moments, "step": max(steps, default=0.0), "param_groups": groups}
+        found = {"moments": moments, "step": max(steps, default=0.0), "param_groups": groups}
+        if (scaler := getattr(self._single, "grad_scaler", None)) is not None:
+            found["scale"] = scaler.state_dict()
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, at whatever layout, on every process.
@@ -201,31 +205,29 @@ class MegatronOptimizer:
         Raises:
             ValueError: it is no such state, or of another model.
         """
-        self._refuse_shards()
         moments = state_dict.get("moments")
         if not isinstance(moments, Mapping):
             raise ValueError("it is not the state of Megatron-LM's optimizer")
-        own = self.inner.optimizer.state
+        own, masters = self.inner.optimizer.state, self.masters
         for name, whole in moments.items():
             if (wrong := states.problem(self._model.layout, whole)) is not None:
                 raise ValueError(f"{name}: {wrong}")
 
             def put(parameter: nn.Parameter, part: Tensor, name: str = name) -> None:
-                main = getattr(parameter, "main_param", parameter)
-                own[main][name] = part.to(main).clone(memory_format=torch.contiguous_format)
+                if (main := masters.of(parameter)) is None:
+                    return
+                value = masters.share(parameter, part)
+                own[main][name] = value.to(main).clone(memory_format=torch.contiguous_format)
                 if state_dict["step"]:
                     own[main]["step"] = torch.tensor(float(state_dict["step"]))
 
             states.scattered(self._model.layout, self._model.bare, whole, put)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             group.update({key: value for key, value in saved.items() if key in ("lr", "weight_decay")})
-
-    def _refuse_shards(self) -> None:
-        if self._shards:
-            raise CheckpointError(
-                "the state of Megatron-LM's distributed optimizer is not gathered by this version: set "
-                "use_distributed_optimizer to false to save and load it"
-            )
+        if (scaler := getattr(self._single, "grad_scaler", None)) is not None and "scale" in state_dict:
+            for name in scaler.state_dict():  # its own loading moves the scale to a CUDA device
+                value = state_dict["scale"][name]
+                setattr(scaler, f"_{name}", value.to(scaler.min_scale.device) if isinstance(value, Tensor) else value)
 
 
 class _Members:

@@ -27,12 +27,12 @@ class MegatronLMDummyScheduler:
 class MegatronLMDummyDataLoader:
     """Placeholder of the loaders of an indexed dataset of Megatron-LM.
 
-    A seam: it holds what it was given, and `prepare` refuses it by name. Reading indexed datasets needs Megatron-LM's
-    compiled index builder, which this runtime does not bring; prepare a ``DataLoader`` of the tokens instead.
+    Prepare it once, twice or three times in one call: it becomes the loaders of training, validation and test, which
+    give the tokens of a batch to ``model(**next(loader))`` without end. A split without documents becomes `None`.
 
     Args:
-        dataset_kwargs: as Megatron-LM names them: ``data_path``, ``splits_string``, ``seq_length``,
-            ``micro_batch_size`` and others.
+        dataset_kwargs: ``data_path`` (of the files without ``.bin`` and ``.idx``), ``splits_string`` (``969,30,1``),
+            ``seq_length``, ``micro_batch_size`` and ``seed``.
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:

@@ -15,23 +15,19 @@ if TYPE_CHECKING:
 
 # Documented settings that nothing here follows: refused by name, with what to do instead.
 _UNSERVED = {
-    "pipeline_model_parallel_split_rank": "it splits encoder and decoder of T5, which this engine does not build",
+    "pipeline_model_parallel_split_rank": "megatron-core computes encoder and decoder of T5 in one stage",
     "train_samples": "count optimizer steps: MegatronLMDummyScheduler(total_num_steps=...)",
     "lr_decay_samples": "count optimizer steps: lr_decay_iters",
     "lr_warmup_samples": "count optimizer steps: lr_warmup_iters",
-    "consumed_samples": "prepared loaders know their position: load_state continues them",
-    "megatron_dataset_flag": "indexed datasets are not read; prepare a DataLoader of the tokens",
-    "encoder_seq_length": "it belongs to T5, which this engine does not build",
-    "decoder_seq_length": "it belongs to T5, which this engine does not build",
     "tensorboard_dir": "log with Accelerator(log_with='tensorboard', project_dir=...)",
     "set_all_logging_options": "log with Accelerator(log_with=...)",
-    "custom_model_provider_function": "prepare a Transformers GPT-2",
-    "custom_prepare_model_function": "prepare a Transformers GPT-2",
-    "custom_megatron_datasets_provider_function": "indexed datasets are not read; prepare a DataLoader of the tokens",
+    "custom_model_provider_function": "prepare a model of Transformers",
+    "custom_prepare_model_function": "prepare a model of Transformers",
+    "custom_megatron_datasets_provider_function": "prepare a MegatronLMDummyDataLoader or a DataLoader of tokens",
 }
 _OTHER = {
-    "position_embedding_type": ("absolute", "learned_absolute"),
-    "attention_head_type": ("multihead",),
+    "position_embedding_type": ("absolute", "learned_absolute", "rotary", "alibi"),
+    "attention_head_type": ("multihead", "multiquery"),
 }
 _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _INCREASES = ("constant", "linear", "cosine")
@@ -51,7 +47,7 @@ class MegatronLMPlugin:
         sequence_parallelism: share the sequence between the layers among the tensor parallel processes.
         recompute_activations: recompute the attention in backward, to save memory.
         use_distributed_optimizer: shard the optimizer's state over the data parallel processes.
-        pipeline_model_parallel_split_rank: refused, it belongs to T5.
+        pipeline_model_parallel_split_rank: refused: encoder and decoder of T5 are one stage.
         num_layers_per_virtual_pipeline_stage: layers of one piece, for the interleaved schedule.
         is_train_batch_min: of several loaders the smallest batch size is the micro batch size, else the largest.
         train_iters: optimizer steps of the whole training, where `MegatronLMDummyScheduler` does not say it.
@@ -67,6 +63,8 @@ class MegatronLMPlugin:
         scale_lr_cond: the same for those whose learning rate is multiplied by *lr_mult*.
         lr_mult: that factor.
         seq_length: longest sequence; the model's own number of positions when nobody says it.
+        encoder_seq_length: longest sequence that the encoder of T5 reads.
+        decoder_seq_length: longest sequence of labels of T5.
         eval_iters: kept, for scripts that read it.
         eval_interval: kept, for scripts that read it.
         return_logits: let the model return logits beside the loss, on the last stage.
@@ -75,16 +73,20 @@ class MegatronLMPlugin:
         custom_get_batch_function: replaces `GPTTrainStep.get_batch`: function of an iterator of micro batches.
         custom_loss_function: replaces the function that `GPTTrainStep.get_loss_func` returns.
         other_megatron_args: more settings by Megatron-LM's names: fields of ``TransformerConfig``, and
-            ``make_vocab_size_divisible_by``.
-        train_samples, lr_decay_samples, lr_warmup_samples, consumed_samples, megatron_dataset_flag: refused by name,
-            as are encoder_seq_length, decoder_seq_length, tensorboard_dir, set_all_logging_options,
-            custom_model_provider_function, custom_prepare_model_function, custom_megatron_datasets_provider_function.
+            ``make_vocab_size_divisible_by``; for GPT-2 ``position_embedding_type`` (``absolute``, ``rotary``,
+            ``alibi``) and ``attention_head_type`` (``multihead``, ``multiquery``).
+        megatron_dataset_flag: kept, for scripts that set it; a `MegatronLMDummyDataLoader` needs no flag.
+        consumed_samples: samples of an indexed dataset that training, validation and test had before.
+        train_samples, lr_decay_samples, lr_warmup_samples: refused by name, as are tensorboard_dir,
+            set_all_logging_options, custom_model_provider_function, custom_prepare_model_function,
+            custom_megatron_datasets_provider_function.
 
     Attributes:
         global_batch_size: samples of one optimizer step, known when a loader is prepared.
         micro_batch_size: samples of one micro batch on one process, known then too.
         data_parallel_size: copies of the model, known when an Accelerator is made.
         padded_vocab_size: rows of the embedding, known when a model is prepared.
+        model_config: that of the Transformers model, known then too.
 
     Raises:
         ValueError: a value that cannot be used, or a setting without its partner; the text names it.
@@ -143,6 +145,7 @@ class MegatronLMPlugin:
     micro_batch_size: int | None = field(default=None, init=False)
     data_parallel_size: int | None = field(default=None, init=False)
     padded_vocab_size: int | None = field(default=None, init=False)
+    model_config: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         told = from_environment(os.environ)
@@ -168,10 +171,7 @@ class MegatronLMPlugin:
                 raise ValueError(f"MegatronLMPlugin({name}=...) is not supported: {reason}")
         for name, served in _OTHER.items():
             if (value := self.others.get(name, served[0])) not in served:
-                raise ValueError(
-                    f"other_megatron_args: {name}={value!r} is not supported: the model is made from a Transformers "
-                    f"GPT-2, which has {served[0]}"
-                )
+                raise ValueError(f"other_megatron_args: {name}={value!r}: expected one of {', '.join(served)}")
 
     def apply_accumulation(self, gradient: GradientRecord) -> None:
         """Bring nothing into force: each batch is one optimizer step, which the Accelerator has checked."""

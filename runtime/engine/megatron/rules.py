@@ -9,31 +9,32 @@ from orc.runtime.core.errors import ContextError
 from orc.runtime.engine.megatron.arithmetic import data_parallel_size, virtual_stages
 from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
-_KINDS = ("gpt2", "megatron-bert", "t5", "mt5")
+# Models of Transformers that have a counterpart, by kind.
+_KINDS = {
+    "gpt2": ("GPT2LMHeadModel",),
+    "megatron-bert": (
+        "MegatronBertForPreTraining",
+        "MegatronBertForMaskedLM",
+        "MegatronBertForSequenceClassification",
+    ),
+    "t5": ("T5ForConditionalGeneration",),
+    "mt5": ("MT5ForConditionalGeneration",),
+}
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu")
 
 
-def check_run(plugin: MegatronLMPlugin, processes: int, device: str, mixed_precision: str) -> None:
+def check_run(plugin: MegatronLMPlugin, processes: int, mixed_precision: str) -> None:
     """Check *plugin* against the run, and note how many copies of the model there are.
 
     Raises:
-        ContextError: the processes, the device or the precision do not go with it.
+        ContextError: the processes or the precision do not go with it.
     """
     try:
         plugin.data_parallel_size = data_parallel_size(processes, plugin.tp_degree, plugin.pp_degree)
     except ValueError as error:
         raise ContextError(f"megatron_lm_plugin: {error}") from None
-    if mixed_precision == "fp8" or (device == "cpu" and mixed_precision != "no"):
-        where = "on CPUs it" if device == "cpu" else "this engine"
-        raise ContextError(
-            f"mixed_precision={mixed_precision!r} is not possible with Megatron-LM here: {where} trains in "
-            f"{'float32 only' if device == 'cpu' else 'no, fp16 or bf16'}"
-        )
-    if plugin.use_distributed_optimizer and plugin.data_parallel_size > 1 and device == "cpu":
-        raise ContextError(
-            f"use_distributed_optimizer shards state over the {plugin.data_parallel_size} data parallel processes, and "
-            "Megatron-LM's needs CUDA tensors: on CPUs set it to false"
-        )
+    if mixed_precision == "fp8":
+        raise ContextError("mixed_precision='fp8' is not possible with Megatron-LM here: it trains in no, fp16 or bf16")
 
 
 def check_accumulation(steps: int) -> None:
@@ -43,6 +44,32 @@ def check_accumulation(steps: int) -> None:
             f"gradient_accumulation_steps={steps}: it must be 1 with Megatron-LM, whose micro batches are what is "
             "accumulated; set MegatronLMPlugin(num_micro_batches=...)"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Numbers of a model that decide how it can be split; no *positions* where they are not learned."""
+
+    layers: int
+    heads: int
+    inner: int
+    positions: int | None
+
+
+def shape_of(config: Any) -> Shape:
+    """Return the numbers of a model of one of the kinds, from its Transformers *config*."""
+    if config.model_type == "gpt2":
+        return Shape(
+            int(config.n_layer), int(config.n_head), int(config.n_inner or 4 * config.n_embd), int(config.n_positions)
+        )
+    if config.model_type == "megatron-bert":
+        return Shape(
+            int(config.num_hidden_layers),
+            int(config.num_attention_heads),
+            int(config.intermediate_size),
+            int(config.max_position_embeddings),
+        )
+    return Shape(int(config.num_layers), int(config.num_heads), int(config.d_ff), None)
 
 
 def check_model(plugin: MegatronLMPlugin, model: Any) -> None:
@@ -59,23 +86,47 @@ def check_model(plugin: MegatronLMPlugin, model: Any) -> None:
             f"Megatron-LM trains its own models, made from Transformers models of the kinds gpt2, megatron-bert and "
             f"t5; {name} is {'of kind ' + repr(kind) if kind else 'none of Transformers'}"
         )
-    if kind != "gpt2":
+    if name not in _KINDS[kind]:
+        raise ValueError(f"{name}: of kind {kind} Megatron-LM trains {', '.join(_KINDS[kind])}")
+    if kind == "gpt2":
+        _check_gpt2(config)
+    else:
+        _check_encoder(plugin, kind, config)
+    shape, tp = shape_of(config), plugin.tp_degree
+    if shape.heads % tp:
         raise ValueError(
-            f"{name}: models of kind {kind!r} are not made into Megatron-LM models by this version, which has gpt2 "
-            "alone; train it with FSDP, DeepSpeed or a ParallelismConfig"
+            f"the model's {shape.heads} attention heads cannot be shared out over tp_degree {tp} processes"
         )
-    if name != "GPT2LMHeadModel":
-        raise ValueError(f"{name}: of kind gpt2 Megatron-LM trains the language model, GPT2LMHeadModel")
-    _check_gpt2(config)
-    heads, tp = int(config.n_head), plugin.tp_degree
-    if heads % tp:
-        raise ValueError(f"the model's {heads} attention heads cannot be shared out over tp_degree {tp} processes")
-    width = int(config.n_inner or 4 * config.n_embd)
-    if width % tp:
-        raise ValueError(f"the model's inner width {width} cannot be shared out over tp_degree {tp} processes")
-    virtual_stages(int(config.n_layer), plugin.pp_degree, plugin.num_layers_per_virtual_pipeline_stage)
-    if plugin.seq_length is not None and plugin.seq_length > config.n_positions:
-        raise ValueError(f"seq_length={plugin.seq_length}: the model has {config.n_positions} positions")
+    if shape.inner % tp:
+        raise ValueError(f"the model's inner width {shape.inner} cannot be shared out over tp_degree {tp} processes")
+    virtual_stages(shape.layers, plugin.pp_degree, plugin.num_layers_per_virtual_pipeline_stage)
+    if plugin.seq_length is not None and shape.positions is not None and plugin.seq_length > shape.positions:
+        raise ValueError(f"seq_length={plugin.seq_length}: the model has {shape.positions} positions")
+
+
+def _check_encoder(plugin: MegatronLMPlugin, kind: str, config: Any) -> None:
+    """Raise `ValueError` for what megatron-core's models with an encoder do not have."""
+    for name in ("position_embedding_type", "attention_head_type"):
+        if name in plugin.others:
+            raise ValueError(f"other_megatron_args: {name} is for gpt2; the model is of kind {kind}")
+    if plugin.return_logits:
+        raise ValueError(f"return_logits: models of kind {kind} return the loss alone; gpt2 returns logits too")
+    if plugin.sequence_parallelism:
+        raise ValueError(
+            f"sequence_parallelism: models of kind {kind} have norms that megatron-core does not share out "
+            "(WrappedTorchNorm), or sequences of two lengths; set it to false"
+        )
+    act = config.hidden_act if kind == "megatron-bert" else config.dense_act_fn
+    if act not in (*_ACTIVATIONS, "silu"):
+        raise ValueError(f"activation function {act!r} has no counterpart in Megatron-LM's model")
+    if kind == "megatron-bert":
+        if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+            raise ValueError("a megatron-bert that decodes has no counterpart in Megatron-LM")
+    elif plugin.pp_degree > 1:
+        raise ValueError(
+            f"pp_degree={plugin.pp_degree}: megatron-core computes encoder and decoder of kind {kind} in one stage; "
+            "set pp_degree to 1 and use tp_degree"
+        )
 
 
 def _check_gpt2(config: Any) -> None:
@@ -103,7 +154,8 @@ def check_others(plugin: MegatronLMPlugin, known: type) -> dict[str, Any]:
     Raises:
         ValueError: a name that nothing here takes, or one that another setting or the model decides.
     """
-    own = ("make_vocab_size_divisible_by", "position_embedding_type", "attention_head_type")
+    # A vocabulary and its merges are what Megatron-LM's own server of generated texts needs; here tokens are numbers.
+    own = ("make_vocab_size_divisible_by", "position_embedding_type", "attention_head_type", "vocab_file", "merge_file")
     fields = {one.name for one in dataclasses.fields(known)}
     taken = ("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size", "sequence_parallel",
              "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "ffn_hidden_size")  # fmt: skip
@@ -111,11 +163,6 @@ def check_others(plugin: MegatronLMPlugin, known: type) -> dict[str, Any]:
     for name, value in plugin.others.items():
         if name in own:
             continue
-        if name in ("vocab_file", "merge_file"):
-            raise ValueError(
-                f"other_megatron_args: {name} is for megatron_generate, which is not supported: save the weights with "
-                "save_model and generate with Transformers"
-            )
         if name in taken:
             raise ValueError(f"other_megatron_args: {name} follows from the model and the plug-in's own settings")
         if name not in fields:

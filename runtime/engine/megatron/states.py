@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from orc.runtime.engine.megatron.gpt2 import EMBEDDING, HEAD, Gpt2, Weight
+from orc.runtime.engine.megatron.layout import Layout, Weight
 
 Take = Callable[[nn.Parameter], Tensor]
 
@@ -26,46 +26,51 @@ def parameter_of(pieces: Sequence[nn.Module], weight: Weight) -> nn.Parameter | 
     return pieces[weight.piece].get_parameter(weight.ours)
 
 
-def gathered(layout: Gpt2, pieces: Sequence[nn.Module], take: Take) -> dict[str, Tensor]:
+def gathered(layout: Layout, pieces: Sequence[nn.Module], take: Take) -> dict[str, Tensor]:
     """Return by Transformers' names what *take* says of each parameter, whole, on the CPU of every rank. Collective.
+
+    It is float32 at every layout and in every precision.
 
     Args:
         layout: of the model.
         pieces: this process's.
         take: a tensor of the parameter's shape: itself, or a moment of the optimizer.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     stages = parallel_state.get_pipeline_model_parallel_group()
     ranks = dist.get_process_group_ranks(stages)
     for weight in layout.weights():
         parameter = parameter_of(pieces, weight)
         if parameter is not None:
-            whole = layout.to_theirs(_whole(parameter, take(parameter).detach()), weight.form).contiguous()
-        if len(ranks) > 1:
-            if parameter is None:
-                whole = torch.empty(layout.shapes[weight.theirs], device=layout.device)
-            whole = whole.float()
-            dist.broadcast(whole, ranks[weight.stage], group=stages)
-        found[weight.theirs] = whole.to("cpu", copy=True)
-    if layout.tied and HEAD in layout.shapes:
-        found[HEAD] = found[EMBEDDING]
-    return found
+            parts = layout.to_theirs(_whole(parameter, take(parameter).detach().float()), weight)
+        for index, name in enumerate(weight.theirs):
+            if parameter is not None:
+                whole = parts[index].contiguous()
+            else:
+                whole = torch.empty(layout.shapes[name], device=layout.device)
+            if len(ranks) > 1:
+                dist.broadcast(whole, ranks[weight.stage], group=stages)
+            found[name] = whole.to("cpu", copy=True)
+    return {name: found[layout.aliases.get(name, name)] for name in layout.shapes}
 
 
 def scattered(
-    layout: Gpt2, pieces: Sequence[nn.Module], state: Mapping[str, Tensor], put: Callable[[nn.Parameter, Tensor], None]
+    layout: Layout,
+    pieces: Sequence[nn.Module],
+    state: Mapping[str, Tensor],
+    put: Callable[[nn.Parameter, Tensor], None],
 ) -> None:
     """Call *put* with each parameter here and its part of the whole *state*, which every rank has."""
     for weight in (*layout.weights(), *layout.copies()):
         parameter = parameter_of(pieces, weight)
         if parameter is not None:
-            whole = layout.to_ours(state[weight.theirs], weight.form)
+            whole = layout.to_ours([state[name] for name in weight.theirs], weight)
             put(parameter, _part(parameter, whole))
 
 
-def problem(layout: Gpt2, state: Mapping[str, Any]) -> str | None:
+def problem(layout: Layout, state: Mapping[str, Any]) -> str | None:
     """Return why the whole *state* does not fit the model; `None` where it does."""
-    wanted = [weight.theirs for weight in layout.weights()]
+    wanted = [name for weight in layout.weights() for name in weight.theirs]
     if missing := [name for name in wanted if name not in state]:
         return f"missing: {', '.join(missing[:5])}"
     if unexpected := sorted(name for name in state if name not in layout.shapes):

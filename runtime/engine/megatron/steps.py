@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_IGNORED = -100  # labels that do not count, as Transformers marks them
+IGNORED = -100  # labels that do not count, as Transformers marks them
 
 
 class AbstractTrainStep(ABC):
@@ -37,29 +37,37 @@ class AbstractTrainStep(ABC):
         """Return the function of an iterator and a piece of the model; its result is the output and a loss function."""
 
 
-class GPTTrainStep(AbstractTrainStep):
-    """Train step of a GPT: the mean loss over the tokens of a micro batch that count.
-
-    Derive from it and override `get_loss_func` or `get_forward_step_func`, and name the class in
-    ``MegatronLMPlugin.custom_train_step_class``.
+class TrainStep(AbstractTrainStep):
+    """Train step of one kind of model, with what the plug-in puts in its functions' place.
 
     Args:
         megatron_args: the plug-in in force.
         kwargs: ``custom_train_step_kwargs`` of the plug-in.
 
     Attributes:
-        get_batch: function of an iterator: tokens, labels, loss mask, attention mask and positions of a micro batch.
+        config: of the Transformers model.
+        get_batch: function of an iterator: what `forward_step` takes from a micro batch.
         loss_func: what `get_loss_func` returns.
         forward_step: what `get_forward_step_func` returns.
     """
 
     def __init__(self, megatron_args: Any = None, **kwargs: Any) -> None:
-        super().__init__("GPTTrainStep")
+        super().__init__(type(self).__name__)
         self.megatron_args = megatron_args
+        self.config = getattr(megatron_args, "model_config", None)
         self.return_logits = bool(getattr(megatron_args, "return_logits", False))
         self.get_batch = getattr(megatron_args, "custom_get_batch_function", None) or self.get_batch_func()
         self.loss_func = getattr(megatron_args, "custom_loss_function", None) or self.get_loss_func()
         self.forward_step = self.get_forward_step_func()
+
+
+class GPTTrainStep(TrainStep):
+    """Train step of a GPT: the mean loss over the tokens of a micro batch that count.
+
+    Derive from it and override `get_loss_func` or `get_forward_step_func`, and name the class in
+    ``MegatronLMPlugin.custom_train_step_class``; `get_batch` gives tokens, labels, loss mask, attention mask and
+    positions of a micro batch.
+    """
 
     def get_batch_func(self, megatron_args: Any = None) -> Callable[..., Any]:
         """Return a function of an iterator over micro batches as Transformers has them (``input_ids``, ``labels``)."""
@@ -91,54 +99,21 @@ class GPTTrainStep(AbstractTrainStep):
         return forward_step
 
 
-class _Unserved(AbstractTrainStep):
-    """Seam: the train step of a model that this engine does not build; making one says so."""
-
-    kind = ""
-
-    def __init__(self, megatron_args: Any = None, **kwargs: Any) -> None:
-        super().__init__(type(self).__name__)
-        raise NotImplementedError(
-            f"{type(self).__name__}: {self.kind} is not made into a Megatron-LM model by this version, which has GPT-2 "
-            "alone; derive from AbstractTrainStep or GPTTrainStep"
-        )
-
-    def get_batch_func(self, megatron_args: Any = None) -> Callable[..., Any]:
-        """Refused. Raises `NotImplementedError`."""
-        raise NotImplementedError
-
-    def get_loss_func(self) -> Callable[..., Any]:
-        """Refused. Raises `NotImplementedError`."""
-        raise NotImplementedError
-
-    def get_forward_step_func(self) -> Callable[..., Any]:
-        """Refused. Raises `NotImplementedError`."""
-        raise NotImplementedError
-
-
-class BertTrainStep(_Unserved):
-    """Seam: the train step of BERT, whose Megatron-LM model this version does not build; making one raises."""
-
-    kind = "megatron-bert"
-
-
-class T5TrainStep(_Unserved):
-    """Seam: the train step of T5, whose Megatron-LM model this version does not build; making one raises."""
-
-    kind = "t5"
-
-
 def next_batch(data_iterator: Iterator[Any]) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
     """Return tokens, labels, loss mask, attention mask and positions of the next micro batch, [batch, sequence] each.
 
-    The label of a token is the token after it. Attention is causal: there is no mask to pass.
+    The label of a token is the token after it; batches with a ``loss_mask`` have such labels already. Attention is
+    causal: there is no mask to pass.
     """
     batch = next(data_iterator)
     tokens = batch["input_ids"]
     given = batch.get("labels")
     given = tokens if given is None else given
-    labels = torch.nn.functional.pad(given[:, 1:], (0, 1), value=_IGNORED)
-    mask = labels != _IGNORED
+    if "loss_mask" in batch:  # of an indexed dataset
+        labels, mask = given, batch["loss_mask"].bool()
+    else:
+        labels = torch.nn.functional.pad(given[:, 1:], (0, 1), value=IGNORED)
+        mask = labels != IGNORED
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return tokens, labels.masked_fill(~mask, 0), mask, None, positions
 

@@ -10,6 +10,7 @@ import importlib.machinery
 import sys
 import types
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -25,15 +26,32 @@ def module(name, **content):
     return made
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
+def compute_on_cpus(monkeypatch):
     """Let a double compute on the CPU, where the library would refuse to."""
     monkeypatch.setattr(FP8Backend, "requires", lambda self, ctx: None)
 
 
 @pytest.fixture
-def transformer_engine(monkeypatch, on_a_gpu):
+def on_a_gpu(monkeypatch):
+    compute_on_cpus(monkeypatch)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    return put_transformer_engine(monkeypatch)
+
+
+@pytest.fixture
+def on_ranks():
+    """`put_transformer_engine`, for functions that run on ranks."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield put_transformer_engine
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def put_transformer_engine(monkeypatch):
     """The calls that the double of Transformer Engine has got: ``fp8_autocast`` as pairs of enabled and recipe."""
+    compute_on_cpus(monkeypatch)
     calls = types.SimpleNamespace(autocast=[], active=[], layers=[], in_fp8=[])
 
     class Layer(nn.Module):
