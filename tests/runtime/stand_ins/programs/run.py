@@ -15,6 +15,9 @@ import traceback
 
 PROGRAMS = ("with_trl.sft", "with_trl.dpo", "with_trl.grpo", "with_peft.trainer", "with_peft.loop")
 PROGRAMS += ("with_datasets.streams", "with_datasets.resumed", "with_datasets.split_by_node", "with_diffusers.train")
+TRAINER = ("plain", "bf16", "accumulation", "gradient_checkpointing", "workers", "split_batches", "resume_in_mid_epoch")
+TRAINER += ("classification", "automatic_batch_size", "fsdp", "deepspeed")
+TRAINER = tuple(f"with_trainer.{name}" for name in TRAINER)
 ALONE = ("with_device_maps.from_pretrained", "with_device_maps.lora", "with_device_maps.by_hand")  # one process each
 
 
@@ -22,7 +25,7 @@ def rank_of(rank, size, port, folder, programs):
     """Run *programs* as one rank; write the results of rank 0, or an error."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if size == 1:
+    if size == 1 and programs[0] not in TRAINER:  # which has shards on one process, too, if that was launched
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
     results = {}
@@ -72,14 +75,23 @@ def main():
     import accelerate
 
     assert ("orc" in accelerate.Accelerator.__module__.split(".")) == (which == "orc")
-    programs = [name for name in PROGRAMS + ALONE if not chosen or any(name.startswith(one) for one in chosen)]
+    programs = [
+        name for name in PROGRAMS + TRAINER + ALONE if not chosen or any(name.startswith(one) for one in chosen)
+    ]
     for module in sorted({name.partition(".")[0] for name in programs}):
         importlib.import_module(module)
+    if "with_trainer.deepspeed" in programs:
+        # Its kernel for collectives on CPUs takes a minute to compile; without it, it uses the process group.
+        importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
     folder = pathlib.Path(place)
     both = [name for name in programs if name not in ALONE]
     if which == "reference":  # on two processes without a GPU it fails in the middle of the streams
-        both = [name for name in both if name.startswith(("with_trl", "with_peft"))]
-    results = {"1": run(1, folder / "1", programs), "2": run(2, folder / "2", both) if both else {}}
+        both = [name for name in both if name.startswith(("with_trl", "with_peft", "with_trainer"))]
+    results = {}
+    for size, names in ((1, programs), (2, both)):
+        results[size] = {}
+        for number, few in enumerate(([n for n in names if n not in TRAINER], [n for n in names if n in TRAINER])):
+            results[size] |= run(size, folder / f"{size}-{number}", few) if few else {}
     (folder / "results.json").write_text(json.dumps(results))
 
 

@@ -1,17 +1,7 @@
-"""Unmodified programs on Transformers' Trainer, one after the other in one process; prints what they gave as JSON.
-
-Nothing here knows of orc: it runs on the real accelerate, and on the runtime standing in for it. Models are tiny and
-made from configurations.
-"""
+"""Transformers' Trainer: what it logs and learns, in the ways that its arguments choose."""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,42 +179,3 @@ def deepspeed(folder: str) -> Results:
         "zero_allow_untested_optimizer": True,
     }
     return train(folder, deepspeed=config, max_steps=4)
-
-
-SCENARIOS: dict[str, Callable[[str], Results]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        plain,
-        bf16,
-        accumulation,
-        gradient_checkpointing,
-        workers,
-        split_batches,
-        resume_in_mid_epoch,
-        classification,
-        automatic_batch_size,
-        fsdp,
-        deepspeed,
-    )
-}
-
-
-def main(output: str, base: str, names: list[str]) -> None:
-    import os
-
-    found: dict[str, Any] = {}
-    for name in names or SCENARIOS:
-        folder = Path(base) / name
-        folder.mkdir(exist_ok=True, parents=True)
-        try:
-            found[name] = SCENARIOS[name](str(folder))
-        except Exception:
-            found[name] = {"error": traceback.format_exc(limit=-4)}
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                traceback.print_exc()
-    if os.environ.get("RANK", "0") == "0":
-        Path(output).write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(), sys.argv[3:])
