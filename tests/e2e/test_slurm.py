@@ -14,6 +14,7 @@ from slurm_testbed import SlurmTestbed
 from orc.launchers.spec.clusters import Cluster
 
 SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=2")
+TWO = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=1")  # where a second process shows nothing more
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_a_misspelt_option_is_found_before_anything_is_sent(orc: Orc) -> None:
 def test_a_preempted_training_resumes_from_its_checkpoint(digits: Orc, slurm: SlurmTestbed) -> None:
     digits.take_time("ORC_RESTART", "0")
     spot = ("--set", "resources.options.slurm.partition=spot", "--set", "args=[--epochs, '20']")
-    job = digits.submit(*SIZE, *spot)
+    job = digits.submit(*TWO, *spot)
     digits.until_epoch(job, 2)
     slurm.preempt()
     digits("wait", job)
@@ -142,7 +143,7 @@ def test_a_preempted_training_resumes_from_its_checkpoint(digits: Orc, slurm: Sl
 def test_a_training_that_loses_a_node_goes_on_in_a_new_attempt(digits: Orc, slurm: SlurmTestbed) -> None:
     digits.take_time("ORC_ATTEMPT", "1")
     options = ("--set", "resources.options.slurm.requeue=false", "--set", "args=[--epochs, '20']")
-    job = digits.submit(*SIZE, *options)
+    job = digits.submit(*TWO, *options)
     digits.until_epoch(job, 2)
     lost = digits.job(job)["attempts"][0]["hosts"][1]
     slurm.set_down(lost)
