@@ -157,7 +157,7 @@ def test_launches_with_different_machine_ranks_are_one_run(place: Path) -> None:
     assert [machine.returncode for machine in machines] == [0, 0]
 
 
-def test_a_rendezvous_of_torchrun_starts_failed_processes_again(orc_process: Run, place: Path) -> None:
+def test_a_rendezvous_of_torchrun_starts_failed_processes_again(orc_process: Run, orc: Run, place: Path) -> None:
     (place / "once.py").write_text(
         "import os, sys\n"
         "os.write(1, b'%s of %s, again: %s\\n' % tuple(os.environ[name].encode() for name in\n"
@@ -168,11 +168,11 @@ def test_a_rendezvous_of_torchrun_starts_failed_processes_again(orc_process: Run
     done = orc_process("launch", *words, "--max_restarts", "1", "once.py")
     again = sorted(line for line in done.out.splitlines() if line.endswith("again: 1"))
     assert (done.code, again) == (0, ["0 of 2, again: 1", "1 of 2, again: 1"]), done.err
-    assert "--json cannot report" in orc_process("launch", "--json", *words, "once.py").error["what"]
+    assert "--json cannot report" in orc("launch", "--json", *words, "once.py").error["what"]
 
 
 def test_keys_of_aws_leave_the_command_line_and_reach_the_submission_alone(
-    orc_process: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+    orc_process: Run, orc: Run, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Libraries of AWS that say what they have been given, in the place of the real ones."""
     (place / "libraries").mkdir()
@@ -196,10 +196,10 @@ def test_keys_of_aws_leave_the_command_line_and_reach_the_submission_alone(
         path.read_bytes() for path in place.parent.rglob("*") if path.is_file() and "libraries" not in path.parts
     ]
     assert not [one for one in written if b"AKIA" in one or b"wJalrXUtnFEMI" in one]
-    alone = orc_process(*words, keys[0], "report.py")
+    alone = orc(*words, keys[0], "report.py")
     assert (alone.code, "--aws_secret_access_key is missing" in alone.err) == (2, True), alone.err
     (place / "sagemaker.yaml").write_text(file + "profile: me\n")
-    assert "that names no profile" in orc_process(*words, *keys, "report.py").err
+    assert "that names no profile" in orc(*words, *keys, "report.py").err
 
 
 MPIRUN = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe", "-n", "2"]
