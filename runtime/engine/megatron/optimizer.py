@@ -123,6 +123,12 @@ class MegatronOptimizer:
         """Return Megatron-LM's groups: parameters with a learning rate or weight decay other than the highest."""
         layout, pieces = self._model.layout, self._model.bare
         groups: dict[tuple[float, float], set[int]] = {}
+        for weight in layout.weights():  # of all stages: every process refuses alike
+            if len({rates[name] for name in weight.theirs}) > 1:
+                raise ValueError(
+                    f"{', '.join(weight.theirs)} are one weight in Megatron-LM's model, and the optimizer has "
+                    "different learning rates or weight decays for them: put them into one group"
+                )
         for weight in (*layout.weights(), *layout.copies()):
             if (parameter := states.parameter_of(pieces, weight)) is None:
                 continue  # Megatron-LM brings the groups of all stages together

@@ -289,6 +289,22 @@ def from_documents(path):
     return found
 
 
+def told_apart():
+    """What is said of an optimizer that trains values otherwise than queries."""
+    import torch
+
+    from orc.runtime import Accelerator, AcceleratorState, MegatronLMPlugin
+
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+    model = other("MegatronBertForMaskedLM")
+    groups = [{"params": [one for name, one in model.named_parameters() if (".value." in name) == chosen], "lr": lr}
+              for chosen, lr in ((True, 0.1), (False, 0.2))]  # fmt: skip
+    with pytest.raises(ValueError, match="are one weight in Megatron-LM's model") as refused:
+        accelerator.prepare(model, torch.optim.AdamW(groups))
+    AcceleratorState._reset_state()
+    return str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def alone(run_ranks):
     """What one process learns and says: without Megatron-LM, where there is such a model."""
@@ -330,6 +346,7 @@ def together(run_ranks, tmp_path_factory):
         shards = {"use_distributed_optimizer": True}
         found["half"] = resumed(f"{place}/half", {"micro": 2} | shards, shards, "bf16")
         found["combined"] = combined()
+        found["apart"] = told_apart()
         found["documents"] = from_documents(documents)
         found["said"] = [generated(tp_degree=2), generated(pp_degree=2)]
         return found
@@ -368,6 +385,12 @@ def test_logits_of_all_copies_are_joined_on_request(together):
         assert len(tokens) == ROWS  # two of each copy
         with torch.no_grad():
             assert torch.allclose(logits, model(input_ids=tokens).logits, atol=1e-4)
+
+
+def test_what_megatron_joins_cannot_be_trained_apart(together):
+    first, second = (one["apart"] for one in together)
+    assert first == second
+    assert first.startswith("bert.encoder.layer.0.attention.self.query.weight, bert.encoder.layer.0.attention.self.key")
 
 
 @pytest.mark.parametrize(("number", "name"), [(number, name) for number, (name, _) in enumerate(OTHERS)])
