@@ -154,7 +154,8 @@ class Accelerator(AcceleratorAttributes):
             if megatron is not None:
                 use_megatron(ctx, megatron, options, first=first, explicit=megatron_lm_plugin is not None)
             if self.parallelism_config is not None:
-                self.parallelism_config.lay_out(ctx, sharded=options.fsdp_plugin is not None)
+                sharded = options.fsdp_plugin is not None or ctx.library is not None
+                self.parallelism_config.lay_out(ctx, sharded=sharded)
             precision = precision_for(config.mixed_precision, options.recipe)
             ctx.compute.choose_precision(config.mixed_precision, config.downcast_bf16)
             if options.fsdp_plugin is not None:

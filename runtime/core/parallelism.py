@@ -21,7 +21,7 @@ from orc.runtime.core.parallelism_handlers import (
     TorchTensorParallelPlugin,
     setting,
 )
-from orc.runtime.core.parallelism_settings import BACKENDS, PARSERS, USE_PARALLELISM_CONFIG, variable
+from orc.runtime.core.parallelism_settings import BACKENDS, PARSERS, USE_PARALLELISM_CONFIG, variable, whole
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, JOINED, join_dimensions, sizes_of_mesh
 
@@ -89,7 +89,10 @@ class ParallelismConfig:
                 if value not in (None, of_mesh):
                     raise ConfigError(f"{field}={value!r} contradicts device_mesh, which has {of_mesh}; leave it out")
                 value = of_mesh
-            setattr(self, field, _size(value, source))
+            try:
+                setattr(self, field, whole(value))
+            except ValueError as error:
+                raise ConfigError(f"{source}={value!r}: {error}") from None
         for field, names in BACKENDS.items():
             setattr(self, field, setting(getattr(self, field), variable(field), names[0], PARSERS[field], field))
         if self.size("cp") > 1 and self.size("sp") > 1:
@@ -271,16 +274,6 @@ class ParallelismConfig:
 
     def _shown(self) -> str:
         return " x ".join(f"{name}_size {size}" for name, size in self.sizes.items()) or "every size 1"
-
-
-def _size(value: Any, source: str) -> int:
-    try:
-        size = int(value) if isinstance(value, str) else value
-    except ValueError:
-        size = None
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{source}={value!r}: expected a whole number of processes, at least 1")
-    return size
 
 
 def parallelism_of(given: Any, env: Mapping[str, str], plugin: Any = None) -> ParallelismConfig | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp", "sp")
+ALIKE_DIMENSIONS = ("tp",)  # ranks along these have the same activations, of which they must drop the same
 # Documented names of several dimensions of a mesh as one: those of all data, of all shards, and of all losses.
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -131,8 +132,8 @@ class Topology:
 
     @property
     def draws_like(self) -> int:
-        """The rank whose random numbers this one draws: the first along ``tp``, where all have the same activations."""
-        return self._cells[self._cells.index(self._ctx.rank) - self._places["tp"]]  # the last dimension
+        """The rank whose random numbers this one draws: the first of those along `ALIKE_DIMENSIONS`."""
+        return next(ranks[0] for ranks in self._ranks_of_groups(ALIKE_DIMENSIONS) if self._ctx.rank in ranks)
 
     @property
     def peers(self) -> int:

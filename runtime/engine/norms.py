@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.parallel.shards import shard_group, stage_group
+from orc.runtime.parallel.shards import local_part, shard_group, stage_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ def clip_norm(
     norm = total_norm(parameters, norm_type, over)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
-        for gradient in (_local(one.grad) for one in parameters if one.grad is not None):
+        for gradient in (local_part(one.grad) for one in parameters if one.grad is not None):
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
 
@@ -113,8 +113,3 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 def _whole(norm: Tensor) -> Tensor:
     full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return full
-
-
-def _local(gradient: Tensor) -> Tensor:
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local

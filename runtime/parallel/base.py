@@ -87,6 +87,19 @@ class ChecksModels(Protocol):
 
 
 @runtime_checkable
+class ChecksGradients(Protocol):
+    """Parallelizer that looks at the first gradients of a model, before the first update."""
+
+    def check_gradients(self, model: nn.Module, ctx: RunContext) -> bool:
+        """Return whether it has seen enough; it is asked again before the next update otherwise.
+
+        Raises:
+            ContextError: they are wrong, the same on every rank.
+        """
+        ...
+
+
+@runtime_checkable
 class CutsBatches(Protocol):
     """Parallelizer whose ranks compute parts of one batch, which their loaders yield."""
 

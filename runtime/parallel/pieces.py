@@ -16,6 +16,7 @@ from torch.nn import functional
 from orc.runtime.core.errors import ContextError
 
 Attend = Callable[..., Tensor]
+IGNORED = -100  # the label of tokens that no loss is computed for, in torch and in Transformers
 
 
 class Piece:
@@ -133,6 +134,30 @@ def repeated(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
         return key, value
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+def hides_padding(mask: Any, kind: str) -> bool:
+    """Return whether *mask*, of whole sequences, hides padding on the right, which only causal attention leaves out.
+
+    Raises:
+        ContextError: it hides anything else.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
+        raise ContextError(
+            f"{kind}: an attention_mask that hides more than padding on the right; pad there, where nobody attends to "
+            "it, and leave the mask out or give that of whole sequences"
+        )
+    return not bool(mask.all())
+
+
+def refuse_packed(positions: Tensor, kind: str) -> None:
+    """Raise `ContextError` where *positions*, of whole sequences, are of several, packed into one."""
+    counted = torch.arange(positions.shape[-1], device=positions.device)
+    if not bool((positions == counted).all()):
+        raise ContextError(
+            f"{kind}: position_ids that do not count from 0: packed sequences would attend to each other; give one "
+            "sequence per row"
+        )
 
 
 def check_model(model: nn.Module, kind: str) -> None:

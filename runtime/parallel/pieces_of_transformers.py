@@ -7,14 +7,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.pieces import Piece
+from orc.runtime.parallel.pieces import IGNORED, Piece, hides_padding, refuse_packed
 
 _ATTENTION = "sdpa_in_pieces"
-_IGNORED = -100  # the label of tokens that no loss is computed for, in torch and in Transformers
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -65,19 +63,24 @@ def _register() -> None:
 
 
 def _whole_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Give *model* the positions and labels of its piece; refuse masks that would be ignored."""
-    piece = Piece.current
-    if piece is None:
-        return None
+    return None if Piece.current is None else ((), inputs_of_piece(model, args, kwargs, Piece.current))
+
+
+def inputs_of_piece(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """Return the inputs of *model*, by name, with the positions and labels of *piece*, and without a mask.
+
+    Raises:
+        ContextError: the mask hides more than padding on the right, or sequences are packed.
+    """
     parameters = inspect.signature(model.forward).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
     if "position_ids" in parameters:
         given["position_ids"] = _positions(given.get("position_ids"), piece)
-    _refuse_mask(given.get("attention_mask"), piece)
-    given.pop("attention_mask", None)
-    if given.get("labels") is not None:
+    if (mask := given.pop("attention_mask", None)) is not None:
+        hides_padding(piece.whole_of(mask) if isinstance(mask, Tensor) else mask, piece.kind)
+    if "labels" in parameters:
         _shift(model, given, piece)
-    return (), given
+    return given
 
 
 def _positions(given: Tensor | None, piece: Piece) -> Tensor:
@@ -87,34 +90,24 @@ def _positions(given: Tensor | None, piece: Piece) -> Tensor:
     whole = piece.whole_of(given)
     if whole is None:
         return given
-    if not bool((whole == torch.arange(piece.length, device=whole.device)).all()):
-        raise ContextError(
-            f"{piece.kind}: position_ids that do not count from 0 to {piece.length - 1}: packed sequences would attend "
-            "to each other; give one sequence per row"
-        )
+    refuse_packed(whole, piece.kind)
     return piece.cut(whole)
-
-
-def _refuse_mask(mask: Any, piece: Piece) -> None:
-    """Raise `ContextError` unless *mask* hides nothing, or padding on the right, which nobody attends to."""
-    if mask is None:
-        return
-    whole = piece.whole_of(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    if whole is None or not bool((whole[:, 1:] <= whole[:, :-1]).all()):
-        raise ContextError(
-            f"{piece.kind}: an attention_mask that hides more than padding on the right; sequences in pieces have "
-            "causal attention: pad on the right, and leave the mask out or name it among the buffers of the block"
-        )
 
 
 def _shift(model: Any, given: dict[str, Any], piece: Piece) -> None:
     """Shift labels of whole sequences by one, as the model would do with its piece, where the next token is missing."""
     loss: Mapping[str, Any] = inspect.signature(model.loss_function).parameters
-    whole = piece.whole_of(given["labels"])
-    if "shift_labels" not in loss or given.get("shift_labels") is not None or whole is None:
+    if "shift_labels" not in loss:
         return
-    shifted = nn.functional.pad(whole, (0, 1), value=_IGNORED)[..., 1:]
+    if given.get("shift_labels") is not None:
+        if given.get("labels") is None:  # without any the model computes no loss
+            given["labels"] = given["shift_labels"]
+        return
+    whole = None if given.get("labels") is None else piece.whole_of(given["labels"])
+    if whole is None:
+        return
+    shifted = nn.functional.pad(whole, (0, 1), value=IGNORED)[..., 1:]
     given["shift_labels"] = piece.cut(shifted)
     if "num_items_in_batch" in loss and given.get("num_items_in_batch") is None:
         # The mean over the pieces of sums over this count is the mean over the sequence, however many labels each has.
-        given["num_items_in_batch"] = (shifted != _IGNORED).sum().clamp(min=1) / piece.ranks
+        given["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / piece.ranks

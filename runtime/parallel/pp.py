@@ -46,7 +46,10 @@ class PipelineParallel:
         if importlib.util.find_spec("torch.distributed.pipelining") is None:
             return "this torch has no torch.distributed.pipelining; install 2.4 or newer"
         if ctx.config.mixed_precision == "fp8":
-            return "fp8 layers keep scales of their own, which a trace would fix; use bf16"
+            return (
+                "layers that compute in fp8 cannot be traced into stages; share the work by dp_shard_size, cp_size or "
+                "sp_size, or use bf16"
+            )
         if ctx.config.mixed_precision == "fp16":
             return "fp16 scales losses, and a pipeline has run backward when its loss is known; use bf16"
         return "the process group is not open" if ctx.group is None else None

@@ -50,8 +50,11 @@ def ring(mesh: DeviceMesh, length: int, strategy: str, device: torch.device) -> 
 
     Each rank has a part of the beginning and one of the end, so that all have as much to compute.
     """
-    with torch.no_grad():
-        importlib.import_module(f"{_HOME}._attention").set_rotate_method(strategy)
+    with _rotating(strategy):
+        yield from _pieces(mesh, length, device)
+
+
+def _pieces(mesh: DeviceMesh, length: int, device: torch.device) -> Iterator[tuple[Tensor, Attend]]:
     if device.type == "cpu":
         parts = torch.arange(length, device=device).chunk(2 * mesh.size())
         place = mesh.get_local_rank()
@@ -61,6 +64,19 @@ def ring(mesh: DeviceMesh, length: int, strategy: str, device: torch.device) -> 
     block = importlib.import_module(_HOME).context_parallel
     with block(mesh, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions}):
         yield positions, _by_torch()
+
+
+@contextlib.contextmanager
+def _rotating(strategy: str) -> Iterator[None]:
+    """Block in which keys and values travel by *strategy*, which is a setting of the whole process."""
+    module = importlib.import_module(f"{_HOME}._attention")
+    before = module._cp_options.rotate_method
+    with torch.no_grad():
+        module.set_rotate_method(strategy)
+    try:
+        yield
+    finally:
+        module._cp_options.rotate_method = before
 
 
 def _by_torch() -> Attend:

@@ -19,16 +19,16 @@ from torch.nn import functional
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request
 from orc.runtime.parallel.pieces import Attend, Piece, check_model, repeated, watch_model
-from orc.runtime.parallel.sequence_batches import SequenceCut
+from orc.runtime.parallel.sequence_batches import SequenceCut, WholeSequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from orc.runtime.core.context import RunContext
 
-_KIND = "sequence parallelism"
+KIND = "sequence parallelism"
 _TORCH = functional.scaled_dot_product_attention
-_padded: WeakSet[RunContext] = WeakSet()  # runs whose batches have padding, which only causal attention leaves out
+padded: WeakSet[RunContext] = WeakSet()  # runs whose batches have padding, which only causal attention leaves out
 
 
 class SequenceParallel:
@@ -52,19 +52,19 @@ class SequenceParallel:
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         """Refuse what this back end does not compute, and heads that cannot be shared out."""
+        if request.options.get("sp_backend") == "deepspeed":
+            raise ContextError(
+                f"{KIND}: sp_backend='deepspeed' (the default) is computed by DeepSpeed: pass deepspeed_plugin="
+                "DeepSpeedPlugin(...) too, or choose ParallelismConfig(sp_backend='torch'), which needs none"
+            )
         handler = request.options.get("sp")
         asked = "sdpa" if handler is None else handler.sp_attn_implementation
         if asked != "sdpa":
             raise ContextError(
-                f"{_KIND}: sp_attn_implementation={asked!r} is not computed by sp_backend='torch', which has 'sdpa'"
+                f"{KIND}: sp_attn_implementation={asked!r} is not computed by sp_backend='torch', which has 'sdpa'"
             )
-        if request.options.get("sp_backend") == "deepspeed":
-            raise ContextError(
-                f"{_KIND}: sp_backend='deepspeed' (the default) is not part of this version of orc: choose "
-                "ParallelismConfig(sp_backend='torch'), which exchanges heads in the same way"
-            )
-        _check_heads(model, ctx.topology.size("sp"), ctx.topology.size("tp"))
-        check_model(model, _KIND)
+        check_heads(model, ctx.topology.size("sp"), ctx.topology.size("tp"))
+        check_model(model, KIND)
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Let the attention of *model* go over all pieces, in its forward and backward."""
@@ -72,7 +72,7 @@ class SequenceParallel:
         watch_model(model)
         group = ctx.topology.group("sp")
         assert group is not None
-        _Region(ctx, ranks, _by_heads(group, ranks)).watch(model)
+        _Region(ctx, group, _by_heads(group, ranks)).watch(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
@@ -94,10 +94,10 @@ class SequenceParallel:
             return None
         handler = options.get("sp")
         fixed = None if handler is None or handler.sp_seq_length_is_variable else handler.sp_seq_length
-        return SequenceCut(ctx.topology.place("sp"), ranks, fixed, lambda: _padded.add(ctx))
+        return SequenceCut(ctx.topology.place("sp"), ranks, fixed, lambda: padded.add(ctx))
 
 
-def _check_heads(model: nn.Module, ranks: int, cut: int) -> None:
+def check_heads(model: nn.Module, ranks: int, cut: int = 1) -> None:
     """Raise `ContextError` where *model* says how many heads it has, and *ranks* cannot share out a *cut*-th."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -109,21 +109,29 @@ def _check_heads(model: nn.Module, ranks: int, cut: int) -> None:
 
 def _refuse_heads(heads: int, of_keys: int, ranks: int) -> None:
     if heads % ranks:
-        raise ContextError(
-            f"{_KIND}: {heads} attention heads cannot be shared out to sp_size={ranks} processes equally"
-        )
+        raise ContextError(f"{KIND}: {heads} attention heads cannot be shared out to sp_size={ranks} processes equally")
     if of_keys % ranks and ranks % of_keys:
         raise ContextError(
-            f"{_KIND}: {of_keys} heads of keys and values can neither be shared out to sp_size={ranks} processes nor "
+            f"{KIND}: {of_keys} heads of keys and values can neither be shared out to sp_size={ranks} processes nor "
             "repeated for them"
         )
+
+
+def tokens_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the input of *model* that has tokens along dimension 1. Raises `ContextError` where there is none."""
+    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    for one in (*named, *args, *kwargs.values()):
+        if isinstance(one, Tensor) and one.ndim > 1:
+            return one
+    raise ContextError(f"{KIND}: {type(model).__name__} was given no tensor with tokens along dimension 1")
 
 
 class _Region:
     """Forward and backward of a model, in which its piece is in force."""
 
-    def __init__(self, ctx: RunContext, ranks: int, attend: Attend) -> None:
-        self.ctx, self.place, self.ranks, self.attend = ctx, ctx.topology.place("sp"), ranks, attend
+    def __init__(self, ctx: RunContext, group: ProcessGroup, attend: Attend) -> None:
+        self.ctx, self.place, self.ranks, self.attend = ctx, ctx.topology.place("sp"), group.size(), attend
+        self._whole = WholeSequences(group)
         self._piece: Piece | None = None
 
     def watch(self, model: nn.Module) -> None:
@@ -131,15 +139,12 @@ class _Region:
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        if tokens is None:
-            tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1), None)
-        if tokens is None:
-            raise ContextError(f"{_KIND}: {type(model).__name__} was given no tensor with tokens along dimension 1")
+        tokens = tokens_of(model, args, kwargs)
+        self._whole.refuse(tokens, model.training)
         here = tokens.shape[1]
         positions = torch.arange(self.place * here, (self.place + 1) * here, device=tokens.device)
-        causal = self.ctx in _padded
-        self._piece = Piece(_KIND, positions, here * self.ranks, self.ranks, self.attend, causal=causal)
+        causal = self.ctx in padded
+        self._piece = Piece(KIND, positions, here * self.ranks, self.ranks, self.attend, causal=causal)
         self._piece.begin()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.pieces import IGNORED, hides_padding, refuse_packed
 
-_IGNORED = -100  # the label of tokens that no loss is computed for
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class SequenceCut:
@@ -49,11 +52,13 @@ class SequenceCut:
                 f"to a multiple of {self.ranks} ({-(-length // self.ranks) * self.ranks})"
             )
         whole = dict(batch)
-        if _pads(whole.pop("attention_mask", None)):
+        if (mask := whole.pop("attention_mask", None)) is not None and hides_padding(mask, what):
             self._note_padding()
-        whole["position_ids"] = _positions(whole.get("position_ids"), tokens)
+        if (given := whole.get("position_ids")) is not None:
+            refuse_packed(given, what)
+        whole["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[:2])
         if isinstance(labels := whole.pop("labels", None), Tensor):
-            whole["shift_labels"] = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            whole["shift_labels"] = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         return {name: self._piece(value, length) for name, value in whole.items()}
 
     def _piece(self, value: Any, length: int) -> Any:
@@ -62,23 +67,28 @@ class SequenceCut:
         return value.chunk(self.ranks, 1)[self.place].contiguous()
 
 
-def _positions(given: Tensor | None, tokens: Tensor) -> Tensor:
-    counted = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-    if given is not None and not bool((given == counted).all()):
-        raise ContextError(
-            "sequence parallelism: position_ids that do not count from 0: packed sequences would attend to each other; "
-            "give one sequence per row"
-        )
-    return counted
+class WholeSequences:
+    """Check that the first batch of training, and the first of evaluation, came as pieces to the ranks of *group*."""
 
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._seen: set[bool] = set()
 
-def _pads(mask: Any) -> bool:
-    """Return whether *mask* hides padding. Raises `ContextError` where it hides anything else."""
-    if mask is None:
-        return False
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask[:, 1:] <= mask[:, :-1]).all()):
-        raise ContextError(
-            "sequence parallelism: an attention_mask that hides more than padding on the right; pad there, where "
-            "nobody attends to it"
-        )
-    return not bool(mask.all())
+    @torch.no_grad()
+    def refuse(self, tokens: Tensor, training: bool) -> None:
+        """Raise `ContextError` where all ranks have the same *tokens*; collective. Such as are all alike pass."""
+        if training in self._seen or torch.compiler.is_compiling():
+            return
+        self._seen.add(training)
+        flat = tokens.detach().flatten().double()
+        ramp = torch.arange(len(flat), device=flat.device, dtype=flat.dtype)
+        alike = (flat == flat[:1]).all().double()
+        said = torch.stack([flat.sum(), flat @ ramp, torch.full_like(alike, len(flat)), alike])
+        most = torch.cat([said, -said])
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
+        if bool((most[:4] == -most[4:]).all()) and not bool(alike):
+            raise ContextError(
+                "sequence parallelism: the processes along sp were given the same tokens, so nobody has cut these "
+                "sequences: take batches from a prepared loader, or cut them along dimension 1: "
+                "tokens.chunk(sp_size, 1)[accelerator.torch_device_mesh.get_local_rank('sp')]"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,7 @@ class TensorParallel:
 
         handler, size = _handler(request), ctx.topology.size("tp")
         if handler is not None and handler.enable_async_tp:
-            _overlap(ctx)
+            _overlap(model, ctx)
         if not request.evaluation:
             _draw_alike(ctx)
         if cut := [one for one in model.parameters() if _is_cut(one)]:
@@ -84,6 +85,12 @@ class TensorParallel:
         whole = [one for one in (*model.parameters(), *model.buffers()) if not _is_cut(one)]
         sharding.place(whole, ctx.device, ctx, synchronise=True, dims=("tp",))
         return model
+
+    def check_gradients(self, model: nn.Module, ctx: RunContext) -> bool:
+        """Refuse a plan that leaves something whole whose gradients are those of parts."""
+        from orc.runtime.parallel.tensor_gradients import refuse_partial
+
+        return refuse_partial(model, ctx)
 
     def unwrap(self, model: nn.Module) -> None:
         """It wraps nothing: the model is cut in place."""
@@ -185,8 +192,8 @@ def _draw_alike(ctx: RunContext) -> None:
         source.set_rng_state(state.cpu())
 
 
-def _overlap(ctx: RunContext) -> None:
-    """Let compiled models overlap exchanges along ``tp`` with the products around them.
+def _overlap(model: nn.Module, ctx: RunContext) -> None:
+    """Let compiled models overlap exchanges along ``tp`` with the products around them, as long as *model* lives.
 
     Raises:
         ContextError: this torch cannot.
@@ -198,7 +205,8 @@ def _overlap(ctx: RunContext) -> None:
     except ImportError:
         raise ContextError("enable_async_tp needs torch 2.6 or newer; leave it out") from None
     mesh: DeviceMesh = ctx.topology.submesh("tp")
-    inductor._micro_pipeline_tp = True
+    weakref.finalize(model, setattr, inductor, "_micro_pipeline_tp", inductor._micro_pipeline_tp)
+    inductor._micro_pipeline_tp = True  # of the whole process: torch has no other way for both passes
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orc.runtime.parallel.shards import local_part
+
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
@@ -86,7 +88,7 @@ class LossNormalizer:
     def settle(self) -> None:
         """Multiply the gradients of this window, which are synchronised now, by what is ``due``."""
         due, self.due = self.due, None
-        _multiply([_local(p.grad) for p in self._parameters() if p.grad is not None], due)
+        _multiply([local_part(p.grad) for p in self._parameters() if p.grad is not None], due)
 
     def _total(self, count: Any) -> Any:
         """The sum of *count* over the processes, 1 where it is 0. Stays on the device that it came on."""
@@ -133,8 +135,3 @@ def _multiply(grads: list[Tensor], factor: Any) -> None:
         for device, dtype in {(grad.device, grad.dtype) for grad in grads}:
             same = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
             torch._foreach_mul_(same, factor.reshape(()).to(device, torch.float32))
-
-
-def _local(grad: Any) -> Tensor:
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from orc.runtime.parallel import Request, apply_all, batch_cut, chosen, extract_model_from_parallel, is_sharded
+from orc.runtime.parallel.base import ChecksGradients
 from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.moving import follow, move
 from orc.runtime.parallel.own_mesh import follow_mesh
@@ -134,11 +136,25 @@ class Preparation:
             model = move(model, ctx.device)
         model = self._in_precision(model, request)
         model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
+        for one in applied:
+            if isinstance(one, ChecksGradients) and not evaluation_mode:
+                self._look_once(one, model)
         self.prepared.sharded = self.prepared.sharded or is_sharded(model)
         self.prepared.models.append(model)
         for optimizer in self.prepared.optimizers:  # it may have been prepared before
             follow(optimizer.optimizer)
         return model
+
+    def _look_once(self, parallelizer: ChecksGradients, model: nn.Module) -> None:
+        """Let *parallelizer* look at the gradients of *model* before an update, until it has seen them."""
+        events, kept = self.engine.events, weakref.ref(model)
+
+        def look(optimizer: AcceleratedOptimizer) -> None:
+            model = kept()
+            if model is None or parallelizer.check_gradients(extract_model_from_parallel(model), self.ctx):
+                events.unsubscribe("before_step", look)
+
+        events.subscribe("before_step", look)
 
     def converted(self, model: nn.Module) -> nn.Module:
         """Return *model* with the layers of the precision, for an engine that prepares it by itself."""
@@ -217,7 +233,7 @@ class Preparation:
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             **vars(self.options.dataloader),
         )
-        if self.options.parallelism is not None:
+        if self.ctx.topology.peers > 1:
             prepared.part = batch_cut(self.ctx, self._handlers())
         self._watching.attach(prepared)
         self.prepared.dataloaders.append(prepared)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import Prepared, RunContext
 from orc.runtime.core.events import Events
-from orc.runtime.engine.deepspeed import library
+from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
 from orc.runtime.engine.deepspeed.states import consolidated, is_deepspeed
@@ -103,15 +103,17 @@ class DeepSpeed:
         optimizer = objects[optimizers[0]] if optimizers else None
         scheduler = objects[schedulers[0]] if schedulers else None
         plugin = self.plugin
-        refuse_unserved(self.ctx, by="DeepSpeed")
+        refuse_unserved(self.ctx, ("sp",), by="DeepSpeed")
         refuse_compression(self.ctx, preparation.options.ddp, self.name)
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
+        attention = sequences.check(model, plugin, self.ctx, preparation.options.parallelism)
         filled(plugin, self._facts(model, optimizer, scheduler, loaders))
         if optimizer is not None:
             model = preparation.converted(model)
-        engine, made = self._initialize(plugin, model, optimizer, scheduler)
+        groups = None if attention is None else sequences.apply(model, self.ctx, attention)
+        engine, made = self._initialize(plugin, model, optimizer, scheduler, groups)
         if compiles(preparation.dynamo):
             options = preparation.dynamo.to_kwargs()
             engine.compile(backend=options.pop("backend", "inductor"), compile_kwargs=options)
@@ -139,8 +141,10 @@ class DeepSpeed:
         steps = self._gradient.num_steps
         return Facts(size, batches, steps, getattr(model, "config", None), optimizer, scheduler)
 
-    def _initialize(self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
-        """Return DeepSpeed's engine and the schedule it made."""
+    def _initialize(
+        self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, groups: Any
+    ) -> tuple[Any, Any]:
+        """Return DeepSpeed's engine and the schedule it made; *groups*: its ``mpu``, of sequences in pieces."""
         deepspeed = library.deepspeed()
         stage = plugin.get_value("zero_optimization.stage", 0)
         if optimizer is None and stage != 3:
@@ -161,12 +165,17 @@ class DeepSpeed:
                 config.pop(section, None)
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+        sequences.forget()
+        if groups is not None:
+            arguments["mpu"] = groups
         plugin.set_moe_leaf_modules(model)
         library.refuse_unusable(config.get("zero_optimization") or {})
         try:
             engine, _, _, made = deepspeed.initialize(**arguments)
         except (AssertionError, ValueError, TypeError) as error:  # what its own checks object to, on all ranks
             raise ValueError(f"DeepSpeed refuses what is prepared: {error}") from error
+        if groups is not None:
+            sequences.average(engine)
         if optimizer is not None:
             self._gradient.num_steps = engine.gradient_accumulation_steps()
         if PRECISIONS[self.ctx.config.mixed_precision] == "bf16":

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orc.runtime.engine.megatron.steps import IGNORED, TrainStep, avg_losses_across_data_parallel_group
+from orc.runtime.engine.megatron.steps import TrainStep, avg_losses_across_data_parallel_group
+from orc.runtime.parallel.pieces import IGNORED
 
 
 class BertTrainStep(TrainStep):

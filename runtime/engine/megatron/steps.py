@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100  # labels that do not count, as Transformers marks them
+from orc.runtime.parallel.pieces import IGNORED
 
 
 class AbstractTrainStep(ABC):

@@ -151,7 +151,7 @@ def accelerator_for(chosen):
                 loss_fn=loss_of, example_args=(tokens, positions), num_microbatches=2
             )
         if "sp" in chosen:
-            sizes["sp_backend"] = "torch"
+            sizes["sp_backend"] = "deepspeed" if "DeepSpeed" in chosen else "torch"
         if "tp" in chosen:
             sizes["tp_handler"] = TorchTensorParallelConfig(plan=TENSOR_PLAN)
         options["parallelism_config"] = ParallelismConfig(**sizes)

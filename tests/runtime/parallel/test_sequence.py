@@ -148,7 +148,13 @@ def test_pieces_and_heads_teach_what_whole_sequences_teach(run_ranks, tmp_path, 
 
 def refusals():
     """What is refused on this rank before anything is computed."""
-    from orc.runtime import Accelerator, ContextError, DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from orc.runtime import (
+        Accelerator,
+        ContextError,
+        DeepSpeedSequenceParallelConfig,
+        ParallelismConfig,
+        PartialState,
+    )
     from orc.runtime.parallel.sequence_batches import SequenceCut
 
     def accelerator(**options):
@@ -175,11 +181,19 @@ def refusals():
     marked = torch.ones(2, 16, dtype=torch.long)
     marked[:, 0] = 0
     odd = prepared(Decoder(heads=1))
+    whole = torch.arange(8).repeat(2, 1), torch.arange(8)  # the same for all
+    learning = prepared(Decoder())
+    learning(whole[0] + PartialState().process_index, whole[1])
     wrong = [
-        ("sp_backend='deepspeed' .the default. is not part of this version", lambda: accelerator().prepare(Decoder())),
+        (
+            "sp_backend='deepspeed' .the default. is computed by DeepSpeed: pass",
+            lambda: accelerator().prepare(Decoder()),
+        ),
         ("3 attention heads cannot be shared out to sp_size=2", lambda: prepared(unmoved)),
         ("1 attention heads cannot be shared out", lambda: odd(torch.ones(2, 8).long(), torch.arange(8))),
         ("sp_attn_implementation='flash_attention_2' is not computed", lambda: prepared(Decoder(), sp_handler=flash)),
+        ("given the same tokens, so nobody has cut", lambda: prepared(Decoder())(*whole)),
+        ("given the same tokens, so nobody has cut", lambda: learning.eval()(*whole)),
         ("did not call torch.nn.functional.scaled_dot", lambda: prepared(nn.Linear(4, 4))(torch.ones(2, 4))),
         ("input_ids of shape .batch, tokens., not a list", lambda: batch(instead=[torch.ones(2, 2)])),
         ("16 tokens, and sp_seq_length=8", lambda: batch(fixed=True)),

@@ -223,3 +223,23 @@ def cut_by_the_script(told):
 def test_the_run_is_laid_out_as_the_mesh_that_a_script_brings_along(run_ranks, told):
     seen = run_ranks(4, cut_by_the_script, told)
     assert seen == [("dp_replicate 2 x tp 2", list(range(2 * (rank // 2), 16, 4))) for rank in range(4)]
+
+
+def piece_of_the_script():
+    """What this rank's loader yields of a sequence that the mesh of a model has several ranks for."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from orc.runtime import Accelerator
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("sp", "tp"))
+    model = parallelize_module(nn.Linear(4, 8), mesh["tp"], ColwiseParallel())
+    rows = torch.utils.data.DataLoader([{"input_ids": torch.arange(8)}])
+    _, rows = Accelerator(cpu=True).prepare(model, rows)
+    return next(iter(rows))["input_ids"].tolist()
+
+
+def test_loaders_cut_sequences_along_the_mesh_that_a_script_brings_along(run_ranks):
+    assert run_ranks(2, piece_of_the_script) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]

@@ -244,6 +244,49 @@ def test_what_no_rank_has_cut_gets_the_same_gradients_on_all(sizes, breaks, run_
         torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-7)
 
 
+class Scaled(Block):
+    """A block with one factor for all heads, of which a rank has some."""
+
+    def __init__(self, size, heads):
+        super().__init__(size, heads)
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)) * self.factor)
+
+
+def first_update(sizes, kind, block):
+    """What the first update says, and who listens to the second."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator = Accelerator(cpu=True, parallelism_config=config_of(sizes, kind), fsdp_plugin=plugin_of(sizes, kind))
+    model = Plain()
+    model.blocks[1] = block(16, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(loss_of(model, batches(2)[0][accelerator.ctx.topology.data_rank]))
+    try:
+        optimizer.step()
+    except ContextError as error:
+        return str(error), optimizer.steps
+    return len(accelerator.events.before_step), optimizer.steps
+
+
+def first_updates():
+    tried = [
+        ({"tp": 2, "dp_shard": 2}, Scaled),
+        ({"tp": 2, "dp_replicate": 2}, Scaled),
+        ({"tp": 2, "dp_shard": 2}, Block),
+    ]
+    return [first_update(sizes, "plain", block) for sizes, block in tried]
+
+
+def test_what_a_plan_leaves_whole_and_a_rank_uses_on_its_part_is_refused_before_it_drifts(run_ranks):
+    for sharded, copied, right in run_ranks(4, first_updates, timeout=120):
+        for said, steps in (sharded, copied):
+            assert "different gradients of blocks.1.factor, which the plan leaves whole" in said
+            assert steps == 0
+        assert right == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "message"),
     [

@@ -51,11 +51,6 @@ class FP8(Precision):
                 f"the back end {self.backend.name.lower()} of fp8 and {ctx.library.title} do not go together in this "
                 "version of orc: choose the back end ao, shard with an fsdp_plugin, or choose bf16"
             )
-        if ctx.topology.size("pp") > 1:
-            raise LaunchError(
-                "mixed_precision=fp8 and pp_size do not go together: layers that compute in fp8 cannot be traced into "
-                "stages; share the work by dp_shard_size, cp_size or sp_size, or choose bf16"
-            )
         if reason := self.backend.requires(ctx):
             raise LaunchError(f"mixed_precision=fp8 with the back end {self.backend.name.lower()}: {reason}")
 

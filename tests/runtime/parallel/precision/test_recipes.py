@@ -156,18 +156,6 @@ def test_deepspeed_trains_with_torchao_only(monkeypatch):
         Accelerator(mixed_precision="fp8", deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), cpu=True)
 
 
-def test_a_pipeline_of_stages_is_refused(run_ranks):
-    def run():
-        from orc.runtime import ParallelismConfig
-
-        with pytest.raises(
-            LaunchError, match="fp8 and pp_size do not go together: layers that compute in fp8 cannot be"
-        ):
-            Accelerator(mixed_precision="fp8", cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
-
-    run_ranks(2, run, timeout=120)
-
-
 def test_shards_keep_what_fp8_does_not_compute_in_bfloat16():
     import torch
 
