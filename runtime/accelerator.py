@@ -17,14 +17,6 @@ from orc.runtime.core.attributes import AcceleratorAttributes
 from orc.runtime.core.context import Prepared, current_context
 from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError
-from orc.runtime.core.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    KwargsHandler,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
 from orc.runtime.core.options import ONE_STEP, gather_options
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
@@ -40,17 +32,24 @@ from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.accumulation import Accumulation, apply_plugin
 from orc.runtime.train.normalize import Count
 from orc.runtime.train.preparing import Preparation
-from orc.runtime.train.seeding import set_seed
 
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
 
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.enums import LoggerType
+    from orc.runtime.core.handlers import (
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from orc.runtime.core.model_handlers import AutocastKwargs
     from orc.runtime.core.options import Options
     from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.parallel.precision import Precision
     from orc.runtime.tracking.base import GeneralTracker
+    from orc.runtime.tracking.logger_type import LoggerType
 
 
 class Accelerator(AcceleratorAttributes):
@@ -169,6 +168,8 @@ class Accelerator(AcceleratorAttributes):
         if first:
             ctx.gradient.num_steps = config.gradient_accumulation_steps
             if config.seed is not None:
+                from orc.runtime.train.seeding import set_seed
+
                 set_seed(config.seed)
         if not ctx.gradient.active:  # a loop that was left in the middle of a window is over
             ctx.gradient.sync_gradients = True
@@ -187,7 +188,7 @@ class Accelerator(AcceleratorAttributes):
         self._watching = Watching(engine, self._checkpointing)
         self._precision = precision
         self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching, precision)
-        self._profiling = Profiling(ctx, options.profile)
+        self._profiling = Profiling(ctx, options)
         self._trigger = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,10 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
-from orc.runtime.checkpoint.state import strategy_named
-from orc.runtime.checkpoint.state.base import FULL
-from orc.runtime.checkpoint.state.by_engine import lays_out_itself
-from orc.runtime.checkpoint.state.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +72,8 @@ class Checkpointing(StateSaving):
                 (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
+        from orc.runtime.checkpoint.state.by_engine import lays_out_itself
+
         if not any(map(lays_out_itself, self.prepared.models)):
             _warn_of_unused("save_state", save_model_func_kwargs)
         place = self.save_checkpoint(_place(output_dir), safe_serialization, block, save_model_func_kwargs)
@@ -173,6 +171,9 @@ class Checkpointing(StateSaving):
             ValueError: *max_shard_size* cannot be read.
             CheckpointError: the weights cannot be stored this way.
         """
+        from orc.runtime.checkpoint.state import strategy_named
+        from orc.runtime.checkpoint.state.base import FULL
+        from orc.runtime.checkpoint.state.sharding import is_sharded
         from orc.runtime.weights.loading import save_model
         from orc.runtime.weights.quantization.scheme import refuse_to_save
 

@@ -12,9 +12,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from orc.runtime.checkpoint.state import strategy_named
-from orc.runtime.checkpoint.state.base import FULL
-from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.core.context import RunContext, current_context
 
 if TYPE_CHECKING:
@@ -47,6 +44,10 @@ class StateSaving:
         Of a sharded model it is gathered on the CPU of the main process; every process calls it, the others get an
         empty one.
         """
+        from orc.runtime.checkpoint.state import strategy_named
+        from orc.runtime.checkpoint.state.base import FULL
+        from orc.runtime.checkpoint.state.sharding import is_sharded
+
         if is_sharded(model):
             return strategy_named(FULL).model_state(model, keep=self.ctx.is_main)
         return self.engine.model_state(model, unwrap=unwrap)

@@ -7,9 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.handlers import (
-    AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -25,11 +23,12 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.events import Events
+    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.options import Options
     from orc.runtime.engine import Engine
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper
-    from orc.runtime.observe.profiling import ProfileKwargs
+    from orc.runtime.observe.profile_options import ProfileKwargs
     from orc.runtime.train.accumulation import Accumulation
     from orc.runtime.train.optimizer import AcceleratedOptimizer
     from orc.runtime.train.scheduler import AcceleratedScheduler

@@ -8,12 +8,10 @@ written back to the environment. The launch layer uses the same table the other 
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys, parallelism_settings
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
@@ -107,8 +105,7 @@ def _level(value: Any) -> str:
     return text
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Key:
+class Key(NamedTuple):
     """Configuration key: its name, the parser of its value, its default and its description."""
 
     name: str
@@ -261,18 +258,28 @@ KEYS: dict[str, Key] = {
 }
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Section:
+class Section(NamedTuple):
     """Settings of one feature: a mapping in the job file, variables of their own on the nodes.
 
-    Those of a *precision* are refused with any other.
+    Its table is a module of this folder, which is imported when the feature is used. Those of a *precision* are refused
+    with any other.
     """
 
     name: str
-    parse: Callable[[Any], dict[str, Any]]
-    variables: Callable[[Any], dict[str, str]]
+    module: str
     doc: str
     precision: str | None = None
+
+    def parse(self, values: Any) -> dict[str, Any]:
+        """Return the checked settings of a mapping, by key. Raises `ValueError`."""
+        return self._table().normalise(values)  # type: ignore[no-any-return]
+
+    def variables(self, values: Any) -> dict[str, str]:
+        """Return the variables that bring *values* to the nodes. Raises `ValueError`."""
+        return self._table().variables(values)  # type: ignore[no-any-return]
+
+    def _table(self) -> Any:
+        return importlib.import_module(f"orc.runtime.core.{self.module}")
 
 
 SECTIONS: dict[str, Section] = {
@@ -280,32 +287,27 @@ SECTIONS: dict[str, Section] = {
     for section in (
         Section(
             "fsdp",
-            fsdp_settings.normalise,
-            fsdp_settings.variables,
+            "fsdp_settings",
             "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys.",
         ),
         Section(
             "parallelism",
-            parallelism_settings.normalise,
-            parallelism_settings.variables,
+            "parallelism_settings",
             "Spread the run over several dimensions: a mapping with dp_replicate_size, dp_shard_size, tp_size, ...",
         ),
         Section(
             "deepspeed",
-            deepspeed_keys.normalise,
-            deepspeed_keys.deepspeed_to_env,
+            "deepspeed_keys",
             "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config.",
         ),
         Section(
             "megatron",
-            megatron_keys.normalise,
-            megatron_keys.megatron_to_env,
+            "megatron_keys",
             "Train with Megatron-LM: a mapping with the documented keys of megatron_lm_config.",
         ),
         Section(
             "fp8",
-            fp8_settings.normalise,
-            fp8_settings.variables,
+            "fp8_settings",
             "Options of mixed_precision: fp8: a mapping with the documented keys of fp8_config.",
             precision="fp8",
         ),
@@ -319,19 +321,18 @@ JOB_DOCS = {name: key.doc for name, key in KEYS.items() if not name.startswith("
 JOB_KEYS = tuple(JOB_DOCS)
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A resolved value and where it came from: ``argument``, ``ORC_X``, ``ACCELERATE_X`` or ``default``."""
 
     value: Any
     source: str
 
 
-@dataclass(frozen=True)
 class RuntimeConfig:
     """Every key of `KEYS`, resolved. ``config.mixed_precision`` is the value, ``config.source("seed")`` its origin."""
 
-    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values = values
 
     def __getattr__(self, name: str) -> Any:
         try:

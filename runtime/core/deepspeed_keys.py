@@ -206,7 +206,7 @@ def normalise(values: Any) -> dict[str, Any]:
     return found
 
 
-def deepspeed_to_env(values: Mapping[str, Any]) -> dict[str, str]:
+def variables(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that bring *values* (see `normalise`) to the ranks, and switch DeepSpeed on.
 
     Raises:

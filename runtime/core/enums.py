@@ -1,11 +1,14 @@
-"""The documented enumerations; all are `str`: ``accelerator.distributed_type == "MULTI_CPU"`` holds. Torch-free."""
+"""The documented enumerations of every run; ``accelerator.distributed_type == "MULTI_CPU"`` holds. Torch-free.
+
+They are `str`. Those of one feature are beside it.
+"""
 
 from __future__ import annotations
 
 import sys
 
 if sys.version_info >= (3, 11):
-    from enum import StrEnum
+    from enum import StrEnum as StrEnum
 else:
     from enum import Enum
 
@@ -35,21 +38,6 @@ class DistributedType(StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class ComputeEnvironment(StrEnum):
-    """Environments in which a job runs."""
-
-    LOCAL_MACHINE = "LOCAL_MACHINE"
-    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
-
-
-class SageMakerDistributedType(StrEnum):
-    """Kinds of distributed SageMaker jobs."""
-
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"
-
-
 class DynamoBackend(StrEnum):
     """Back ends of ``torch.compile``."""
 
@@ -71,30 +59,6 @@ class DynamoBackend(StrEnum):
     HPU_BACKEND = "HPU_BACKEND"
 
 
-class LoggerType(StrEnum):
-    """Experiment trackers."""
-
-    ALL = "all"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    AIM = "aim"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
-
-
-class PrecisionType(StrEnum):
-    """Precision of forward and backward."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
 class RNGType(StrEnum):
     """Random number generators that can be kept equal over the ranks."""
 
@@ -109,13 +73,3 @@ class RNGType(StrEnum):
     XPU = "xpu"
     HPU = "hpu"
     GENERATOR = "generator"
-
-
-class DDPCommunicationHookType(StrEnum):
-    """Gradient compression of data-parallel training."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, read_variables, switched_on, truth
+from orc.runtime.core.parsing import nearest, read_variables, truth
 
 USE = "ACCELERATE_USE_MEGATRON_LM"
 PREFIX = "MEGATRON_LM_"
@@ -99,7 +99,7 @@ def normalise(values: Any) -> dict[str, Any]:
     return found
 
 
-def megatron_to_env(values: Mapping[str, Any]) -> dict[str, str]:
+def variables(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that bring *values* (see `normalise`) to the ranks, and switch Megatron-LM on.
 
     Raises:
@@ -148,11 +148,6 @@ def check_with(
             f"tp_degree {found['tp_degree']} x pp_degree {found['pp_degree']} needs a multiple of {ranks} processes, "
             f"and there are {processes}"
         )
-
-
-def wanted(env: Mapping[str, str]) -> bool:
-    """Return whether *env* asks for Megatron-LM."""
-    return switched_on(env, USE)
 
 
 def conflict(settings: Mapping[str, Any]) -> str | None:

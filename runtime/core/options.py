@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.config import ConfigError
 from orc.runtime.core.enums import RNGType
-from orc.runtime.core.fp8_recipes import AORecipeKwargs, FP8Recipe, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from orc.runtime.core.fsdp_settings import USE_FSDP
 from orc.runtime.core.handlers import (
-    AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -25,10 +21,11 @@ from orc.runtime.core.handlers import (
     TorchDynamoPlugin,
 )
 from orc.runtime.core.parsing import switched_on
-from orc.runtime.observe.profiling import ProfileKwargs
 
 if TYPE_CHECKING:
+    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.parallelism import ParallelismConfig
+    from orc.runtime.observe.profile_options import ProfileKwargs
 
 # Spellings of older releases, and where their value goes now.
 _OLDER = {
@@ -37,16 +34,7 @@ _OLDER = {
     "dispatch_batches": "DataLoaderConfiguration(dispatch_batches=...)",
     "use_seedable_sampler": "DataLoaderConfiguration(use_seedable_sampler=...)",
 }
-_HANDLERS: tuple[type[KwargsHandler], ...] = (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    GradientAccumulationPlugin,
-    TorchDynamoPlugin,
-    ProfileKwargs,
-)
-_RECIPES: tuple[type[FP8Recipe], ...] = (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs)
+_USE_FSDP = "ACCELERATE_USE_FSDP"
 
 H = TypeVar("H", bound=KwargsHandler)
 
@@ -58,9 +46,9 @@ class Unsaid(int):
 ONE_STEP = Unsaid(1)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Options:
-    """The checked arguments of one Accelerator."""
+    """The checked arguments of one Accelerator. What most runs never look at is made when it is looked at."""
 
     device_placement: bool
     step_scheduler_with_optimizer: bool
@@ -68,15 +56,34 @@ class Options:
     project: ProjectConfiguration
     accumulation: GradientAccumulationPlugin | None  # None: nothing said, what is in force stays
     rng_types: tuple[str, ...]
-    autocast: AutocastKwargs
-    ddp: DistributedDataParallelKwargs
     scaler: GradScalerKwargs
     process_group: InitProcessGroupKwargs
     dynamo: TorchDynamoPlugin
-    profile: ProfileKwargs
+    handlers: dict[type[KwargsHandler], KwargsHandler]  # those that were given, and those that were looked at
     recipe: KwargsHandler | None = None  # options of the precision
     fsdp_plugin: Any = None
     parallelism: ParallelismConfig | None = None
+
+    @property
+    def autocast(self) -> AutocastKwargs:
+        """Options of autocast."""
+        from orc.runtime.core.model_handlers import AutocastKwargs
+
+        return _take(self.handlers, AutocastKwargs)
+
+    @property
+    def ddp(self) -> DistributedDataParallelKwargs:
+        """Options of data-parallel training."""
+        from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
+
+        return _take(self.handlers, DistributedDataParallelKwargs)
+
+    @property
+    def profile(self) -> ProfileKwargs:
+        """Options of the profiler."""
+        from orc.runtime.observe.profile_options import ProfileKwargs
+
+        return _take(self.handlers, ProfileKwargs)
 
 
 def gather_options(
@@ -118,6 +125,7 @@ def gather_options(
                              f"{getattr(dataloader_config, name)!r}; keep the latter")  # fmt: skip
         loader = dataclasses.replace(loader, **{name: value})
     handlers = _by_type(kwargs_handlers or ())
+    recipe = _recipe(handlers)
     return Options(
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -125,13 +133,11 @@ def gather_options(
         project=_project(project_dir, project_config),
         accumulation=_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, handlers),
         rng_types=_rng_types(rng_types),
-        autocast=_take(handlers, AutocastKwargs),
-        ddp=_take(handlers, DistributedDataParallelKwargs),
         scaler=_take(handlers, GradScalerKwargs),
         process_group=_take(handlers, InitProcessGroupKwargs),
         dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
-        profile=_take(handlers, ProfileKwargs),
-        recipe=_recipe(handlers),
+        handlers=handlers,
+        recipe=recipe,
         fsdp_plugin=_fsdp(fsdp_plugin, os.environ),
         parallelism=parallelism,
     )
@@ -161,11 +167,11 @@ def _nearest(name: str) -> str:
 
 def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
     """Return the plug-in that was given, or that of the environment where it turns FSDP on; else `None`."""
-    if plugin is None and not switched_on(env, USE_FSDP):
+    if plugin is None and not switched_on(env, _USE_FSDP):
         return None
     for other in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if switched_on(env, other):
-            asked = f"{USE_FSDP}={env[USE_FSDP]}" if plugin is None else "Accelerator(fsdp_plugin=...)"
+            asked = f"{_USE_FSDP}={env[_USE_FSDP]}" if plugin is None else "Accelerator(fsdp_plugin=...)"
             raise ConfigError(f"{asked} and {other}={env[other]} ask for two ways to train one model; choose one")
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -179,9 +185,9 @@ def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
 def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:
     found: dict[type[KwargsHandler], KwargsHandler] = {}
     for handler in handlers:
-        kind = next((kind for kind in (*_HANDLERS, *_RECIPES) if isinstance(handler, kind)), None)
+        kind = next((kind for kind in _known() if isinstance(handler, kind)), None)
         if kind is None:
-            names = ", ".join(kind.__name__ for kind in (*_HANDLERS, *_RECIPES))
+            names = ", ".join(kind.__name__ for kind in _known())
             raise TypeError(f"kwargs_handlers: {handler!r} is not one of {names}")
         if kind in found:
             raise ValueError(f"kwargs_handlers: {kind.__name__} is given twice")
@@ -189,13 +195,29 @@ def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], Kwa
     return found
 
 
-def _take(handlers: Mapping[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:
+def _known() -> tuple[type[KwargsHandler], ...]:
+    from orc.runtime.core.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
+    from orc.runtime.observe.profile_options import ProfileKwargs
+
+    of_models = (AutocastKwargs, DistributedDataParallelKwargs)
+    of_run = (GradScalerKwargs, InitProcessGroupKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, ProfileKwargs)
+    return *of_models, *of_run, TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs
+
+
+def _take(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:
     found = handlers.get(kind)
-    return found if isinstance(found, kind) else kind()
+    if not isinstance(found, kind):
+        found = handlers[kind] = kind()
+    return found
 
 
 def _recipe(handlers: Mapping[type[KwargsHandler], KwargsHandler]) -> KwargsHandler | None:
-    given = [handlers[kind] for kind in _RECIPES if kind in handlers]
+    if not handlers:
+        return None
+    from orc.runtime.core.fp8_recipes import FP8Recipe
+
+    given = [one for one in handlers.values() if isinstance(one, FP8Recipe)]
     if len(given) > 1:
         names = " and ".join(type(one).__name__ for one in given)
         raise ValueError(f"kwargs_handlers: {names} choose different back ends of fp8; give one of them")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,15 @@ from orc.runtime.core.errors import LaunchError
 
 if TYPE_CHECKING:
     from orc.runtime.launch.environment import LaunchEnvironment
+
+
+# What the machine of a TPU has, by the kinds of its driver.
+_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+
+
+def may_be_xla(env: Mapping[str, str]) -> bool:
+    """Return `False` where nothing points to torch_xla: most machines, which need not load what knows it."""
+    return bool(env.get("PJRT_DEVICE")) or any(map(os.path.exists, _TPU_DEVICES))
 
 
 def select_device(launch: LaunchEnvironment, *, cpu: bool = False) -> torch.device:

@@ -10,8 +10,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CPU_AFFINITY = "ACCELERATE_CPU_AFFINITY"  # the documented switch: `orc launch --enable_cpu_affinity` sets it
-
 _PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 

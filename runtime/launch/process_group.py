@@ -21,14 +21,13 @@ from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
-from orc.runtime.launch import listening, xla
-from orc.runtime.launch.device import collective_backend, process_group_backend, select_device
+from orc.runtime.launch import listening
+from orc.runtime.launch.device import collective_backend, may_be_xla, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
-from orc.runtime.launch.numa import CPU_AFFINITY, set_numa_affinity
-from orc.runtime.launch.platform_collectives import platform_backend
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
+    from orc.runtime.launch.xla import Xla
 
 _opened_here = False
 _alone = False  # of one rank; its context has no group
@@ -37,6 +36,7 @@ _board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
 # How the ranks met, their store, and how many groups have been opened over it.
 _met: tuple[tuple[Any, ...], dist.Store, int] | None = None
 _NOTE_BYTES = 512
+_CPU_AFFINITY = "ACCELERATE_CPU_AFFINITY"  # the documented switch: `orc launch --enable_cpu_affinity` sets it
 
 _GLOO_WORKER = "pt_gloo_runloop"  # the name torch gives to gloo's threads
 SETTLE_S = 2.0
@@ -69,12 +69,17 @@ def open_context(
     launch = detect(env)
     if timeout is None and config.timeout_s is not None:
         timeout = timedelta(seconds=config.timeout_s)
-    if not (cpu or config.use_cpu) and xla.wanted(env):
-        return _open_xla(launch, timeout, init_method)
+    if not (cpu or config.use_cpu) and may_be_xla(env):
+        from orc.runtime.launch import xla
+
+        if xla.wanted(env):
+            return _open_xla(launch, timeout, init_method)
     device = select_device(launch, cpu=cpu or config.use_cpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if switched_on(env, CPU_AFFINITY):
+        if switched_on(env, _CPU_AFFINITY):
+            from orc.runtime.launch.numa import set_numa_affinity
+
             set_numa_affinity(device.index)
     if backend is None or (backend == "nccl" and device.type != "cuda"):  # the documented default says nccl
         backend = collective_backend(device)
@@ -85,6 +90,8 @@ def open_context(
         return _context(launch, device, backend, dist.get_rank(), dist.get_world_size())
     if launch.world_size == 1:
         return _context(launch, device, None, 0, 1)
+    from orc.runtime.launch.platform_collectives import platform_backend
+
     _meet(launch, device, backend, platform_backend(backend, env), timeout, init_method)
     return _context(launch, device, backend, launch.rank, launch.world_size)
 
@@ -97,6 +104,8 @@ def _write_stacks_of_crashes() -> None:
 
 
 def _open_xla(launch: LaunchEnvironment, timeout: timedelta | None, init_method: str | None) -> RunContext:
+    from orc.runtime.launch import xla
+
     was_open = dist.is_initialized()
     adapter, place = xla.open_xla(launch, timeout=timeout, init_method=init_method)
     if dist.is_initialized() and not was_open:
@@ -170,7 +179,7 @@ def _context(
     backend: str | None,
     rank: int,
     world_size: int,
-    adapter: xla.Xla | None = None,
+    adapter: Xla | None = None,
 ) -> RunContext:
     global _settles
     if world_size > 1 and not _settles:

@@ -15,12 +15,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.compute import Compute
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.errors import LaunchError
+from orc.runtime.launch.device import may_be_xla
 from orc.runtime.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INIT_METHOD = "xla://"
-# What the machine of a TPU has, by the kinds of its driver.
-_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _HOW = (
     "one process for each chip needs `launcher: xla` in the job file or torchrun on every machine, as many processes "
     "as there are chips, and no SPMD"
@@ -58,10 +56,11 @@ def wanted(env: Mapping[str, str]) -> bool:
     """
     from orc.runtime.compat.availability import is_torch_xla_available
 
-    asked = env.get("PJRT_DEVICE")
+    if not may_be_xla(env):
+        return False
     if is_torch_xla_available():
-        return bool(asked) or any(Path(path).exists() for path in _TPU_DEVICES)
-    if asked:
+        return True
+    if asked := env.get("PJRT_DEVICE"):
         raise LaunchError(
             f"PJRT_DEVICE={asked} asks for PyTorch/XLA, but torch_xla is not installed in the Python of this process; "
             "install the torch_xla that was made for the torch there, or unset PJRT_DEVICE"

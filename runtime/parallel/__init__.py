@@ -21,7 +21,7 @@ from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.handlers import DistributedDataParallelKwargs
+    from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
 
 _MODULES = ("context", "copies", "ddp", "deepspeed", "fsdp1", "fsdp2", "pp", "sequence", "tensor", "xla")
 
@@ -134,7 +134,7 @@ def extract_model_from_parallel(
     """
     from torch._dynamo.eval_frame import OptimizedModule  # no public name
 
-    from orc.runtime.parallel.precision import unwrap_forward
+    from orc.runtime.parallel.precision.forward import unwrap_forward
 
     compiled: OptimizedModule | None = None
     inner: nn.Module | None = model

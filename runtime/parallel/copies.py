@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orc.runtime.core.handlers import DistributedDataParallelKwargs
+from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
 from orc.runtime.parallel import sharding
 from orc.runtime.parallel.shards import local_part
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from orc.runtime.core.handlers import DistributedDataParallelKwargs
+from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
 from orc.runtime.parallel.base import Request
 
 if TYPE_CHECKING:

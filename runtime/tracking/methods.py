@@ -11,9 +11,9 @@ from orc.runtime.core.errors import add_note, group_errors
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.enums import LoggerType
     from orc.runtime.core.handlers import ProjectConfiguration
     from orc.runtime.tracking.base import GeneralTracker
+    from orc.runtime.tracking.logger_type import LoggerType
 
 
 class Tracking:
@@ -168,7 +168,7 @@ def _warn_early() -> None:
 
 
 def _check_names(argument: str, given: Mapping[str, Any], in_use: tuple[str, ...]) -> None:
-    from orc.runtime.core.enums import LoggerType
+    from orc.runtime.tracking.logger_type import LoggerType
 
     for name in given:
         if name not in in_use and name not in {*LoggerType}:

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from orc.runtime.compat.availability import is_package
-from orc.runtime.core.enums import LoggerType
 from orc.runtime.tracking.aim import AimTracker
 from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
 from orc.runtime.tracking.clearml import ClearMLTracker
 from orc.runtime.tracking.comet import CometMLTracker
 from orc.runtime.tracking.dvclive import DVCLiveTracker
+from orc.runtime.tracking.logger_type import LoggerType
 from orc.runtime.tracking.mlflow import MLflowTracker
 from orc.runtime.tracking.swanlab import SwanLabTracker
 from orc.runtime.tracking.tensorboard import TensorBoardTracker

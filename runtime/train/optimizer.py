@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.collectives.tree import send_to_device
-
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
 
@@ -96,6 +94,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, on the device it belongs to."""
         if self.device_placement and self._device is not None and self._device.type != "cpu":
+            from orc.runtime.collectives.tree import send_to_device
+
             state_dict = send_to_device(state_dict, self._device)
         self.optimizer.load_state_dict(state_dict)
 

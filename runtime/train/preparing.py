@@ -18,7 +18,6 @@ from orc.runtime.parallel.moving import follow, move
 from orc.runtime.parallel.own_mesh import follow_mesh
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
-from orc.runtime.weights.quantization.scheme import refuse_to_optimize, refuse_to_train
 
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import TorchDynamoPlugin
@@ -114,6 +113,8 @@ class Preparation:
                 return model if evaluation_mode else known
         spread = self.verify_device_map(model)
         if not evaluation_mode:
+            from orc.runtime.weights.quantization.scheme import refuse_to_train
+
             refuse_to_train(model)
         ctx = self.ctx
         if spread and ctx.distributed and not evaluation_mode:
@@ -178,6 +179,8 @@ class Preparation:
         for known in self.prepared.optimizers:
             if optimizer in (known, known.optimizer):
                 return known  # type: ignore[no-any-return]
+        from orc.runtime.weights.quantization.scheme import refuse_to_optimize
+
         refuse_to_optimize((one for group in optimizer.param_groups for one in group["params"]), self.prepared.models)
         follow(getattr(optimizer, "optimizer", optimizer))
         prepared = optimizer

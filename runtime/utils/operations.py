@@ -14,7 +14,7 @@ from orc.runtime.collectives.tree import (
     slice_tensors,
 )
 from orc.runtime.core.errors import DistributedOperationException
-from orc.runtime.parallel.precision import convert_outputs_to_fp32
+from orc.runtime.parallel.precision.forward import convert_outputs_to_fp32
 
 __all__ = [
     "DistributedOperationException",

@@ -27,7 +27,7 @@ from orc.runtime.engine.deepspeed.wrappers import (
 )
 from orc.runtime.parallel import extract_model_from_parallel, refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
-from orc.runtime.parallel.precision import cast_inputs
+from orc.runtime.parallel.precision.forward import cast_inputs
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:

@@ -6,13 +6,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.errors import SettingConflict
-from orc.runtime.core.megatron_keys import USE, wanted
+from orc.runtime.core.parsing import switched_on
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
+USE = "ACCELERATE_USE_MEGATRON_LM"
 _OTHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
@@ -28,9 +29,8 @@ def megatron_of(given: Any, others: dict[str, Any]) -> MegatronLMPlugin | None:
         TypeError: something else than a plug-in.
         SettingConflict: another way to train is asked for, too.
     """
-    if given is None and not (os.environ.get(USE) and wanted(os.environ)):
+    if given is None and not (os.environ.get(USE) and switched_on(os.environ, USE)):
         return None
-    from orc.runtime.core.parsing import switched_on
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
     asked = [f"Accelerator({name}=...)" for name, one in others.items() if one is not None]

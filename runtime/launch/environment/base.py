@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from orc.runtime.core.errors import LaunchError
 
 
-@dataclass(frozen=True)
-class JobFacts:
+class JobFacts(NamedTuple):
     """Name, attempt and folders of the orc job that this process belongs to; all `None` or zero outside of one."""
 
     id: str | None = None

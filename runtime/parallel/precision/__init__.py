@@ -14,18 +14,12 @@ from orc.runtime.core.compute import TORCH
 from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import peek_context
 from orc.runtime.parallel.precision.base import Precision
-from orc.runtime.parallel.precision.forward import (
-    AutocastForward,
-    TraceableAutocastForward,
-    cast_inputs,
-    convert_outputs_to_fp32,
-    unwrap_forward,
-)
 
 if TYPE_CHECKING:
     import torch
 
-    from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
+    from orc.runtime.core.handlers import GradScalerKwargs, KwargsHandler
+    from orc.runtime.core.model_handlers import AutocastKwargs
 
 
 def precision_for(name: str, recipe: KwargsHandler | None = None) -> Precision:
@@ -66,14 +60,9 @@ def autocast_for(
 
 __all__ = [
     "PRECISIONS",
-    "AutocastForward",
     "Precision",
-    "TraceableAutocastForward",
     "autocast_for",
-    "cast_inputs",
-    "convert_outputs_to_fp32",
     "is_bf16_available",
     "loss_scaler",
     "precision_for",
-    "unwrap_forward",
 ]

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
-from orc.runtime.parallel.precision.forward import AutocastForward, TraceableAutocastForward
-
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.handlers import GradScalerKwargs, KwargsHandler
+    from orc.runtime.core.model_handlers import AutocastKwargs
     from orc.runtime.parallel.base import Request
 
 
@@ -50,7 +49,11 @@ class Precision:
 
     def wrap(self, model: nn.Module, device: torch.device, options: AutocastKwargs, *, compiled: bool = False) -> None:
         """Let the forward of *model* compute in this precision; a second time changes nothing."""
-        if self.dtype is not None and not isinstance(model.forward, AutocastForward):
+        if self.dtype is None:
+            return
+        from orc.runtime.parallel.precision.forward import AutocastForward, TraceableAutocastForward
+
+        if not isinstance(model.forward, AutocastForward):
             kind = TraceableAutocastForward if compiled else AutocastForward
             model.forward = kind(model.forward, self, device, options)
 
@@ -58,11 +61,11 @@ class Precision:
         self, device: torch.device, options: AutocastKwargs | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """A fresh autocast context, or one that does nothing without mixed precision and nothing to disable."""
-        options = options or AutocastKwargs()
-        if self.dtype is None and options.enabled:
+        enabled, cached = (True, None) if options is None else (options.enabled, options.cache_enabled)
+        if self.dtype is None and enabled:
             return contextlib.nullcontext()
-        kwargs = {} if options.cache_enabled is None else {"cache_enabled": options.cache_enabled}
-        return torch.autocast(device.type, dtype=self.dtype, enabled=options.enabled, **kwargs)
+        kwargs = {} if cached is None else {"cache_enabled": cached}
+        return torch.autocast(device.type, dtype=self.dtype, enabled=enabled, **kwargs)
 
     def scaler(
         self, device: torch.device, options: GradScalerKwargs | None = None, *, flattened: bool = False

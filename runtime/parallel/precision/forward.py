@@ -12,7 +12,7 @@ from torch import nn
 from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
 
 if TYPE_CHECKING:
-    from orc.runtime.core.handlers import AutocastKwargs
+    from orc.runtime.core.model_handlers import AutocastKwargs
     from orc.runtime.parallel.precision.base import Precision
 
 

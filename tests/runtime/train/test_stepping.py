@@ -389,12 +389,8 @@ def test_an_unknown_precision_is_refused():
 
 
 def test_the_building_blocks_of_mixed_precision():
-    from orc.runtime.parallel.precision import (
-        autocast_for,
-        convert_outputs_to_fp32,
-        is_bf16_available,
-        loss_scaler,
-    )
+    from orc.runtime.parallel.precision import autocast_for, is_bf16_available, loss_scaler
+    from orc.runtime.parallel.precision.forward import convert_outputs_to_fp32
 
     cpu = torch.device("cpu")
     assert is_bf16_available()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from orc.runtime.core.deepspeed_keys import FIELDS, deepspeed_to_env
+from orc.runtime.core.deepspeed_keys import FIELDS, variables
 from orc.runtime.engine.deepspeed.config import HfDeepSpeedConfig
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 
@@ -50,7 +50,7 @@ def launched(monkeypatch):
             monkeypatch.delenv(name)
 
     def launch(**settings):
-        for name, value in deepspeed_to_env(settings).items():
+        for name, value in variables(settings).items():
             monkeypatch.setenv(name, value)
 
     return launch
