@@ -112,9 +112,9 @@ class Preparation:
             if extract_model_from_parallel(known, keep_torch_compile=False) is model:
                 return model if evaluation_mode else known
         spread = self.verify_device_map(model)
-        if not evaluation_mode:
-            from orc.runtime.weights.quantization.scheme import refuse_to_train
+        from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
+        if not evaluation_mode:
             refuse_to_train(model)
         ctx = self.ctx
         if spread and ctx.distributed and not evaluation_mode:
@@ -133,6 +133,7 @@ class Preparation:
         if is_sharded(model):
             follow_mesh(model, ctx)
         applied = chosen(model, ctx, request)
+        refuse_to_spread(model, (one.name for one in applied))
         if place and not is_sharded(model) and not any(one.places_parameters for one in applied):
             model = move(model, ctx.device)
         model = self._in_precision(model, request)

@@ -29,6 +29,7 @@ from orc.runtime.parallel import extract_model_from_parallel, refuse_compression
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision.forward import cast_inputs
 from orc.runtime.train.normalize import Count, LossNormalizer
+from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
@@ -108,6 +109,8 @@ class DeepSpeed:
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
+        refuse_to_train(model)
+        refuse_to_spread(model, ("deepspeed", "zero3") if plugin.zero_stage_of() == 3 else ("deepspeed",))
         attention = sequences.check(model, plugin, self.ctx, preparation.options.parallelism)
         filled(plugin, self._facts(model, optimizer, scheduler, loaders))
         if optimizer is not None:

@@ -20,6 +20,8 @@ class WeightOnly(Scheme):
     dtype: torch.dtype
 
     method = "torchao"
+    apart = (*Scheme.apart, "copies", "ddp", "deepspeed", "fsdp2")
+    instead = 'use a BnbQuantizationConfig; with weights="int8" of torchao one process trains adapters'
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -30,6 +32,11 @@ class WeightOnly(Scheme):
     def bits(self) -> int:  # type: ignore[override]
         """Bits of a weight."""
         return int(self.weights.removeprefix("int"))
+
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]
+        """`False` for four bits, whose products have no derivative in torch."""
+        return self.weights != "int4"
 
     def problem(self, linear: nn.Linear) -> str | None:
         """Return why *linear* cannot be quantized: its columns are not cut into groups evenly."""

@@ -51,6 +51,8 @@ class EightBit(Scheme):
     threshold: float
 
     label = "8-bit (bitsandbytes)"
+    apart = (*Scheme.apart, "fsdp2")
+    instead = "train adapters with DDP or with DeepSpeed below stage 3, or load in four bits for FSDP version 2"
     method = "bitsandbytes"
     offloads = True
     saves = True
@@ -110,6 +112,7 @@ class FourBit(Scheme):
     dtype: torch.dtype
 
     label = "4-bit (bitsandbytes)"
+    instead = "train adapters with DDP, FSDP version 2 or DeepSpeed below stage 3"
     method = "bitsandbytes"
     bits = 4
 

@@ -9,6 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.core.errors import ContextError
+
+# Ways to train on several processes that quantized weights may not go through, by name, and what messages call them.
+_WAYS = {
+    "copies": "copies beside tensor parallelism",
+    "ddp": "DDP",
+    "deepspeed": "DeepSpeed",
+    "fsdp1": "FSDP version 1",
+    "fsdp2": "FSDP version 2",
+    "pp": "pipeline parallelism",
+    "tensor": "tensor parallelism",
+    "zero3": "DeepSpeed's ZeRO stage 3",
+}
 
 
 class Scheme(ABC):
@@ -20,6 +33,9 @@ class Scheme(ABC):
     offloads = False  # offloaded layers are quantized too; else they keep their weights in sixteen bits
     saves = False  # the quantized weights can be saved, and loaded again
     suffixes: tuple[str, ...] = ()  # what a checkpoint of quantized weights has beside ``.weight``
+    differentiable = True  # gradients go through the quantized layers, to adapters before them
+    apart: tuple[str, ...] = ("fsdp1", "pp", "tensor", "zero3")  # ways that cannot copy or cut the weights
+    instead = ""  # what to do then
 
     @property
     def size_dtype(self) -> str:
@@ -56,7 +72,8 @@ def refuse_to_train(model: nn.Module) -> None:
     """Refuse a quantized *model* that cannot learn as it is.
 
     Raises:
-        ValueError: it is in training mode and nothing of it learns, or it is spread by a device map.
+        ValueError: it is in training mode and nothing of it learns, it is spread by a device map, or no gradient goes
+            through its layers.
     """
     scheme = quantization_of(model)
     if scheme is None:
@@ -69,6 +86,20 @@ def refuse_to_train(model: nn.Module) -> None:
             f"a model with {scheme.label} weights that a device map spreads is for inference: load it without "
             "device_map to train adapters on it"
         )
+    elif not scheme.differentiable:
+        raise ValueError(f"no gradient goes through {scheme.label} layers to adapters: {scheme.instead}")
+
+
+def refuse_to_spread(model: nn.Module, ways: Iterable[str]) -> None:
+    """Refuse *ways* to train on several processes that the weights of a quantized *model* do not go through.
+
+    Raises:
+        ContextError: there is one; the same on every rank.
+    """
+    scheme = quantization_of(model)
+    way = None if scheme is None else next((one for one in ways if one in scheme.apart), None)
+    if scheme is not None and way is not None:
+        raise ContextError(f"{scheme.label} weights do not go with {_WAYS[way]}: {scheme.instead}")
 
 
 def refuse_to_optimize(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> None:

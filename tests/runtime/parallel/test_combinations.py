@@ -4,6 +4,7 @@ One small decoder is trained for three steps in every pair of ways. Where the ta
 what one process learns; where it says that a pair is refused, every rank raises before the first step and says why.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ RANKS_IMPORT = (
 )
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 WORDS, LENGTH, WIDTH, HEADS, ROWS, STEPS = 32, 8, 32, 4, 8, 3
+TORCHAO_ALONE = ("bf16", "accumulation", "activation checkpointing", "torch.compile")
 WAYS = ("DDP", "FSDP1", "FSDP2", "DeepSpeed", "tp", "cp", "sp", "pp")
 # Losses differ by as much as numbers of so many bits do.
 TOLERANCE = {"bf16": 0.02, "fp16": 0.002, "fp8": 0.05, "gradient compression": 0.001}
@@ -82,10 +84,9 @@ def batch(step):
     return tokens, torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous(), tokens.roll(-1, 1)
 
 
-def learned_alone(window):
+def learned_alone(window, model):
     """Losses of one process that has all samples, and what it has learned then."""
-    model = Decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     losses = []
     for step in range(STEPS * window):
         tokens, positions, target = batch(step)
@@ -136,7 +137,8 @@ def accelerator_for(chosen):
             options["fsdp_plugin"] = plugin
     if "DeepSpeed" in chosen:
         offload = {"offload_optimizer_device": "cpu"} if "CPU offload" in chosen else {}
-        options["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0, **offload)
+        stage = 3 if "ZeRO 3" in chosen else 2
+        options["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0, **offload)
     precision = [name for name in chosen if name in ("bf16", "fp16", "fp8")]
     handlers = []
     if "gradient compression" in chosen:
@@ -153,7 +155,9 @@ def accelerator_for(chosen):
         if "sp" in chosen:
             sizes["sp_backend"] = "deepspeed" if "DeepSpeed" in chosen else "torch"
         if "tp" in chosen:
-            sizes["tp_handler"] = TorchTensorParallelConfig(plan=TENSOR_PLAN)
+            inside = "base_model.model." if "adapters" in chosen else ""
+            plan = {f"{inside}{name}": way for name, way in TENSOR_PLAN.items()}
+            sizes["tp_handler"] = TorchTensorParallelConfig(plan=plan)
         options["parallelism_config"] = ParallelismConfig(**sizes)
     return Accelerator(
         cpu=True,
@@ -164,11 +168,11 @@ def accelerator_for(chosen):
     )
 
 
-def learned(chosen):
-    """Losses of a training with everything in *chosen*, averaged over the ranks."""
+def learned(chosen, make):
+    """Losses of a training of what *make* makes with everything in *chosen*, averaged over the ranks."""
     accelerator = accelerator_for(chosen)
-    model = Decoder(recompute="activation checkpointing" in chosen and not {"FSDP1", "FSDP2"} & chosen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = make(recompute="activation checkpointing" in chosen and not {"FSDP1", "FSDP2"} & chosen)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     topology = accelerator.ctx.topology
     if "DeepSpeed" in chosen:  # it wants to know the size of a batch
         loader = torch.utils.data.DataLoader(torch.zeros(ROWS, 1), batch_size=ROWS // topology.data_size)
@@ -194,24 +198,24 @@ def learned(chosen):
     return losses
 
 
-def try_all(pairs):
+def try_all(pairs, make=Decoder):
     """Largest difference from one process for each pair of *pairs*, or the error."""
     found = {}
     for pair in pairs:
         chosen = set(pair)
         try:
-            losses = learned(chosen)
+            losses = learned(chosen, make)
         except Exception as error:
             found[pair] = f"{type(error).__name__}: {error}"
         else:
-            expected = learned_alone(2 if "accumulation" in chosen else 1)
+            expected = learned_alone(2 if "accumulation" in chosen else 1, make())
             found[pair] = max(abs(mine - theirs) for mine, theirs in zip(losses, expected, strict=True))
     return found
 
 
-def said():
+def said(title="## What works together"):
     """The table of the page as way -> {what it is combined with -> cell}, and the notes by their numbers."""
-    section = PAGE.read_text().split("## What works together", 1)[1].split("\n## ", 1)[0]
+    section = re.split("^##", PAGE.read_text().split(title, 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
     head, _, *rows = lines
     notes = {number: text.split("`")[1] for number, text in re.findall(r"^(\d+)\. (.*)", section, re.MULTILINE)}
@@ -231,9 +235,55 @@ def test_what_the_table_says_is_so(run_ranks, way):
     for size, pairs in ((2, [pair for pair in cells if pair[1] not in WAYS]), (4, [p for p in cells if p[1] in WAYS])):
         for found in run_ranks(size, try_all, pairs, timeout=170):
             for pair, outcome in found.items():
-                if cells[pair] == "yes":
-                    assert isinstance(outcome, float), f"{pair}: {outcome}"
-                    assert outcome <= TOLERANCE.get(pair[1], 1e-5), f"{pair} learns something else: {outcome}"
-                else:
-                    (number,) = re.fullmatch(r"no \[(\d+)\]", cells[pair]).groups()
-                    assert notes[number] in str(outcome), f"{pair}: {outcome}"
+                check(cells[pair], pair, outcome, notes)
+
+
+def check(cell, pair, outcome, notes):
+    """Compare what *pair* did, a difference of losses or an error, with what the table says."""
+    if cell == "yes":
+        assert isinstance(outcome, float), f"{pair}: {outcome}"
+        assert outcome <= TOLERANCE.get(pair[1], 1e-5), f"{pair} learns something else: {outcome}"
+    else:
+        (number,) = re.fullmatch(r"no \[(\d+)\]", cell).groups()
+        assert notes[number] in str(outcome), f"{pair}: {outcome}"
+
+
+def adapted(kind, recompute=False):
+    """The decoder with quantized weights and adapters that learn."""
+    import logging
+
+    from peft import LoraConfig, get_peft_model
+
+    from orc.runtime import BnbQuantizationConfig, TorchAoQuantizationConfig, load_and_quantize_model
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    config = {
+        "bitsandbytes, 8 bits": lambda: BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32"),
+        "bitsandbytes, 4 bits": lambda: BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32"),
+        "torchao, int8": lambda: TorchAoQuantizationConfig(weights="int8", torch_dtype="fp32"),
+        "torchao, int4": lambda: TorchAoQuantizationConfig(weights="int4", group_size=32),
+    }[kind]()
+    model = load_and_quantize_model(Decoder(recompute), config)
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["query", "up"], init_lora_weights=False)).train()
+
+
+def try_adapters(cells):
+    """Like `try_all` for cells of the table of quantized weights."""
+    found = {}
+    for kind, other in cells:
+        ways = {"one process": (), "ZeRO 3": ("DeepSpeed", "ZeRO 3"), "CPU offload": ("FSDP2", "CPU offload")}
+        pair = ("adapters", *ways.get(other, (other,)))
+        found[kind, other] = try_all([pair], functools.partial(adapted, kind))[pair]
+    return found
+
+
+def test_adapters_learn_on_quantized_weights_where_the_table_says_so(run_ranks):
+    table, notes = said("### Quantized weights")
+    cells = {(kind, other): cell for kind, row in table.items() for other, cell in row.items() if cell != "–"}
+    alone = {(kind, other) for kind, other in cells if kind == "torchao, int8" and other in TORCHAO_ALONE}
+    alone |= {pair for pair in cells if pair[1] == "one process"}
+    for size, pairs in ((1, sorted(alone)), (2, [pair for pair in cells if pair not in alone])):
+        for found in run_ranks(size, try_adapters, pairs, timeout=170):
+            for pair, outcome in found.items():
+                check(cells[pair], pair, outcome, notes)
