@@ -217,7 +217,7 @@ def _recipe(handlers: Mapping[type[KwargsHandler], KwargsHandler]) -> KwargsHand
         return None
     from orc.runtime.core.fp8_recipes import FP8Recipe
 
-    given = [one for one in handlers.values() if isinstance(one, FP8Recipe)]
+    given = [handlers[kind] for kind in _known() if kind in handlers and issubclass(kind, FP8Recipe)]
     if len(given) > 1:
         names = " and ".join(type(one).__name__ for one in given)
         raise ValueError(f"kwargs_handlers: {names} choose different back ends of fp8; give one of them")
