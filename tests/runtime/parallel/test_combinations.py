@@ -220,7 +220,7 @@ def said(title="## What works together"):
     head, _, *rows = lines
     notes = {number: text.split("`")[1] for number, text in re.findall(r"^(\d+)\. (.*)", section, re.MULTILINE)}
     table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
-    del table["Megatron-LM"]  # tried beside its own tests: it trains models of its own
+    table.pop("Megatron-LM", None)  # tried beside its own tests: it trains models of its own
     return table, notes
 
 
