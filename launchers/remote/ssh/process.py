@@ -15,6 +15,7 @@ import paramiko
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.command import NOT_FOUND, command_line, marks
 from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.remote.ssh.interrupts import InterruptsWait
 from orc.launchers.remote.transport import CommandTimeout, Completed
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ class SshProcess:
         self._receive(0)
         self._channel.settimeout(_LOOK_S)
         try:
-            return int(self._channel.send(view[:_CHUNK]))
+            with InterruptsWait():
+                return int(self._channel.send(view[:_CHUNK]))
         except TimeoutError:
             return 0
         except (OSError, EOFError, paramiko.SSHException):
@@ -173,10 +175,11 @@ class SshProcess:
         while not self._poll(deadline) and not self._ended():
             if time.monotonic() >= deadline:
                 return False
-        while self._channel.recv_ready():
-            self._out += self._channel.recv(_CHUNK)
-        while self._channel.recv_stderr_ready():
-            self._err += self._channel.recv_stderr(_CHUNK)
+        with InterruptsWait():
+            while self._channel.recv_ready():
+                self._out += self._channel.recv(_CHUNK)
+            while self._channel.recv_stderr_ready():
+                self._err += self._channel.recv_stderr(_CHUNK)
         if self._group is None:
             self._look_for_start()
         return True
