@@ -36,7 +36,7 @@ def wheel() -> tuple[str, bytes]:
     digest = hashlib.sha256(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()[:12]
     version = f"{distribution.version.partition('+')[0]}+local.{digest}"
     folder = f"{PACKAGE.replace('-', '_')}-{version}"
-    described = (distribution.read_text("METADATA") or "").replace(
+    described = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").replace(
         f"\nVersion: {distribution.version}\n", f"\nVersion: {version}\n", 1
     )
     files[f"{folder}.dist-info/METADATA"] = described.encode()

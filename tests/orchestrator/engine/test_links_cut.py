@@ -256,7 +256,7 @@ def test_a_link_that_is_cut_at_any_step_of_a_submission_costs_another_host_or_a_
         steps = steps[: len(steps) - len(undisturbed(make_lab(preflight=False), job))]
     last = steps.count("run") - 1
     cuts = 0
-    for turn, moment in enumerate(moments(steps, 2 if preflight else 5)):
+    for turn, moment in enumerate(moments(steps, 2 if preflight else 3)):
         lab.heal()
         link = lab.hosts["b"].link
         link.cut_at, link.after = moment
