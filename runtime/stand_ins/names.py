@@ -60,7 +60,6 @@ ABSENT: dict[str, str] = {
     "save_accelerator_state": "Call Accelerator.save_state.",
     "is_initialized": "PartialState().initialized is always true.",
     "fsdp2_prepare_model": "Pass the model to Accelerator.prepare with a FullyShardedDataParallelPlugin.",
-    "install_xla": "Use a cluster of kind tpu; its images have torch_xla.",
 }
 
 _STATE = ("PartialState", "AcceleratorState", "GradientState", "DistributedType", "is_initialized")

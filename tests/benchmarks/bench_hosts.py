@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTBED = HERE.parent / "testbed" / "hosts"
-sys.path[:0] = [str(HERE), str(TESTBED), str(HERE.parent / "e2e")]
+sys.path[:0] = [str(HERE), str(TESTBED), str(TESTBED.parent), str(HERE.parent / "e2e")]
 
 from command_line import Orc  # noqa: E402
 from harness import Row, paired, report  # noqa: E402

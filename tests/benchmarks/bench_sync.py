@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TESTBED = HERE.parent / "testbed" / "hosts"
-sys.path[:0] = [str(HERE), str(TESTBED)]
+sys.path[:0] = [str(HERE), str(TESTBED), str(TESTBED.parent)]
 
 from harness import Row, report  # noqa: E402
 from hosts_testbed import HostsTestbed  # noqa: E402

@@ -179,7 +179,7 @@ def test_a_laptop_that_is_killed_leaves_nothing_half_made(
 ) -> None:
     laptop = subprocess.Popen(
         [sys.executable, "-c", LAPTOP, str(hosts.directory), str(store.root), big.digest],
-        env={**os.environ, "PYTHONPATH": "tests/testbed/hosts"},
+        env={**os.environ, "PYTHONPATH": "tests/testbed:tests/testbed/hosts"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -282,6 +282,8 @@ def test_models_whose_layers_or_sequences_are_shared_out_train_in_float8(run_ran
             losses = []
             for _ in range(5):
                 tokens = torch.arange(32).reshape(2, 16) % 7
+                if dimension == "sp":
+                    tokens = tokens.chunk(2, 1)[accelerator.process_index]
                 labels = tokens.clone()
                 with accelerator.maybe_context_parallel([tokens, labels], [1, 1]):
                     loss = model(input_ids=tokens, labels=labels).loss
