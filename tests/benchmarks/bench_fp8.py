@@ -83,7 +83,7 @@ def by_hand(way: str, device: torch.device) -> Step:
 
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-        model = fully_shard(model, mesh=mesh, mp_policy=policy)
+        model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # as the plug-in
     return step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4), lambda loss: loss.backward(), device)
 
 
