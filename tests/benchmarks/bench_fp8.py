@@ -1,4 +1,4 @@
-"""What training in fp8 costs and learns through orc, and by hand with torchao: alone, with DDP and with FSDP.
+"""Cost and losses of training in fp8 through orc, and by hand with torchao: alone, with DDP and with FSDP.
 
     python tests/benchmarks/bench_fp8.py [turns]
 

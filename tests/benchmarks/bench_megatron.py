@@ -1,4 +1,4 @@
-"""What a step with Megatron-LM costs over the same model, schedule and optimizer of megatron-core by hand.
+"""Cost of a step with Megatron-LM over the same model, schedule and optimizer of megatron-core by hand.
 
     python tests/benchmarks/bench_megatron.py [turns]
 

@@ -207,9 +207,9 @@ class Layout(ABC):
             raise ValueError(f"the batch has {length} tokens per sample, the model has {longest} positions")
         return dict(batch)
 
+    @abstractmethod
     def train_step(self) -> Any:
         """Return the class of the train step, where the plug-in names no other."""
-        raise NotImplementedError
 
 
 def layout_of(model: Any, plugin: MegatronLMPlugin, device: torch.device, dtype: torch.dtype) -> Layout:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """What an optimizer trains in the place of each parameter.
+    """Tensors that an optimizer trains in the place of parameters.
 
     Args:
         inner: Megatron-LM's optimizer of one kind of parameters.

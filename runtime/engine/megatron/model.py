@@ -170,7 +170,7 @@ class MegatronModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._ctx.device
 
     # ---- states

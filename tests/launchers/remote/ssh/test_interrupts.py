@@ -1,4 +1,4 @@
-"""What an interrupt does that comes within a call of paramiko."""
+"""Effect of an interrupt that comes within a call of paramiko."""
 
 import signal
 import threading

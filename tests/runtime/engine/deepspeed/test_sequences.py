@@ -93,7 +93,7 @@ def learned(folder):
 
 
 def refused():
-    """What is said of what DeepSpeed does not compute, before anything is made."""
+    """Return the refusals of settings that DeepSpeed does not compute, made before anything is."""
     import torch
 
     from orc.runtime import AcceleratorState, ContextError
