@@ -62,10 +62,8 @@ class AgentConfig:
     work_dir: str | None = None
     logs_dir: str | None = None
     private_dir: str | None = None
-    notice_s: float | None = None  # read by the Slurm backend
-    components: list[int] | None = None  # read by the Slurm backend
-    asked: dict[str, Any] | None = None  # read by the local backend
-    sagemaker: dict[str, Any] | None = None  # read by the entry of SageMaker's containers
+    stay_stopped: bool = False
+    backend: dict[str, Any] = {}  # noqa: RUF012 - values of the backend's own, which agents do not read
 
     def __init__(self, values: Mapping[str, Any], where: str = "agent.json") -> None:
         """Check *values*. Raises `LaunchFailure` for another version, and for keys that are unknown or missing."""

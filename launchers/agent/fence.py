@@ -170,7 +170,7 @@ class Fence:
         if not lease.get("pid_ns") or any(lease.get(name) != me[name] for name in ("boot_id", "pid_ns")):
             # Who shares no files with it cannot tell. There the next run is only made when the last one has ended:
             # by the SSH backend after the fence, by SageMaker with containers that are gone.
-            return bool(self.node.config.hosts or self.node.config.sagemaker)
+            return bool(self.node.config.hosts)
         pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
         if is_running(pid, start, me["boot_id"]):
             end_agent(pid, self.node.config.marker)
@@ -336,6 +336,6 @@ def _end_term(fence: Fence, parent: int) -> None:
         while not ended and time.monotonic() < deadline:
             ended, status = os.waitpid(writer, os.WNOHANG)
             time.sleep(0.01)
-    # An agent that fails makes srun end the step of that number, which a newer run has by now. It stays stopped.
-    if decode_wait_status(status) != (_NEWER, None) or not node.owner.startswith("slurm:"):
+    # Where the end of a replaced agent would end the newer run too, it stays stopped.
+    if decode_wait_status(status) != (_NEWER, None) or not node.config.stay_stopped:
         signal_process(parent, signal.SIGKILL)

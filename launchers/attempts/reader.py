@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
 CHUNK_BYTES = 1 << 20
-# What the batch script, srun and Slurm itself say; other backends have nothing between them and the agents.
-LAUNCHER_LOG = "slurm.log"
+# What stands between the backend and the agents prints, as Slurm's batch script does; most backends have nothing there.
+LAUNCHER_LOG = "launcher.log"
 _LOG = re.compile(r"(rank|node)-([0-9]+)\.log")
 Record = Mapping[str, Any]
 

@@ -137,7 +137,8 @@ def nodes(value: Any) -> int | str:
     match = re.fullmatch(_NODES, str(value).strip())
     if not match:
         if isinstance(value, int):
-            raise ValueError(f"a job needs at least 1 node, not {value}")
+            wrong = f"a job needs at least 1 node, not {value}"
+            raise ValueError(wrong if value < 1 else "more nodes than any cluster has")
         raise ValueError(f"{value!r} is not a number of nodes; write for example 2, or 2:4 for a range")
     low, high = int(match[1]), int(match[2] or match[1])
     if low < 1:

@@ -148,7 +148,7 @@ def _message(item: Any) -> str:
             else ""
         )
         return f"expected {context['expected']}{shown}{hint}"
-    if kind == "string_too_short":
+    if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     message: str = item["msg"]
     return message[:1].lower() + message[1:] + shown

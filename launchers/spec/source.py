@@ -236,7 +236,7 @@ def _place(where: str, mark: Any) -> str:
 def _open_quote(text: str, error: yaml.MarkedYAMLError) -> Any:
     """Return the mark of a quote that *error* comes from: one that is never closed, or lines below; `None` for none."""
     if "quoted scalar" in (error.context or ""):
-        return error.context_mark
+        return None if "escape" in (error.problem or "") else error.context_mark
     last = None
     with contextlib.suppress(yaml.YAMLError):
         for token in yaml.scan(text, Loader=_Loader):
@@ -253,6 +253,8 @@ def _syntax_hint(what: str, text: str, mark: Any) -> str:
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     if "cannot start any token" in what and line[mark.column : mark.column + 1] == "\t":
         return "indent with spaces, not tabs"
+    if "escape" in what:
+        return "inside \"...\" a backslash is written twice; inside '...' it stands for itself"
     if "flow" in what and "${" in line:
         return "quote a text with ${...} inside {} or []"
     if "mapping values are not allowed" in what:

@@ -212,6 +212,7 @@ def queueing_clusters() -> Flow[tuple[list[str], dict[str, LaunchError]]]:
 def _has_queue(kind: str) -> bool:
     """Return True for clusters that have a queue of their own, as far as this version knows their kind."""
     from orc.launchers.backends import backend_class
+    from orc.launchers.backends.base import SupportsQueue
     from orc.launchers.plugins import BACKENDS
 
-    return BACKENDS.has(kind) and hasattr(backend_class(kind), "queue")
+    return BACKENDS.has(kind) and issubclass(backend_class(kind), SupportsQueue)

@@ -108,7 +108,7 @@ class LocalBackend(Backend):
         # For preflight alone: the nodes are simulated, so this machine has to hold what all of them ask for.
         asked = {"gpus": job.resources.gpus_per_node, "memory_bytes": job.resources.memory_bytes}
         if any(asked.values()):
-            config = config.replace(asked={key: value * config.nnodes for key, value in asked.items() if value})
+            config = config.replace(backend={key: value * config.nnodes for key, value in asked.items() if value})
         file = agent_file(config)
         # The tree's __main__.py runs the agent. -I -S: nothing of the user's Python environment gets into it, and it
         # starts in half the time.
@@ -161,7 +161,7 @@ class LocalBackend(Backend):
         cores = len(os.sched_getaffinity(0))
         if processes > cores:
             findings.append(Finding("info", f"{processes} processes share {cores} cores", self.cluster.name))
-        return [*findings, *self._too_much(config.get("asked", {}))]
+        return [*findings, *self._too_much(config.get("backend", {}))]
 
     def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
         """Yield what the job asks for and this machine does not have."""

@@ -211,7 +211,7 @@ def place_private(source: str, target: str, config: Mapping[str, Any]) -> None:
         if os.path.exists(path):
             with open(path, "rb") as file:
                 _write_private(os.path.join(target, name), file.read())
-    place = (config.get("sagemaker") or {}).get("secrets") or {}
+    place = (config.get("backend") or {}).get("secrets") or {}
     if place.get("from") == "secretsmanager":
         # Not in this process: it has no site-packages.
         argv = [sys.executable, "-c", _FETCH_SECRETS, str(place["id"]), str(place.get("region") or "")]

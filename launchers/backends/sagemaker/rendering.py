@@ -154,12 +154,12 @@ def _config(
     )
     if nodes > 1:
         config = config.replace(link=True, min_nodes=nodes, hub={"port": HUB_PORT, "addresses": ["algo-1"]})
-    own: dict[str, Any] = {"prefix_logs": True}
+    own: dict[str, Any] = {}
     if job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode:
         own["secrets"] = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
     elif job.secrets:
         own["secrets"] = {"from": "channel"}
-    return config.replace(sagemaker=own)
+    return config.replace(backend=own) if own else config
 
 
 def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path) -> str:

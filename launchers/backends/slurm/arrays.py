@@ -109,5 +109,5 @@ def array_options(name: str, count: int, at_once: int | None, directory: str) ->
         f"--job-name={name}",
         f"--comment={name}",
         f"--chdir={directory}",
-        f"--output={directory.replace('%', '%%')}/%a/logs/slurm.log",
+        f"--output={directory.replace('%', '%%')}/%a/logs/launcher.log",
     ]

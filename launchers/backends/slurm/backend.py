@@ -143,9 +143,12 @@ class SlurmBackend(Backend):
         made = shape(job, options)
         config = agent_config(job, snapshot, attempt, self.cluster, self.layout, deadline_s=made.deadline_s)
         counted: dict[str, Any] = {"nnodes_from": "SLURM_JOB_NUM_NODES"} if made.ranges else {}
+        own: dict[str, Any] = {"notice_s": made.lead_s}
         if made.components:
-            counted["components"] = [nodes for nodes, _ in made.components]
-        config = config.replace(peer_timeout_s=self._settings.peer_timeout, notice_s=made.lead_s, **counted)
+            own["components"] = [nodes for nodes, _ in made.components]
+        # An agent that fails makes srun end the step of that number, which is a newer run's after a requeue.
+        counted["stay_stopped"] = True
+        config = config.replace(peer_timeout_s=self._settings.peer_timeout, backend=own, **counted)
         agents = agent_file(config)
         python = self.cluster.python or DEFAULT_PYTHON
         # -I -S: nothing of the user's Python environment can get into the agent.
@@ -283,7 +286,7 @@ class SlurmBackend(Backend):
                 _witness(own),
                 submitted_at=handle.submitted_at,
                 now=now,
-                lead_s=float((own.config or {}).get("notice_s", 0)) + EARLY_S,
+                lead_s=float((own.config or {}).get("backend", {}).get("notice_s", 0)) + EARLY_S,
                 asked_everyone=asked_everyone,
                 where=directory,
                 lost_after_s=LOST_AFTER_S if self.cluster.lost_after is None else float(self.cluster.lost_after),
@@ -343,7 +346,7 @@ class SlurmBackend(Backend):
             self._transport.read_many([f"{directory}/agent.json"]).get(f"{directory}/agent.json", b"{}")
         )
         python = self._transport.expand(self.cluster.python or DEFAULT_PYTHON)
-        parts = config.get("components", [int(config.get("nnodes", 1))])
+        parts = config.get("backend", {}).get("components", [int(config.get("nnodes", 1))])
         return entries(self._settings, handle.native_id, directory, parts, python)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:

@@ -208,7 +208,7 @@ def _without_record(row: JobRow, evidence: AgentEvidence, where: str) -> Observa
             f"the {who} {', '.join(evidence.silent) or 'a node'} left no exit record; Slurm says {row.state} ({code})"
         )
         return _observation(Phase.FAILED, evidence, row, cause=Cause.NODE_FAILURE, reason=reason)
-    reason = f"the batch script ended with {code} before an agent started; see {where}/logs/slurm.log"
+    reason = f"the batch script ended with {code} before an agent started; see {where}/logs/launcher.log"
     return _observation(Phase.FAILED, evidence, row, cause=Cause.LAUNCH, reason=reason)
 
 

@@ -151,7 +151,7 @@ def test_a_frozen_run_on_another_machine_trains_nothing_beside_its_successor(att
 
 
 def test_a_run_whose_file_system_hangs_ends_before_its_successor_begins(attempt) -> None:
-    job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
+    job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S, stay_stopped=True)
     first = job.start(owner="slurm:7")
     job.until_log("ready")
     elsewhere(job)

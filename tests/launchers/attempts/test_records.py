@@ -156,7 +156,7 @@ def test_the_newest_progress_of_several_nodes_counts():
 
 
 def test_logs_are_listed_by_number(tmp_path):
-    for name in ("rank-10.log", "rank-2.log", "node-0.log", "rank-0.log", "slurm.log", "rank-x.log"):
+    for name in ("rank-10.log", "rank-2.log", "node-0.log", "rank-0.log", "launcher.log", "rank-x.log"):
         write(tmp_path / "logs" / name, "")
     assert log_selectors(LocalTransport(), str(tmp_path)) == [
         LogSelector(rank=0),

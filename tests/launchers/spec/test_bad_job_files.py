@@ -51,6 +51,11 @@ WRONG = {
         "checkpoint: {xyzzy: 1}",
         "job.yaml:3:14: checkpoint: unknown key 'xyzzy'; known are dir, every, keep, resume",
     ),
+    "more nodes than have a name": (
+        "resources:\n  nodes: 99999999999999999999999999",
+        "job.yaml:4:10: resources.nodes: more nodes than any cluster has",
+    ),
+    "a grid of nothing": ("sweep: {grid: {}}", "job.yaml:3:15: sweep.grid: must not be empty"),
     "zero nodes": ("resources:\n  nodes: 0", "job.yaml:4:10: resources.nodes: a job needs at least 1 node, not 0"),
     "negative nodes": (
         "resources:\n  nodes: -2",
@@ -318,6 +323,11 @@ NO_YAML = {
         b"env:\n\tA: 1\n",
         "job.yaml:2:1: not valid YAML: while scanning for the next token, found character that cannot start any token\n"
         "  indent with spaces, not tabs",
+    ),
+    "a backslash in double quotes": (
+        b'name: x\nscript: "a\\p.py"\n',
+        "job.yaml:2:11: not valid YAML: while parsing a quoted scalar, found unknown escape character\n"
+        "  inside \"...\" a backslash is written twice; inside '...' it stands for itself",
     ),
     "reference without quotes in a flow mapping": (
         b"resources: {nodes: ${env:N}}\n",

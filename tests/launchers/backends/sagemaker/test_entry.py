@@ -257,7 +257,7 @@ def test_without_boto3_in_the_image_secrets_of_secrets_manager_are_a_clear_failu
 ) -> None:
     (tmp_path / "boto3.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = {"sagemaker": {"secrets": {"from": "secretsmanager", "id": "orc/x", "region": "us-east-1"}}}
+    config = {"backend": {"secrets": {"from": "secretsmanager", "id": "orc/x", "region": "us-east-1"}}}
     with pytest.raises(entry.Failure, match="the image has no boto3"):
         entry.place_private(str(tmp_path), str(tmp_path / "private"), config)
 

@@ -264,10 +264,10 @@ def test_arguments_as_they_are_make_no_hyperparameters(request_for, agents_for) 
 
 
 def test_secrets_are_named_and_where_they_are_is_said(agents_for) -> None:
-    assert agents_for(secrets=["TOKEN"])["sagemaker"]["secrets"] == {"from": "channel"}
-    kept = agents_for(None, {"secrets": "secretsmanager"}, secrets=["TOKEN"])["sagemaker"]["secrets"]
+    assert agents_for(secrets=["TOKEN"])["backend"]["secrets"] == {"from": "channel"}
+    kept = agents_for(None, {"secrets": "secretsmanager"}, secrets=["TOKEN"])["backend"]["secrets"]
     assert kept == {"from": "secretsmanager", "id": "orc/orc-digits-k3f9a2-a1", "region": "us-east-1"}
-    assert "secrets" not in agents_for()["sagemaker"]
+    assert "backend" not in agents_for()
 
 
 FILE_SYSTEM = {"file_system_id": "fs-0123456789abcdef0", "file_system_type": "EFS", "directory_path": "/x"}

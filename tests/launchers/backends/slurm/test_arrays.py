@@ -61,7 +61,7 @@ def test_the_command_line_says_what_the_array_is() -> None:
         "--job-name=orc-array-1",
         "--comment=orc-array-1",
         "--chdir=/a/50%/x",
-        "--output=/a/50%%/x/%a/logs/slurm.log",
+        "--output=/a/50%%/x/%a/logs/launcher.log",
     ]
     assert arrays.array_options("orc-array-1", 1, None, "/a")[0] == "--array=0-0"
 
@@ -227,7 +227,7 @@ def test_an_array_runs_so_many_at_once_and_each_element_is_an_attempt_of_its_own
     assert some.phases() == [Phase.CANCELLED, Phase.SUCCEEDED, Phase.CANCELLED, Phase.SUCCEEDED]
     # Logs and records are each one's own; no secret is left behind by those that ran.
     assert some.runs[3].log(0).split() == ["up", some.plans[3].marker, "gone"]
-    assert f"job {handles[3].native_id}, restart 0" in (some.runs[3].directory / "logs" / "slurm.log").read_text()
+    assert f"job {handles[3].native_id}, restart 0" in (some.runs[3].directory / "logs" / "launcher.log").read_text()
     assert not (some.runs[3].directory / "secrets.json").exists()
     assert not (some.runs[2].directory / "node-0").exists()
     selectors = some.backend.log_selectors(handles[1])

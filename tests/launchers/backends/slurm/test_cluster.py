@@ -96,7 +96,7 @@ def test_a_variable_can_be_passed_on_by_name(runs, monkeypatch) -> None:
 def test_slurm_s_own_agent_output_is_kept(runs) -> None:
     run = runs.start(OK)
     run.ended()
-    text = (run.directory / "logs" / "slurm.log").read_text()
+    text = (run.directory / "logs" / "launcher.log").read_text()
     assert f"job {run.handle.native_id}, restart 0, on node" in text
     assert "the agents ended with status 0" in text
 
@@ -201,12 +201,12 @@ def test_a_script_that_never_gets_to_its_agents_is_a_launch_failure(runs) -> Non
     run = runs.start(OK)
     seen = run.ended()
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.LAUNCH)
-    assert "logs/slurm.log" in seen.reason
+    assert "logs/launcher.log" in seen.reason
     # The reason is where people look first, and the whole log is one of the attempt's.
     assert "/nonexistent/python" in seen.reason.partition("\n")[2]
     assert run.backend.log_selectors(run.handle) == [LogSelector(launcher=True)]
     (chunk,) = run.backend.logs(run.handle, LogSelector(launcher=True))
-    assert chunk.data == (run.directory / "logs" / "slurm.log").read_bytes()
+    assert chunk.data == (run.directory / "logs" / "launcher.log").read_bytes()
 
 
 def test_without_accounting_the_records_and_the_queue_do(runs) -> None:

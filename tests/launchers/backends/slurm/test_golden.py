@@ -195,7 +195,7 @@ def test_a_root_in_the_home_directory_of_a_login_node() -> None:
     assert [command.argv[2:] for command in plan.commands] == [
         (
             "--chdir=~/my orc/jobs/digits-k3f9a2",
-            "--output=~/my orc/jobs/digits-k3f9a2/a1/logs/slurm.log",
+            "--output=~/my orc/jobs/digits-k3f9a2/a1/logs/launcher.log",
             "~/my orc/jobs/digits-k3f9a2/a1/job.sbatch",
         )
     ]

@@ -47,9 +47,9 @@ def test_a_root_below_home_is_that_of_the_login_node(homely: Any, login_node: Lo
     run = homely.start(script, resources={"nodes": 2}, secrets={"TOKEN": "s3cret"})
     root = login_node.home / "of mine" / "orc"
     job = root / "jobs" / run.plan.attempt.job
-    assert run.ended().phase is Phase.SUCCEEDED, (job / "a1" / "logs" / "slurm.log").read_text()
+    assert run.ended().phase is Phase.SUCCEEDED, (job / "a1" / "logs" / "launcher.log").read_text()
     assert [run.log(rank).strip() for rank in range(2)] == [f"{job}/checkpoints|{job}/work|s3cret"] * 2
-    assert "the agents ended with status 0" in (job / "a1" / "logs" / "slurm.log").read_text()
+    assert "the agents ended with status 0" in (job / "a1" / "logs" / "launcher.log").read_text()
     assert run.backend.find(run.plan.marker) is not None
     assert json.loads((job / "a1" / "agent.json").read_text())["root"] == str(root)
     assert not Path("of mine").exists()
@@ -65,7 +65,7 @@ def test_an_array_goes_through_the_login_node(homely: Any, login_node: LoginNode
         assert run.log(0).strip() == run.plan.marker
     links = login_node.home / "of mine" / "orc" / "arrays" / handles[0].group
     assert sorted(path.name for path in links.iterdir()) == ["0", "1", "array.sbatch"]
-    assert f"job {handles[1].native_id}, restart 0" in (links / "1" / "logs" / "slurm.log").read_text()
+    assert f"job {handles[1].native_id}, restart 0" in (links / "1" / "logs" / "launcher.log").read_text()
 
 
 def test_secrets_wait_in_a_private_file_over_there(far: Any) -> None:

@@ -103,7 +103,7 @@ def test_a_job_with_notice_saves_and_puts_itself_back_into_the_queue(runs) -> No
     seen = run.ended(timeout_s=120)
     assert (seen.phase, seen.restarts) == (Phase.SUCCEEDED, 1), run.everything()
     assert [runs_of(run, rank) for rank in (0, 1)] == ["01", "01"]
-    script = (run.directory / "logs" / "slurm.log").read_text()
+    script = (run.directory / "logs" / "launcher.log").read_text()
     assert "the agents ended with status 75" in script
     assert "requeued" in script
 

@@ -213,7 +213,7 @@ def test_a_script_that_ended_before_any_agent_could_not_be_launched() -> None:
     seen = look(row("FAILED", exit_code=127))
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.LAUNCH)
     assert "exit code 127" in seen.reason
-    assert "/a1/logs/slurm.log" in seen.reason
+    assert "/a1/logs/launcher.log" in seen.reason
 
 
 def test_agents_that_were_cut_off_are_a_node_failure() -> None:
