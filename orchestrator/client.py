@@ -82,8 +82,8 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         self.close()
 
     def close(self) -> None:
-        """Close the ledger."""
-        self.workspace.ledger.close()
+        """Close the ledger, and the connections to clusters."""
+        self.workspace.close()
 
     @property
     def clusters_file(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import time
@@ -77,6 +78,13 @@ class Workspace:
     def origin(self) -> str:
         """``host:directory`` of this orchestrator's snapshots and secrets: others that share the ledger have theirs."""
         return f"{os.uname().nodename}:{self.state_dir.absolute()}"
+
+    def close(self) -> None:
+        """Close the ledger, and the connections of all backends that were opened."""
+        with contextlib.ExitStack() as closing:  # each is closed, also where closing another one fails
+            closing.callback(self.ledger.close)
+            for backend in self._backends.values():
+                closing.callback(backend.close)
 
     def give_back(self, job_id: str) -> None:
         """Give the claim on a job back. Where the ledger cannot be told, this process goes on without waiting for it.

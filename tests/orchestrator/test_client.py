@@ -264,3 +264,21 @@ def test_what_breaks_a_pass_is_raised_by_a_wait_with_a_time_out(client, job_file
     monkeypatch.setattr(Client, "refresh", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         client.wait([view.id], timeout_s=10)
+
+
+def test_closing_a_client_closes_what_it_has_opened_to_clusters(orc_home, backend, clock, job_file, monkeypatch):
+    closed = []
+    monkeypatch.setattr(backend, "close", lambda: closed.append(backend.name), raising=False)
+    with Client(backend_of=lambda _: backend, clock=clock, sleep=clock.sleep) as client:
+        view = client.submit(job_file())
+        client.refresh([view.id])
+        assert closed == []
+    assert closed == ["local"]
+
+
+def test_waiting_for_a_time_leaves_no_connection_open(client, backend, job_file, monkeypatch):
+    closed = threading.Event()
+    monkeypatch.setattr(backend, "close", closed.set, raising=False)
+    view = client.submit(job_file())
+    client.wait([view.id], timeout_s=1)
+    assert closed.wait(30)
