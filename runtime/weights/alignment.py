@@ -60,6 +60,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._borrowed: list[tuple[int, torch.device]] = []  # entries of tied_params_map that this hook has made
+        self._resting: dict[str, Tensor] = {}  # what stands in the module between forwards, while the weights are there
 
     def __repr__(self) -> str:
         return (
@@ -97,6 +98,8 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             assert self.weights_map is not None
             for name, tensor in list(self._offloaded(module)):
+                if tensor.is_meta:
+                    self._resting[name] = tensor
                 self._put(module, name, tensor, self.weights_map[name])
         if self.execution_device is None:
             return args, kwargs
@@ -116,7 +119,8 @@ class AlignDevicesHook(ModelHook):
             return
         for name, tensor in list(self._offloaded(module)):
             if not tensor.is_meta:
-                _set(module, name, tensor, torch.empty_like(tensor, device="meta"))
+                self._put_away(module, name, tensor)
+        self._resting = {}
         for address, device in self._borrowed:
             assert self.tied_params_map is not None
             self.tied_params_map.get(address, {}).pop(device, None)
@@ -137,6 +141,15 @@ class AlignDevicesHook(ModelHook):
         return named_module_tensors(
             module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
+
+    def _put_away(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Put what stood there before the forward in the place of *tensor*, so that tied weights stay one parameter."""
+        resting = self._resting.get(name)
+        if resting is None or (resting.shape, resting.dtype) != (tensor.shape, tensor.dtype):
+            _set(module, name, tensor, torch.empty_like(tensor, device="meta"))
+            return
+        tensors, attribute = _place(module, name, tensor)
+        tensors[attribute] = resting
 
     def _put(self, module: nn.Module, name: str, old: Tensor, value: Tensor | None = None) -> None:
         """Put *value* (or *old* itself) on the execution device as the tensor *name*."""
@@ -167,12 +180,15 @@ def as_device(device: Device) -> torch.device:
 
 def _set(module: nn.Module, name: str, old: Tensor, value: Tensor) -> None:
     """Make *value* the tensor *name* of *module*, as the kind of parameter that *old* is."""
+    tensors, attribute = _place(module, name, old)
+    tensors[attribute] = moved_parameter(old, value) if isinstance(old, nn.Parameter) else value
+
+
+def _place(module: nn.Module, name: str, tensor: Tensor) -> tuple[dict[str, Any], str]:
+    """Return the table that holds *tensor*, the one with the name *name* in *module*, and its name there."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path) if path else module
-    if isinstance(old, nn.Parameter):
-        owner._parameters[attribute] = moved_parameter(old, value)
-    else:
-        owner._buffers[attribute] = value
+    return (owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers), attribute
 
 
 def attach_execution_device_hook(

@@ -130,11 +130,12 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names in *tied_params* one parameter again, the first that is not on the meta device."""
+    """Make each group of names in *tied_params* one parameter again: the first off the meta device, if any."""
     for group in tied_params:
         owners = [(model.get_submodule(path), name) for path, _, name in (one.rpartition(".") for one in group)]
         found = [getattr(owner, name) for owner, name in owners]
-        kept = next((one for one in found if one is not None and not one.is_meta), None)
+        there = [one for one in found if one is not None]
+        kept = next((one for one in there if not one.is_meta), there[0] if there else None)
         for owner, name in owners:
             if kept is not None:
                 owner._parameters[name] = kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept)

@@ -86,11 +86,12 @@ def disk_offload(
 def _offload(
     model: nn.Module, device: Device, weights: Mapping[str, Tensor], buffers: bool, preload: Sequence[str] | None
 ) -> nn.Module:
-    tied = _tied_tensors(model, weights)
+    ties, tied = find_tied_parameters(model), _tied_tensors(model, weights)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model, device, True, weights, buffers, preload_module_classes=preload, tied_params_map=tied
     )  # fmt: skip
+    _retie_where_together(model, ties)
     return model
 
 
@@ -282,13 +283,14 @@ def _tied_tensors(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Tie
 
 
 def _retie_where_together(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Make weights that are shared one parameter again on each device where several modules have them."""
+    """Make weights that are shared one parameter again on each device where several modules have them.
+
+    The meta device is one of them: who saves an offloaded model tells by the parameter which weights are one.
+    """
     for group in ties:
         by_device: dict[torch.device, list[str]] = {}
         for name in group:
-            parameter = model.get_parameter(name)
-            if not parameter.is_meta:
-                by_device.setdefault(parameter.device, []).append(name)
+            by_device.setdefault(model.get_parameter(name).device, []).append(name)
         retie_parameters(model, list(by_device.values()))
 
 

@@ -34,6 +34,7 @@ from orc.runtime.hooks import (
     remove_hook_from_submodules,
 )
 from orc.runtime.weights import offload
+from orc.runtime.weights.device_map import find_tied_parameters
 from orc.runtime.weights.loading import save_model
 
 META = torch.device("meta")
@@ -188,6 +189,21 @@ def test_an_offloaded_model_computes_the_same_and_keeps_nothing(model, tmp_path,
     remove_hook_from_submodules(model)
     assert not on_meta(model)
     assert torch.equal(model(IDS), expected)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "map"])
+def test_tied_weights_stay_one_parameter_while_they_are_away(model, tmp_path, where):
+    tied = find_tied_parameters(model)
+    if where == "map":
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    else:
+        cpu_offload(model) if where == "cpu" else disk_offload(model, tmp_path)
+    assert find_tied_parameters(model) == tied
+    model(IDS)
+    assert find_tied_parameters(model) == tied == [["embed.weight", "head.weight"]]
+    with pytest.raises(IndexError):
+        model(torch.tensor([99]))
+    assert find_tied_parameters(model) == tied
 
 
 def test_a_chain_of_models_takes_turns_on_the_device():

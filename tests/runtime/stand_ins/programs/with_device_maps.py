@@ -65,6 +65,12 @@ def from_pretrained(place: str) -> dict[str, Any]:
     spread.save_pretrained(folder / "again")
     again = LlamaForCausalLM.from_pretrained(folder / "again", device_map="auto", dtype="float32").eval()
     found |= {"again": _run(again), "auto": _places(again)}
+    on_disk = LlamaForCausalLM.from_pretrained(
+        folder / "model", device_map={"": "disk"}, offload_folder=folder / "all", dtype="float32"
+    )
+    _run(on_disk)
+    on_disk.save_pretrained(folder / "from_disk")  # its tied weights too are on the disk
+    found["from disk"] = _run(LlamaForCausalLM.from_pretrained(folder / "from_disk", dtype="float32").eval())
     try:
         spread.to("cpu")
         found["moved"] = True
