@@ -13,6 +13,7 @@ from orc.runtime.collectives.structure import find_device
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.weights.empty_weights import moved_parameter
 from orc.runtime.weights.hooks import Arguments, ModelHook, SequentialHook, add_hook_to_module
+from orc.runtime.weights.read_ahead import ReadAhead
 from orc.runtime.weights.sizes import named_module_tensors
 from orc.runtime.weights.weights_map import PrefixedDataset
 
@@ -60,6 +61,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._borrowed: list[tuple[int, torch.device]] = []  # entries of tied_params_map that this hook has made
+        self.read_ahead: ReadAhead | None = None  # shared by the offloaded layers of a model on one device
         self._resting: dict[str, Tensor] = {}  # what stands in the module between forwards, while the weights are there
 
     def __repr__(self) -> str:
@@ -97,10 +99,15 @@ class AlignDevicesHook(ModelHook):
             self.input_device = find_device((args, kwargs))
         if self.offload:
             assert self.weights_map is not None
+            brought = self.read_ahead.take(self, self.weights_map) if self.read_ahead is not None else {}
             for name, tensor in list(self._offloaded(module)):
                 if tensor.is_meta:
                     self._resting[name] = tensor
-                self._put(module, name, tensor, self.weights_map[name])
+                if name in brought:
+                    _set(module, name, tensor, brought[name])
+                else:
+                    self._put(module, name, tensor, self.weights_map[name])
+            self._read_ahead(module)
         if self.execution_device is None:
             return args, kwargs
         device = as_device(self.execution_device)
@@ -130,6 +137,8 @@ class AlignDevicesHook(ModelHook):
         """Return *module* with its weights where they were before the hook came."""
         if self.offload:
             assert self.weights_map is not None
+            if self.read_ahead is not None:
+                self.read_ahead.give_up()
             tensors = dict(self._offloaded(module))
             for name, device in self.original_devices.items():
                 if name in tensors and device.type != "meta":
@@ -141,6 +150,14 @@ class AlignDevicesHook(ModelHook):
         return named_module_tensors(
             module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
+
+    def _read_ahead(self, module: nn.Module) -> None:
+        """Have the weights of the layer that comes after *module* brought while this one computes."""
+        following = self.read_ahead.following(self, module) if self.read_ahead is not None else None
+        if following is not None:
+            hook, its = following
+            wanted = {name: tensor.dtype for name, tensor in hook._offloaded(its)}
+            self.read_ahead.start(hook, hook.weights_map, wanted, hook.tied_params_map or ())  # type: ignore[union-attr]
 
     def _put_away(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Put what stood there before the forward in the place of *tensor*, so that tied weights stay one parameter."""
@@ -357,7 +374,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     offloading = [hook for hook in align_hooks(module) if hook.offload]
     if offloading:
         hook = offloading[0]
-        usual = hook.execution_device
+        usual, ahead = hook.execution_device, hook.read_ahead
+        hook.read_ahead = None  # no forward
         if execution_device is not None:
             hook.execution_device = execution_device
         try:
@@ -365,7 +383,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             yield
         finally:
             hook.forward_failed(module)
-            hook.execution_device = usual
+            hook.execution_device, hook.read_ahead = usual, ahead
         return
     if execution_device is None:
         yield

@@ -24,6 +24,7 @@ from orc.runtime.weights.alignment import (
 from orc.runtime.weights.device_map import check_device_map, find_tied_parameters, retie_parameters
 from orc.runtime.weights.hooks import add_hook_to_module
 from orc.runtime.weights.offload import INDEX_NAME, offload_state_dict
+from orc.runtime.weights.read_ahead import ReadAhead
 from orc.runtime.weights.weights_map import Entry, OffloadedWeightsLoader
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "mps")
@@ -92,6 +93,7 @@ def _offload(
         model, device, True, weights, buffers, preload_module_classes=preload, tied_params_map=tied
     )  # fmt: skip
     _retie_where_together(model, ties)
+    _read_ahead_on(model, device)
     return model
 
 
@@ -154,6 +156,7 @@ def dispatch_model(
         tied_params_map=tied_map,
     )
     _retie_where_together(model, ties)
+    _read_ahead_on(model, main)
     if any(device in away for device in places):
         for name in _MOVES:
             object.__setattr__(model, name, GuardedMove(model, name))
@@ -195,6 +198,26 @@ def _weights_away(
     if folder is not None and offload_index is None and not (folder / INDEX_NAME).is_file():
         folder = None
     return OffloadedWeightsLoader(in_memory, folder, offload_index)
+
+
+def _read_ahead_on(model: nn.Module, device: Device) -> None:
+    """Have the next layer's weights brought to *device* while one computes there, if it is one of CUDA.
+
+    Elsewhere there is nothing to bring: on the CPU weights are used where they are mapped.
+    """
+    where = as_device(device)
+    if where.type == "cuda":
+        # By its number, because the thread that brings them has a current device of its own.
+        number = torch.cuda.current_device() if where.index is None else where.index
+        share_read_ahead(model, ReadAhead(torch.device("cuda", number)))
+
+
+def share_read_ahead(model: nn.Module, read_ahead: ReadAhead) -> None:
+    """Let all layers of *model* whose weights are offloaded have them brought by *read_ahead*."""
+    for module in model.modules():
+        for hook in align_hooks(module):
+            if hook.offload:
+                hook.read_ahead = read_ahead
 
 
 def _mark(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
