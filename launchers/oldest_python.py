@@ -1,4 +1,4 @@
-"""The oldest Python that ranks can have, and what is said about an older one.
+"""The oldest Python that ranks can have, and the error about an older one.
 
 The agent and the programs that go ahead of it start under Python 3.9 as well: a node's own Python may be that old where
 the job brings another one for its ranks (`environment:`).

@@ -41,7 +41,8 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
     With *reconciler*, `submit` leaves a process behind that goes on with live jobs
     (`orc.orchestrator.engine.detached`).
 
-    `ServiceClient` has the same methods for the jobs of a service.
+    `ServiceClient` has the same methods for the jobs of a service. *backend_of*, *clock* and *sleep* stand in for
+    clusters and time in tests.
     """
 
     address = ""  # of a service: this one has none
@@ -145,6 +146,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
             The job as it is now: at its cluster, or QUEUED where there is no room for it.
 
         Raises:
+            SpecError: *loaded* describes several jobs.
             LaunchError: The job certainly does not run.
         """
         from orc.orchestrator.engine.groups import start_job
@@ -224,7 +226,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
 
         *estimator* is a mapping of the documented configuration keys and arguments of the SageMaker SDK's estimators,
         or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for arguments
-        that cannot be carried (docs/reference/sagemaker-options.md).
+        that cannot be carried (docs/reference/sagemaker-options.md). *name* is the job's, *on_progress* as of `submit`.
         """
         from orc.launchers.backends.sagemaker.estimators import load_estimator
 
@@ -276,7 +278,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
     ) -> PassReport:
         """Run one reconciler pass over *job_ids*, or all live jobs; report the clusters that did not answer.
 
-        *cluster* and the numbers are those of `orc.orchestrator.engine.reconciler.reconcile`.
+        *cluster*, *patience_s* and *max_age_s* are those of `orc.orchestrator.engine.reconciler.reconcile`.
         While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
         """
         # Imported here because `orc list` needs no pass and has no time for one.

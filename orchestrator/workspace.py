@@ -45,7 +45,7 @@ class Access(NamedTuple):
 
     @property
     def account(self) -> str:
-        """Name of the account, as polls of the cluster are told apart by it."""
+        """Name of the account, by which polls of the cluster are kept apart."""
         return self.user if self.root is None else f"{self.user} {self.root or '(default root)'}".strip()[:255]
 
 
@@ -87,7 +87,7 @@ class Workspace:
                 closing.callback(backend.close)
 
     def give_back(self, job_id: str) -> None:
-        """Give the claim on a job back. Where the ledger cannot be told, this process goes on without waiting for it.
+        """Give the claim on a job back. Where the ledger cannot be written, this process goes on at once.
 
         Raises `LedgerError`.
         """

@@ -223,7 +223,12 @@ class Accelerator(AcceleratorAttributes):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The model as the script wrote it."""
+        """The model as the script wrote it.
+
+        Args:
+            keep_fp32_wrapper: leave the conversion of the outputs to float32 in place.
+            keep_torch_compile: leave a compiled model compiled.
+        """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -239,7 +244,11 @@ class Accelerator(AcceleratorAttributes):
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
+        """The same as `free_memory`.
+
+        Args:
+            objects: what is to be dropped; as many `None` come back.
+        """
         return self.free_memory(*objects)
 
     # ---- training
@@ -263,6 +272,9 @@ class Accelerator(AcceleratorAttributes):
     def lomo_backward(self, loss: Tensor, learning_rate: float | None = None) -> None:
         """Backward and update in one, for prepared optimizers that do so (LOMO: they have ``fused_backward``).
 
+        Args:
+            loss: the loss of this process's batch.
+
         Raises:
             ValueError: there is no *learning_rate*, or no such optimizer.
         """
@@ -277,7 +289,11 @@ class Accelerator(AcceleratorAttributes):
             optimizer.fused_backward(loss, learning_rate)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """A block around one batch's forward, backward and step that makes gradient accumulation happen."""
+        """A block around one batch's forward, backward and step that makes gradient accumulation happen.
+
+        Args:
+            models: the models whose gradients accumulate.
+        """
         return self._accumulation.block(models)
 
     def no_sync(self, model: nn.Module | None = None, *more: nn.Module) -> AbstractContextManager[Any]:
@@ -336,7 +352,11 @@ class Accelerator(AcceleratorAttributes):
         return context_parallel(self.ctx, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A block whose backward synchronises, after several forwards under `no_sync`."""
+        """A block whose backward synchronises, after several forwards under `no_sync`.
+
+        Args:
+            model: a prepared model.
+        """
         return self._engine.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -344,11 +364,20 @@ class Accelerator(AcceleratorAttributes):
         return self._precision.autocast(self.device, autocast_handler or self._options.autocast)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them."""
+        """Scale gradients down to a total norm of *max_norm*; returns their norm before, over all of them.
+
+        Args:
+            parameters: those whose gradients are scaled.
+            norm_type: the p of the norm; ``inf`` is the largest element.
+        """
         return self._engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp gradients to ``[-clip_value, clip_value]``."""
+        """Clamp gradients to ``[-clip_value, clip_value]``.
+
+        Args:
+            parameters: those whose gradients are clamped.
+        """
         self._engine.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -361,7 +390,11 @@ class Accelerator(AcceleratorAttributes):
     # ---- collectives
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all processes, joined along the first dimension; any nesting."""
+        """The tensors of all processes, joined along the first dimension; any nesting.
+
+        Args:
+            tensor: a tensor, or any nesting of them; the same structure on all processes.
+        """
         return collectives.gather(tensor, ctx=self.ctx)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -375,11 +408,23 @@ class Accelerator(AcceleratorAttributes):
         return collectives.gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``)."""
+        """The tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``).
+
+        Args:
+            tensor: a tensor, or any nesting of them; the same structure on all processes.
+            reduction: ``sum``, ``mean`` or ``none``.
+            scale: what results are multiplied by on XLA devices; it has no meaning elsewhere.
+        """
         return collectives.reduce(tensor, reduction, scale, ctx=self.ctx)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along *dim* to the largest size on any process."""
+        """Tensors padded along *dim* to the largest size on any process.
+
+        Args:
+            tensor: a tensor, or any nesting of them.
+            pad_index: the value to pad with.
+            pad_first: pad at the beginning instead of the end.
+        """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
 
     def set_trigger(self) -> None:
@@ -415,7 +460,7 @@ class Accelerator(AcceleratorAttributes):
 
     @property
     def preempted(self) -> bool:
-        """Return whether the run was told to stop and this is the step at which all processes have agreed to stop.
+        """Return whether a stop was requested and this is the step at which all processes have agreed to stop.
 
         Left alone, the run saves a checkpoint at the next step boundary and ends with status 75. A script that wants to
         do something before checks this after each optimizer step, on all processes.

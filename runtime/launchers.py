@@ -171,7 +171,7 @@ class _Meeting:
 
 
 class _Static(_Meeting):
-    """Meeting at an address that everybody knows."""
+    """Rendezvous at an address that is given in advance."""
 
     def __init__(self, stack: contextlib.ExitStack, address: str, port: int, node_rank: int, num_nodes: int) -> None:
         from orc.runtime.launch import ranks

@@ -22,6 +22,7 @@ class MultiProcessAdapter(_Adapter):
 
     ``main_process_only`` (default `True`): log on rank 0 only. ``in_order`` (default `False`): with
     ``main_process_only=False``, the processes log one after the other; all of them must make the call.
+    *logger* and *extra* are those of `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -29,7 +30,11 @@ class MultiProcessAdapter(_Adapter):
         self._said: set[tuple[str, str]] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log *msg* if it is this process's turn."""
+        """Log *msg* if it is this process's turn.
+
+        Args:
+            level: a level of `logging`.
+        """
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
@@ -48,7 +53,11 @@ class MultiProcessAdapter(_Adapter):
             ctx.barrier()
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """A warning that this adapter logs the first time only; with other arguments it is another warning."""
+        """A warning that this adapter logs the first time only; with other arguments it is another warning.
+
+        Args:
+            msg: the message.
+        """
         key = str(msg), repr(args)
         if key not in self._said:
             self._said.add(key)
@@ -56,13 +65,13 @@ class MultiProcessAdapter(_Adapter):
 
 
 def process_rank() -> int:
-    """The rank of this process. The environment knows it already before the processes have met."""
+    """The rank of this process. The environment has it already before the rendezvous."""
     context = peek_context()
     return detect(os.environ).rank if context is None else context.rank
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger for *name* that knows about processes.
+    """Return a logger for *name* whose records can be limited to the main process.
 
     Args:
         name: usually ``__name__``.

@@ -31,7 +31,7 @@ def _environment() -> Environment:
 
 
 def _path(value: str) -> str:
-    """One shell word; a leading ``~/`` is the home directory of whoever runs the script."""
+    """Quote one shell word; a leading ``~/`` is the home directory of the user who runs the script."""
     return f"~/{shlex.quote(value[2:])}" if value.startswith("~/") else shlex.quote(value)
 
 

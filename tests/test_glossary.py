@@ -23,9 +23,11 @@ ROWS = [line.strip("| \n").split(" | ") for line in GLOSSARY.read_text().splitli
 PRIVATE_WORDS = {"Hand", "Sight", "Look", "Cannot", "Gone", "Broken", "Refused", "Witness"}
 PRIVATE_WORDS |= {"beside", "complain", "culprit", "culprits"}
 # ... and such as are fine as a part of another name.
-PRIVATE_NAMES = {"Side", "Kept", "Found", "Why", "Needs", "Change", "Waiting", "Prepared", "Elsewhere"}
+PRIVATE_NAMES = {"Side", "Kept", "Found", "Why", "Needs", "Change", "Waiting", "Elsewhere"}
 PRIVATE_NAMES |= {"meet", "reach", "look", "why"}
-VAGUE = re.compile(r"(What|Whether|Who|Whom|Whose|Which|Where|How|When|One|Somebody|Nobody|Whoever)\b")
+EXEMPT = {"CannotPadNestedTensorWarning"}  # documented by others
+VAGUE = re.compile(r"(What|Whether|Who|Whom|Whose|Which|Where|Why|How|When|One|Whoever)\b")
+NO_ONE = re.compile(r".*\b(somebody|someone|anybody|nobody)\b", re.IGNORECASE)
 
 
 def used(name: str) -> bool:
@@ -68,7 +70,7 @@ def test_the_glossary_is_short_and_has_each_term_once() -> None:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for room in ("launchers", "orchestrator"):
+    for room in ("launchers", "orchestrator", "runtime", "templates"):
         for path in sorted((REPOSITORY / room).rglob("*.py")):
             yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text())
 
@@ -77,7 +79,11 @@ def test_public_names_have_no_private_words() -> None:
     found = []
     for path, tree in sources():
         for node in ast.walk(tree):
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+            if (
+                isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                and node.name[0] != "_"
+                and node.name not in EXEMPT
+            ):
                 words = set(re.findall(r"[A-Z][a-z]*", node.name) if node.name[0].isupper() else node.name.split("_"))
                 found += (
                     [f"{path}:{node.lineno}: {node.name}"]
@@ -93,6 +99,9 @@ def test_summaries_name_a_noun_and_a_verb() -> None:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node) or ""
-                if VAGUE.match(text):
+                ours = path.startswith(
+                    ("launchers", "orchestrator")
+                )  # the runtime has the phrases of its documentation
+                if NO_ONE.match(text) or (ours and VAGUE.match(text)):
                     found.append(f"{path}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
     assert found == []

@@ -27,13 +27,13 @@ NEEDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Values:
-    """Values by the option's name; *given* are those that flags have said."""
+    """Values by the option's name; *given* are those that flags have set."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option *name*, or *default* where nobody says."""
+        """Return the value of the option *name*, or *default* where it is not set."""
         value = self.found.get(name)
         return default if value is None else value
 

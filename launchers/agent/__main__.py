@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `main`; what cannot be followed is told in one line."""
+    """Run `main`; report what cannot be followed in one line."""
     try:
         return main(arguments)
     except LaunchFailure as failure:

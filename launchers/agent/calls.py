@@ -260,7 +260,7 @@ class RemoteCalls:
         self.running[call] = pid
 
     def end(self, call: str) -> None:
-        """End a call whose caller is gone, or has been told to end."""
+        """End a call whose caller is gone, or was asked to end."""
         now = time.monotonic()
         pid = self.running[call]
         if call not in self.kill_at:

@@ -139,7 +139,7 @@ class Fence:
     # those before
 
     def predecessors(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """Return directory, node number and lease of every earlier run's node that has not said that it ended."""
+        """Return directory, node number and lease of every earlier run's node that has left no exit record."""
         found = []
         for directory, node in _nodes(os.path.dirname(self.path), self.run[0]):
             place = os.path.join(directory, f"node-{node}")
@@ -157,7 +157,7 @@ class Fence:
         return not open_ or _clock() - self.claimed > self.wait_s
 
     def record_predecessors_end(self) -> None:
-        """Note the end of those that were waited for, so that nobody waits for them again."""
+        """Record the end of those that were waited for, so that later runs do not wait for them again."""
         for directory, node, lease in self.predecessors():
             restart = int(lease.get("restart", 0))
             path = os.path.join(directory, f"node-{node}", f"exit-r{restart}.json")
@@ -165,7 +165,7 @@ class Fence:
             create_json(path, {"restart": restart, "outcome": "peer", "reason": reason, "at": time.time()})
 
     def _end_here(self, directory: str, node: int, lease: Mapping[str, Any]) -> bool:
-        """End a predecessor on this machine; False when it was on another one, or cannot be told from that."""
+        """End a predecessor on this machine; False when it was on another one, or may have been."""
         me = self.node.me
         if not lease.get("pid_ns") or any(lease.get(name) != me[name] for name in ("boot_id", "pid_ns")):
             # Who shares no files with it cannot tell. There the next run is only made when the last one has ended:
@@ -286,7 +286,7 @@ class Guard:
 
 
 def watch(pipe: int, term_s: float, renewed: float) -> bool:
-    """Read renewals from *pipe* until the term is over (True) or nobody can write any more (False).
+    """Read renewals from *pipe* until the term is over (True) or its last writer is gone (False).
 
     When this process itself was stopped, so were probably the agent and the ranks: by a scheduler that suspends a job,
     or with the machine. Then the agent gets a moment, once, to look whether it still owns the job.

@@ -97,7 +97,7 @@ class StackRequests:
 
 
 def ask(attempt_dir: str, request: str) -> bool:
-    """Ask all nodes; False when somebody has done so under the same name."""
+    """Request the stacks of all nodes; False when there is a request of the same name."""
     directory = os.path.join(attempt_dir, "stacks")
     os.makedirs(directory, mode=0o700, exist_ok=True)
     return create_json(os.path.join(directory, f"{request}.json"), {"id": request, "at": time.time()})

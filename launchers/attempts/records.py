@@ -14,7 +14,7 @@ from orc.launchers.attempts.cause import Cause
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first thing that went wrong: which rank, how it ended, and what it said last."""
+    """The first failure of an attempt: which rank, how it ended, and the end of its output."""
 
     rank: int | None
     node: int

@@ -88,7 +88,7 @@ class Handle:
 
 
 class Phase(enum.StrEnum):
-    """State of an attempt at its backend. `UNKNOWN` means that it cannot be told now; it is never a failure."""
+    """State of an attempt at its backend. `UNKNOWN` means that it cannot be determined now; it is never a failure."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -150,7 +150,7 @@ class Backend(abc.ABC):
 
     @property
     def loss_window_s(self) -> float:
-        """Seconds for which `Phase.LOST` is not believed: 0 where `poll` waits by itself, or knows for certain."""
+        """Seconds for which `Phase.LOST` is not believed: 0 where `poll` waits by itself, or is certain."""
         given = self.cluster.lost_after
         return self.lost_after_s if given is None else float(given)
 
@@ -196,7 +196,8 @@ class Backend(abc.ABC):
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return the plan of an attempt. Pure: no network, no clock, no file system.
 
-        *placement* is for backends that place; without it they show where the job would go on an empty cluster.
+        Its files and commands name the trees of *snapshot* where `stage` will have brought them. *placement* is for
+        backends that place; without it they show where the job would go on an empty cluster.
         Raises `RenderError` for what cannot be carried.
         """
 
@@ -233,14 +234,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Do exactly what the plan says. The snapshot was staged before.
+        """Do exactly what the plan says. The snapshot was staged before; *secrets* are values by name.
 
         Raises `BackendError` when the job certainly was not started, `AmbiguousSubmit` when that cannot be known.
         """
 
     @abc.abstractmethod
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """Return what an interrupted submit has left behind; `None` means "not seen".
+        """Return what an interrupted submit of *marker* has left behind; `None` means "not seen".
 
         Only repeated calls over `visibility_s` turn that into "not there". *hosts* are those that the attempt was
         given, of a backend that places: what others do not answer does not matter. Without *complete*, what was started
@@ -251,39 +252,42 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Observe many attempts in one batch; every handle gets an answer. Raises `BackendUnreachable`."""
+        """Observe the attempts *handles* in one batch; each gets an answer. Raises `BackendUnreachable`."""
 
     @abc.abstractmethod
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Ask all ranks to end (SIGTERM), and make them after *grace*. Returns at once; idempotent."""
+        """Ask all ranks of *handles* to end (SIGTERM), and make them after *grace*. Returns at once; idempotent."""
 
     def reap(self, handle: Handle) -> None:  # noqa: B027 - agents end what they started
-        """End whatever an attempt that is over may have left running; called before the next attempt starts."""
+        """End whatever *handle*, an attempt that is over, may have left running; the next attempt starts afterwards."""
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
-        """Return the way to an attempt's directory, and its path there, for `logs` and `read_file`."""
+        """Return the way to the directory of *handle*, and its path there, for `logs` and `read_file`.
+
+        Raises `BackendError` for a platform whose attempts have none.
+        """
         raise BackendError(f"attempts on clusters of kind {self.kind} have no directory", where=handle.marker)
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Return the logs that exist so far: ranks in order, then nodes, then the launcher's."""
+        """Return the logs of *handle* that exist so far: ranks in order, then nodes, then the launcher's."""
         from orc.launchers.attempts.reader import log_selectors
 
         return log_selectors(*self.files(handle))
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """Yield what one log holds now from *offset* (bytes) on. Following is calling again at the last end."""
+        """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
         from orc.launchers.attempts.reader import read_log
 
         return read_log(*self.files(handle), selector, offset)
 
     def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
-        """Return the path of one log on this machine; `None` where its content has to be fetched."""
+        """Return the path of the log *selector* of *handle* on this machine; `None` where it has to be fetched."""
         from orc.launchers.attempts.reader import log_path
 
         return None if self.is_remote else log_path(self.files(handle)[1], selector)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """Return what the file *name* in the job's directory holds from *offset* (bytes) on; empty without a file.
+        """Return the file *name* in the directory of *handle*'s job from *offset* (bytes) on; empty without a file.
 
         The attempt's first node has it. ``metrics.jsonl`` is such a file.
         """
@@ -354,7 +358,7 @@ class SupportsWorkers(Protocol):
 
 @runtime_checkable
 class SupportsHostSurvey(Protocol):
-    """Backend that knows its hosts one by one: `Backend.stores` has all of them."""
+    """Backend that reaches its hosts one by one: `Backend.stores` has all of them."""
 
     def survey(self) -> list[HostReport]:
         """Return a report of each host, in the order of the cluster, all asked at once. Changes nothing."""

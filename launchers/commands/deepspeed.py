@@ -109,7 +109,7 @@ class DeepspeedCommand:
     kind = "deepspeed"
 
     def check(self, job: JobSpec) -> str | None:
-        """Options that the chosen launcher knows."""
+        """Check that the chosen launcher has the options that are given."""
         options = job.launcher.options
         if reason := refuse(options, OPTIONS, _DECIDED):
             return reason

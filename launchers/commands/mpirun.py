@@ -100,7 +100,7 @@ class MpirunCommand:
     kind = "mpirun"
 
     def check(self, job: JobSpec) -> str | None:
-        """Options that the chosen dialect knows."""
+        """Check that the chosen dialect has the options that are given."""
         options = job.launcher.options
         if reason := refuse(options, OPTIONS, _DECIDED):
             return reason

@@ -87,7 +87,7 @@ class TorchrunCommand:
     kind = "torchrun"
 
     def check(self, job: JobSpec) -> str | None:
-        """Options that torchrun knows; restarts only where the launchers can meet again."""
+        """Check that torchrun has the options that are given; restarts only where a new rendezvous is possible."""
         options = job.launcher.options
         if reason := refuse(options, OPTIONS, _DECIDED):
             return reason

@@ -1,4 +1,4 @@
-"""Command ``xla``: the agent starts the processes of PyTorch/XLA and tells them which part of the TPU is theirs.
+"""Command ``xla``: the agent starts the processes of PyTorch/XLA, each with its part of the TPU.
 
 *chip*, the default: one process for each TPU chip. They meet as torchrun's do (``init_method="xla://"``), and torch_xla
 works out the topology of the TPU from the machine's metadata server. *host*: one process for each machine, which sees

@@ -22,7 +22,7 @@ from orc.runtime.core import fp8_settings, parallelism_settings
 
 @dataclass
 class Documented:
-    """Launch that documented options describe: the request, and what people should be told about it."""
+    """Launch that documented options describe: the request, and the notes on it for people."""
 
     request: LocalLaunch
     notes: list[str] = field(default_factory=list)

@@ -81,7 +81,7 @@ def hosts_with_slow_network(speeds: Sequence[HostSpeed]) -> list[HostSpeed]:
 
 
 def find_slow_hosts(speeds: Sequence[HostSpeed]) -> list[Finding]:
-    """Return a warning for each host that is much slower than the median. Two hosts cannot be told apart. Pure."""
+    """Return a warning for each host that is much slower than the median. Of two hosts neither is blamed. Pure."""
     if len(speeds) < 3:
         return []
     found = []

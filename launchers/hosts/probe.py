@@ -128,7 +128,7 @@ def gpu_count() -> int | None:
 
 
 def gpus() -> dict[str, Any]:
-    """Return the rows of nvidia-smi and the number of GPUs that the driver knows: one off the bus has no row."""
+    """Return the rows of nvidia-smi and the number of GPUs that the driver lists: one off the bus has no row."""
     known = gpu_count()
     places = (os.path.join(place, "nvidia-smi") for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
     program = next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)

@@ -231,7 +231,7 @@ class LocalProcess:
         return Path(self._argv[0]).name
 
     def _await(self, what: str, how: str = "for", *, writing: bool = False) -> bool:
-        """Take what it has said; return whether it takes input. Raises `CommandTimeout` when nothing happens."""
+        """Take pending output; return whether the process takes input. Raises `CommandTimeout` when nothing happens."""
         outputs, inputs = [self._stdout] if self._open else [], [self._stdin] if writing else []
         readable, writable, _ = select.select(outputs, inputs, [], self._timeout_s)
         if not readable and not writable:

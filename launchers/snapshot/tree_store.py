@@ -367,7 +367,7 @@ def _abandoned(lock: str) -> bool:
 
 
 def _machine() -> str:
-    """Return a name that tells machines apart that share a file system. Locks may not reach from one to the other."""
+    """Return a name that differs between machines that share a file system. Locks may not reach across."""
     try:
         identity = Path("/etc/machine-id").read_bytes()
     except OSError:

@@ -32,7 +32,7 @@ STAGE = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 
 class Member(NamedTuple):
-    """Member of a group: its job, and what tells it from the others."""
+    """Member of a group: its job, and the values in which it differs from the others."""
 
     loaded: LoadedJob
     number: int  # the index in a sweep or array; the place of a stage in its pipeline
@@ -150,7 +150,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
 
 
 def _task_variables(index: int, indices: Sequence[int]) -> dict[str, str]:
-    """Return what tells a member from the others, named as Slurm names it; the group's id is added when it has one."""
+    """Return a member's variables, named as Slurm names them; the group's id is added when it has one."""
     return {
         "ORC_ARRAY_TASK_ID": str(index),
         "ORC_ARRAY_TASK_COUNT": str(len(indices)),

@@ -1,4 +1,4 @@
-"""Notifications of a job file: addresses, and the events that are told to them."""
+"""Notifications of a job file: addresses, and the events that are sent to them."""
 
 from __future__ import annotations
 

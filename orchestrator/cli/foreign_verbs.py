@@ -35,7 +35,7 @@ _NEVER = {"gc", "prune"}
 
 
 def hint(name: str, commands: Sequence[str]) -> str:
-    """Return what to say to somebody who typed *name*, which is none of *commands*."""
+    """Return the hint for an unknown command *name*, which is none of *commands*."""
     import difflib
 
     if name.lower() in HINTS:

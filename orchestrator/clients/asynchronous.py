@@ -33,7 +33,8 @@ class AsyncServiceClient:
     """Submit jobs to a service, follow them, end them, from a program that uses asyncio.
 
     Use it as an asynchronous context manager or `close` it. Methods, arguments, values and errors are those of
-    `ServiceClient`; files are read in threads, so the event loop goes on.
+    `ServiceClient`; files are read in threads, so the event loop goes on. *url*, *token*, *ca* (a file of certificates
+    to trust) and *insecure_http* (a token may travel in the clear) are those of `ServiceClient`.
     """
 
     log_interval_s = 1.0
@@ -254,7 +255,7 @@ class AsyncServiceClient:
     async def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
     ) -> list[NotificationView]:
-        """Return what was told to whom, newest first. Arguments as of `Client.notifications`."""
+        """Return the notifications that were sent, newest first. Arguments as of `Client.notifications`."""
         return await self.ask(reports.notifications(job_id, states, limit))
 
     async def retry_notifications(self, job_id: str) -> int:

@@ -32,7 +32,7 @@ def connect(url: str | None = None) -> JobsClient:
 
 
 def connect_async(url: str | None = None) -> AsyncServiceClient:
-    """Return the asynchronous client of a service; arguments as of `connect`.
+    """Return the asynchronous client of a service; *url* as of `connect`.
 
     Raises:
         LaunchError: As of `connect`; also where no service is configured, as a ledger has no asynchronous client.

@@ -1,4 +1,4 @@
-"""Errors of clients: the same classes whether a ledger or a service has said them."""
+"""Errors of clients: the same classes whether a ledger or a service has raised them."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ _HINTS = {
 
 
 def kind_of(error: LaunchError) -> str:
-    """Return the name under which an error travels: its class, or the nearest one above that every client knows."""
+    """Return the name under which an error travels: its class, or the nearest one above that every client has."""
     return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _KINDS), "LaunchError")
 
 
 def error_of(status: int, body: Any, *, path: str, url: str) -> LaunchError:
-    """Return the error that a service has answered: what, where and hint as it said them.
+    """Return the error that a service has answered: what, where and hint as in its response.
 
     Args:
         status: HTTP status of the answer.

@@ -210,7 +210,7 @@ def queueing_clusters() -> Flow[tuple[list[str], dict[str, LaunchError]]]:
 
 
 def _has_queue(kind: str) -> bool:
-    """Return True for clusters that have a queue of their own, as far as this version knows their kind."""
+    """Return True for clusters that have a queue of their own, where their backend is installed here."""
     from orc.launchers.backends import backend_class
     from orc.launchers.backends.base import SupportsQueue
     from orc.launchers.plugins import BACKENDS

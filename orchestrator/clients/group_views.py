@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemberView:
-    """Member of a group: its newest job, and what tells it from the others."""
+    """Member of a group: its newest job, and the values in which it differs from the others."""
 
     number: int
     stage: str

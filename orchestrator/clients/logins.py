@@ -70,7 +70,7 @@ def _with_variables(login: Login) -> Login:
 
 
 def token_file(path: Path) -> str:
-    """Return the token in a file that nobody else can read. Raises `LaunchError`."""
+    """Return the token in a file that is readable by its owner alone. Raises `LaunchError`."""
     from orc.launchers.secrets import read_private
 
     found = read_private(path, "token")

@@ -46,7 +46,7 @@ class MetricsReader(Protocol):
 class JobsClient(Protocol):
     """Client of a ledger (`Client`) or of a service (`ServiceClient`). All methods raise `LaunchError`.
 
-    What a method does is said in the reference of the Python client (docs/reference/python-client.md).
+    The reference of the Python client (docs/reference/python-client.md) has examples.
     """
 
     @property
@@ -70,13 +70,37 @@ class JobsClient(Protocol):
         ...
 
     def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
-        """Submit a job, exactly once whatever happens to this process."""
+        """Submit a job, exactly once whatever happens to this process.
+
+        Args:
+            loaded: The job, from `orc.launchers.spec.load_job`.
+            on_progress: Called with each step: files read, bytes sent, findings.
+
+        Returns:
+            The job as it is now.
+
+        Raises:
+            LaunchError: The job certainly does not run.
+        """
         ...
 
     def resubmit(
         self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
     ) -> JobView:
-        """Submit a new job like *job_id*, with *overrides* (``resources.nodes=4``) of its specification."""
+        """Submit a new job like *job_id*, with *overrides* (``resources.nodes=4``) of its specification.
+
+        Args:
+            job_id: The old job, which stays as it is.
+            overrides: Changes, as after ``--set``.
+            on_progress: As of `submit`.
+
+        Returns:
+            The new job.
+
+        Raises:
+            JobNotFound: There is no such job.
+            SpecError: An override is wrong.
+        """
         ...
 
     def cancel(
@@ -86,27 +110,79 @@ class JobsClient(Protocol):
         grace_s: float | None = None,
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
-        """Cancel jobs; those that have ended stay as they are."""
+        """Cancel jobs; those that have ended stay as they are.
+
+        Args:
+            job_ids: Ids of the jobs.
+            grace_s: Seconds between SIGTERM and SIGKILL; the jobs' own unless given.
+            on_unreachable: Called with the clusters that did not answer, and why; they are asked again by later passes.
+
+        Returns:
+            The jobs, in the order of *job_ids*.
+
+        Raises:
+            JobNotFound: There is no such job.
+        """
         ...
 
     def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
-        """Submit all members of a group, or none."""
+        """Submit all members of a group, or none.
+
+        Args:
+            loaded: A sweep, an array or a pipeline, from `orc.launchers.spec.groups.load_jobs`.
+            on_progress: As of `submit`.
+
+        Returns:
+            The group with its jobs.
+
+        Raises:
+            LaunchError: No member runs.
+        """
         ...
 
     def groups(self, *, kinds: Sequence[str] = ("sweep", "array", "pipeline"), limit: int = 20) -> list[GroupView]:
-        """Return the newest groups of these kinds."""
+        """Return the newest groups of these kinds.
+
+        Args:
+            kinds: ``sweep``, ``array``, ``pipeline``.
+            limit: Number of groups at most.
+        """
         ...
 
     def group(self, ref: str, *, kinds: Sequence[str] = (), metrics: bool = False) -> GroupView:
-        """Return a group and the newest job of each member."""
+        """Return a group and the newest job of each member.
+
+        Args:
+            ref: Its id, the unambiguous start of it, or ``@last``.
+            kinds: Only groups of these kinds; all unless given.
+            metrics: Also read the last measurements of each member.
+
+        Raises:
+            GroupNotFound: No group, or more than one, is meant.
+        """
         ...
 
     def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
-        """Cancel the members that have not ended."""
+        """Cancel the members that have not ended.
+
+        Args:
+            group_id: Id of the group.
+            grace_s: Seconds between SIGTERM and SIGKILL; the jobs' own unless given.
+
+        Raises:
+            GroupNotFound: There is no such group.
+        """
         ...
 
     def retry_group(self, group_id: str) -> GroupView:
-        """Submit the members that have ended without success once more."""
+        """Submit the members that have ended without success once more.
+
+        Args:
+            group_id: Id of the group.
+
+        Raises:
+            GroupNotFound: There is no such group.
+        """
         ...
 
     def create_schedule(
@@ -120,7 +196,20 @@ class JobsClient(Protocol):
         overlap: str = "skip",
         on_progress: ProgressCallback | None = None,
     ) -> ScheduleView:
-        """Submit a job again and again, from the snapshot that is taken now."""
+        """Submit a job again and again, from the snapshot that is taken now.
+
+        Args:
+            loaded: The job, from `orc.launchers.spec.load_job`.
+            cron: Five fields of cron: minute, hour, day, month, day of the week.
+            name: Name of the schedule; the job's unless given.
+            timezone: Time zone of *cron*, like ``Europe/Berlin``.
+            missed: What a time that has passed unattended becomes: ``skip`` or ``run_once``.
+            overlap: What happens while the job before still runs: ``skip`` or ``allow``.
+            on_progress: As of `submit`.
+
+        Raises:
+            SpecError: One of the values is wrong.
+        """
         ...
 
     def schedules(self) -> list[ScheduleView]:
@@ -128,27 +217,44 @@ class JobsClient(Protocol):
         ...
 
     def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
-        """Resume a schedule, or pause it."""
+        """Resume the schedule *schedule_id* where *enabled* is True, or pause it."""
         ...
 
     def delete_schedule(self, schedule_id: str) -> None:
-        """Forget a schedule; its jobs stay, and those that run go on."""
+        """Forget the schedule *schedule_id*; its jobs stay, and those that run go on."""
         ...
 
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
-        """Set tags of a job; `None` removes one."""
+        """Set tags of a job; `None` removes one.
+
+        Args:
+            job_id: Id of the job.
+            tags: Values by their keys; other tags stay.
+
+        Raises:
+            JobNotFound: There is no such job.
+            SpecError: A tag is none that a job file could have.
+        """
         ...
 
     def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> Refreshed:
-        """Make what is known of jobs as new as can be."""
+        """Poll the clusters of jobs and store what they report.
+
+        Args:
+            job_ids: Ids of jobs; all live ones unless given.
+            patience_s: Seconds to wait for another process that is polling the same cluster.
+
+        Returns:
+            The clusters that did not answer.
+        """
         ...
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
-        """Make what is known of jobs as new as can be within *seconds*."""
+        """Poll the clusters of *job_ids*, for *seconds* at most."""
         ...
 
     def job(self, job_id: str) -> JobView:
-        """Return a job."""
+        """Return the job *job_id*. Raises `JobNotFound`."""
         ...
 
     def jobs(
@@ -160,11 +266,19 @@ class JobsClient(Protocol):
         group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
-        """Return jobs, newest first."""
+        """Return jobs, newest first.
+
+        Args:
+            states: Only those in one of these states.
+            name: Only those of this name.
+            tags: Only those with all these tags.
+            group: Only those of this sweep, array, pipeline or schedule.
+            limit: Number of jobs at most; `None` for all.
+        """
         ...
 
     def events(self, job_id: str) -> list[EventView]:
-        """Return the history of a job, oldest first."""
+        """Return the history of the job *job_id*, oldest first. Raises `JobNotFound`."""
         ...
 
     def resolve(self, ref: str) -> str:
@@ -178,45 +292,91 @@ class JobsClient(Protocol):
         timeout_s: float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
-        """Wait until all jobs have ended, *timeout_s* seconds at most."""
+        """Wait until all jobs have ended, *timeout_s* seconds at most.
+
+        Args:
+            job_ids: Ids of the jobs.
+            timeout_s: Seconds; no limit unless given.
+            on_change: Called with a job whenever its state changes.
+
+        Returns:
+            The jobs, in the order of *job_ids*; after the timeout some have not ended.
+
+        Raises:
+            JobNotFound: There is no such job.
+        """
         ...
 
     def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
-        """Return the logs of an attempt that exist so far."""
+        """Return the logs of an attempt that exist so far.
+
+        Args:
+            job_id: Id of the job.
+            attempt: Number of the attempt; the newest unless given.
+        """
         ...
 
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it is now, from *offset* on."""
+        """Yield the content of one log as it is now, from *offset* on.
+
+        Args:
+            job_id: Id of the job.
+            selector: The log: of a rank, a node or the launcher.
+            attempt: Number of the attempt; the newest unless given.
+            offset: Byte to begin with.
+
+        Raises:
+            LaunchError: There is no such log.
+        """
         ...
 
     def follow_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it grows, until its attempt has ended."""
+        """Yield the content of one log as it grows, until its attempt has ended.
+
+        Args:
+            job_id: Id of the job.
+            selector: The log: of a rank, a node or the launcher.
+            attempt: Number of the attempt; the newest unless given.
+            offset: Byte to begin with.
+        """
         ...
 
     def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
-        """Return the path of a log on this machine; `None` where it has to be read."""
+        """Return the path of a log on this machine; `None` where it has to be read.
+
+        Args:
+            job_id: Id of the job.
+            selector: The log: of a rank, a node or the launcher.
+            attempt: Number of the attempt; the newest unless given.
+        """
         ...
 
     def metrics(self, job_id: str) -> MetricsReader:
-        """Return a reader of what the training of a job measures."""
+        """Return a reader of what the training of the job *job_id* measures."""
         ...
 
     def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
     ) -> list[NotificationView]:
-        """Return what was told to whom, newest first."""
+        """Return the notifications that were sent, newest first.
+
+        Args:
+            job_id: Only those about this job.
+            states: Only those in one of ``due``, ``sent``, ``dead``.
+            limit: Number of notifications at most.
+        """
         ...
 
     def retry_notifications(self, job_id: str) -> int:
-        """Make the notifications about a job that were given up due again; return how many there were."""
+        """Make the notifications about the job *job_id* that were given up due again; return how many there were."""
         ...
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return what differs between two jobs."""
+        """Return what differs between the jobs *a* and *b*."""
         ...
 
     def costs(
@@ -228,11 +388,24 @@ class JobsClient(Protocol):
         since: float | None = None,
         until: float | None = None,
     ) -> dict[str, Any]:
-        """Return hours of nodes and GPUs, and what they cost."""
+        """Return hours of nodes and GPUs, and what they cost.
+
+        Args:
+            by: The grouping: ``job``, ``user``, ``project``, ``cluster``, ``day`` or ``tag:KEY``.
+            job_ids: Only these jobs.
+            owner: Only jobs of this user.
+            since: Only what ran after this time, in seconds since the epoch.
+            until: Only what ran before this time.
+        """
         ...
 
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
-        """Return the ways to the nodes of an attempt. Raises `NeedsLedger` through a service."""
+        """Return the ways to the nodes of an attempt. Raises `NeedsLedger` through a service.
+
+        Args:
+            job_id: Id of the job.
+            attempt: Number of the attempt; the newest unless given.
+        """
         ...
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:

@@ -10,7 +10,7 @@ from orc.orchestrator.notifications.calls import NotificationView
 
 
 def notifications(job_id: str | None, states: Sequence[str], limit: int) -> Request[list[NotificationView]]:
-    """Ask what was told to whom."""
+    """Request the notifications that were sent."""
     params: dict[str, Any] = {"limit": min(limit, 500), "state": list(states)}
     if job_id is not None:
         params["job"] = job_id

@@ -135,7 +135,7 @@ def new_key() -> str:
 
 
 def cancel(job_id: str, grace_s: float | None) -> Request[tuple[JobView, dict[str, str]]]:
-    """Cancel a job; the answer has the clusters that could not be told. Doing that twice is the same."""
+    """Cancel a job; the answer has the clusters that could not be reached. Doing that twice is the same."""
     return Request(
         "POST",
         job_path(job_id, "/cancel"),

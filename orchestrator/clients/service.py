@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Refreshed:
-    """Report of a look: the service itself keeps asking the clusters, so nobody is asked here."""
+    """Report of a refresh: the service itself keeps polling the clusters, so none is polled here."""
 
     unreachable: dict[str, str] = field(default_factory=dict)
 
@@ -254,7 +254,7 @@ class ServiceClient(ServiceGroupCalls):
     def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
     ) -> list[NotificationView]:
-        """Return what was told to whom, newest first. Arguments as of `Client.notifications`."""
+        """Return the notifications that were sent, newest first. Arguments as of `Client.notifications`."""
         return self.ask(reports.notifications(job_id, states, limit))
 
     def retry_notifications(self, job_id: str) -> int:

@@ -33,7 +33,7 @@ class Hold:
 
 
 class Held(LaunchError):
-    """A job may not be sent now: it waits, and that is no fault of anybody."""
+    """A job may not be sent now: it waits, and that is no failure."""
 
 
 @dataclass

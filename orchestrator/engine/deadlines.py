@@ -26,7 +26,7 @@ def deadline_at(deadline: float | str | None, now: float) -> float | None:
 
 
 def has_passed(job: JobRecord, now: float) -> bool:
-    """Return True for a live job whose deadline has passed and that nobody has cancelled yet."""
+    """Return True for a live job whose deadline has passed and that is not cancelled yet."""
     return job.deadline_at is not None and job.deadline_at <= now and job.cancel_requested_at is None
 
 

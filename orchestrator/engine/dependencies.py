@@ -28,7 +28,7 @@ _NEAR = 200  # newest jobs that a mistyped id is compared with
 
 
 def is_met(condition: str, state: JobState) -> bool:
-    """Return True when a job in *state* has ended as *condition* wants: success, failure (or cancelled), any."""
+    """Return True when a job in *state* has ended as *condition* requires: success, failure (or cancelled), any."""
     return state.terminal and (condition == "any" or (condition == "success") == (state is JobState.SUCCEEDED))
 
 

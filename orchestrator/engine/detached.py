@@ -50,7 +50,7 @@ class Process:
 
 
 class StopReason(enum.Enum):
-    """Why passes with one client ended."""
+    """Reason why passes with one client ended."""
 
     IDLE = enum.auto()  # no job is live
     LEDGER_GONE = enum.auto()

@@ -204,7 +204,7 @@ def _close(client: Client | None) -> None:
 
 
 def _stamp(client: Client) -> tuple[int, ...]:
-    """Return what tells two versions of the clusters file apart; empty where there is none."""
+    """Return the stamp of the clusters file's version; empty where there is none."""
     try:
         status = client.clusters_file.stat()
     except OSError:

@@ -152,7 +152,7 @@ def _alike(specs: Sequence[JobSpec]) -> bool:
 
 
 def as_member(spec: JobSpec, array: str) -> JobSpec:
-    """Return *spec* as a job by itself, which knows the group *array* as what Slurm calls the job of an array."""
+    """Return *spec* as a job by itself, with the group *array* as what Slurm calls the job of an array."""
     changes: dict[str, Any] = {"sweep": None, "array": None, "max_parallel": None}
     if array:
         changes["env"] = {**spec.env, "ORC_ARRAY_JOB_ID": array}

@@ -107,7 +107,7 @@ def without_values(ws: Workspace, job_id: str, value: Any) -> Any:
 
 
 def _without_output(value: Any) -> Any:
-    """Return *value* without what ranks have printed: it may show a secret that cannot be told from other text."""
+    """Return *value* without the output of ranks: it may show a secret that looks like other text."""
     if isinstance(value, Mapping):
         return {key: "" if key in _OUTPUT else _without_output(item) for key, item in value.items()}
     return [_without_output(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -53,7 +53,7 @@ def due_clusters(ws: Workspace) -> set[str]:
 
 
 def is_given_up(attempt: AttemptRecord) -> bool:
-    """Return True for an attempt that is over and of which its cluster, as far as anybody knew, had nothing."""
+    """Return True for an attempt that is over and of which its cluster was found to have nothing."""
     return attempt.state.terminal and not attempt.handle
 
 
@@ -155,7 +155,7 @@ def _look_later(ws: Workspace, copy: LateCopy, until: float) -> None:
 
 
 def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
-    """Look again soon. A cluster or an account that has been gone for days does not come back: it keeps nobody busy."""
+    """Look again soon. A cluster or an account that has been gone for days does not come back and is given up."""
     if ws.clock() - copy.until > GONE_S:
         _forget(ws, copy)
     else:

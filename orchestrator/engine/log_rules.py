@@ -103,7 +103,7 @@ def search(patterns: Sequence[str], texts: Sequence[str]) -> tuple[int, int, str
 
 
 def _texts(backend: Backend, handle: Handle, exit_: AttemptExit | None) -> Iterator[tuple[int | None, str]]:
-    """Yield the ends of the attempt's logs with the numbers of their nodes: what the first failure has said, first."""
+    """Yield the ends of the attempt's logs with the numbers of their nodes: that of the first failure first."""
     first = exit_.first_failure if exit_ else None
     if first is not None and first.log_tail:
         yield first.node, first.log_tail

@@ -40,7 +40,7 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
 
 
 def note_unreachable(ws: Workspace, cluster: str, jobs: Sequence[JobRecord], what: str, report: PassReport) -> None:
-    """Report that *cluster* could not be asked or told, and let its *jobs* say so; they stay as they are."""
+    """Report that *cluster* could not be reached, and note it on its *jobs*; they stay as they are."""
     report.unreachable[cluster] = what
     now, reason = ws.clock(), f"cannot reach {cluster}: {what}"
     changes = []

@@ -55,5 +55,5 @@ def is_due(poll: ClusterPoll | None, now: float, *, moved_at: float, max_age_s: 
 
 
 def is_free(poll: ClusterPoll | None, now: float, is_gone: Callable[[str], bool] = claims.owner_is_gone) -> bool:
-    """Return True when nobody is asking the cluster at this moment."""
+    """Return True when no process is polling the cluster at this moment."""
     return poll is None or claims.is_free(poll.lease_owner, poll.lease_expires_at, now, is_gone)

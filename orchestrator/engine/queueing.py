@@ -22,7 +22,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job that has no hosts yet and wants some."""
+    """A job that waits for hosts."""
 
     job: str
     spec: JobSpec

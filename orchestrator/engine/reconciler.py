@@ -194,7 +194,7 @@ def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str,
 
 
 def _candidates(ws: Workspace, job: JobRecord) -> frozenset[str]:
-    """Return the hosts that *job* could run on, were it alone; empty where that cannot be told."""
+    """Return the hosts that *job* could run on, were it alone; empty where they cannot be determined."""
     from orc.launchers.backends.base import SupportsPlacement
 
     if job.id not in ws.candidates:

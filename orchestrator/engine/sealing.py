@@ -78,7 +78,7 @@ def _cipher(state_dir: Path, *, create: bool) -> MultiFernet:
 
 
 def _make(path: Path, key: str) -> str:
-    """Write a new key and return it, or the one that somebody else has written meanwhile. Raises `LaunchError`."""
+    """Write a new key and return it, or the one that another process has written meanwhile. Raises `LaunchError`."""
     temporary = path.with_name(f".{FILE}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

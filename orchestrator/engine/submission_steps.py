@@ -1,4 +1,4 @@
-"""Steps of a submission as the ledger has them: what is written before and after each thing that the backend is told.
+"""Steps of a submission as the ledger has them: what is written before and after each call of the backend.
 
 Each is one transaction that looks at the job again; one that somebody else has taken meanwhile changes nothing.
 """
@@ -82,7 +82,7 @@ def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
 
 
 def mark_ambiguous(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    """Record that nobody knows whether the backend has the newest attempt."""
+    """Record that it is unknown whether the backend has the newest attempt."""
     return apply(ws, job, attempt_is(AttemptState.SUBMITTING), lambda j, _: ambiguous_update(j, reason))
 
 

@@ -117,7 +117,7 @@ def _with(spec: JobSpec, **changes: Any) -> JobSpec:
 
 
 def _attempt(do: Callable[[], Any]) -> Any:
-    """Return what *do* returns, or its complaint about what somebody has written."""
+    """Return what *do* returns, or its error about the job file or clusters file."""
     try:
         return do()
     except (SpecError, RenderError) as error:

@@ -92,7 +92,7 @@ def keep_alive(connection: Connection, intents: Iterable[str], now: float) -> No
 
 
 def settle(connection: Connection, before: float) -> int:
-    """Turn intents on which nobody has worked since that time into entries, with no status; return how many."""
+    """Turn intents that have not been touched since that time into entries, with no status; return how many."""
     rows = connection.tuples(
         "SELECT id, at, line FROM audit_intents WHERE COALESCE(alive_at, at) < :before ORDER BY at", {"before": before}
     )

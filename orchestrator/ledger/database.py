@@ -135,7 +135,7 @@ class SqliteDatabase:
         raise failed
 
     def unwritable(self) -> str:
-        """Why nothing can be written now; empty when it can."""
+        """The reason why nothing can be written now; empty when it can."""
         return reserve.unwritable(self.path)
 
     def _connect(self) -> sqlite3.Connection:

@@ -6,7 +6,7 @@ from orc.orchestrator.ledger.database import Connection
 
 
 def take(connection: Connection, name: str, owner: str, now: float, ttl_s: float) -> bool:
-    """Take the duty *name* for *ttl_s*, where it is due; False while it is not, or while somebody else does it."""
+    """Take the duty *name* for *ttl_s*, where it is due; False while it is not, or while another process has it."""
     connection.execute(
         "INSERT INTO duties (name) VALUES (:name) ON CONFLICT (name) DO NOTHING",
         {"name": name},

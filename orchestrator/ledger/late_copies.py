@@ -52,7 +52,7 @@ def expect(
 
 
 def postpone(connection: Connection, copy: LateCopy, *, next_at: float, until: float) -> None:
-    """Have it looked for later; nothing where nobody looks for it any more, as its job was removed meanwhile."""
+    """Postpone the search; nothing where it is not searched for any more, as its job was removed meanwhile."""
     connection.execute(
         f"UPDATE late_copies SET next_at = :next_at, until = :until WHERE {_THIS}",  # noqa: S608
         {**_key(copy.job_id, copy.attempt, copy.sent_to), "next_at": next_at, "until": until},
@@ -79,7 +79,7 @@ def next_due(connection: Connection) -> float | None:
 
 
 def forget(connection: Connection, job_id: str, attempt: int, sent_to: Destination | None) -> bool:
-    """Look for it no more; False where somebody else has said so already."""
+    """End the search; False where another process has done so already."""
     removed = connection.execute(f"DELETE FROM late_copies WHERE {_THIS}", _key(job_id, attempt, sent_to))  # noqa: S608
     return removed == 1
 

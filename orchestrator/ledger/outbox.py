@@ -86,7 +86,7 @@ def next_due(connection: Connection) -> float | None:
 
 
 def take(connection: Connection, notification: Notification, until: float) -> bool:
-    """Take it for sending: nobody else finds it due before *until*. False when another was faster."""
+    """Take it for sending: no other process finds it due before *until*. False when another was faster."""
     taken = connection.execute(
         "UPDATE notifications SET tries = tries + 1, next_at = :until "
         "WHERE id = :id AND state = 'due' AND tries = :tries",

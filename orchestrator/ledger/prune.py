@@ -120,7 +120,7 @@ def _batches(ledger: Ledger, rule: PruneRule) -> Iterator[tuple[int, int]]:
 
 
 def _remove(connection: Connection, ids: list[str], now: float) -> int:
-    """Remove all that the ledger knows of these jobs; the number of their events."""
+    """Remove these jobs from the ledger; return the number of their events."""
     names, parameters = _names(ids)
     # From here on, and only of these jobs, events can be deleted.
     connection.executemany(

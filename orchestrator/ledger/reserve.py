@@ -13,7 +13,7 @@ _NEEDED_BYTES = 256 << 10  # for the changes of one command, and the files that 
 
 
 def unwritable(path: Path) -> str:
-    """Why the ledger at *path* cannot be written now; empty when it can."""
+    """Return the reason why the ledger at *path* cannot be written now; empty when it can."""
     try:
         status = os.statvfs(path.parent)
     except OSError:
@@ -35,7 +35,7 @@ def unwritable(path: Path) -> str:
 
 
 def _try(path: Path) -> str:
-    """Why a small file beside *path* cannot be written; quotas and a lack of inodes show in nothing else."""
+    """Return the reason why a small file beside *path* cannot be written; quotas and lack of inodes show here."""
     trial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

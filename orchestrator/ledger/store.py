@@ -41,7 +41,7 @@ class Ledger:
 
     @property
     def volatile(self) -> str:
-        """Why this is a copy in memory whose changes are forgotten; empty when it is the ledger itself."""
+        """The reason why this is a copy in memory whose changes are forgotten; empty when it is the ledger itself."""
         return getattr(self.database, "volatile", "")
 
     # -- reading
@@ -79,7 +79,7 @@ class Ledger:
         return spec
 
     def seen_at(self, job_id: str) -> float | None:
-        """Return when the job's cluster last said something about it."""
+        """Return the time of the cluster's last answer about the job."""
         with self.database.read() as connection:
             rows = connection.tuples("SELECT at FROM sightings WHERE job_id = :id", {"id": job_id})
         return rows[0][0] if rows else None

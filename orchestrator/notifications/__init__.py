@@ -1,1 +1,1 @@
-"""Notifications: what people are told of their jobs, and how it reaches them."""
+"""Notifications of jobs: messages about their ends and failures, and their delivery."""

@@ -18,7 +18,7 @@ _AGAIN = frozenset({408, 409, 425, 429})
 
 
 class Undelivered(Exception):
-    """A delivery that may work later. *after_s* is how long the other side wants to be left alone."""
+    """A delivery that may work later. *after_s* is the Retry-After of the other side."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)

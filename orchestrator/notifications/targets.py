@@ -20,7 +20,7 @@ Secrets = Callable[[Iterable[str]], Mapping[str, str]]
 
 
 class Undeliverable(LaunchError):
-    """A target that is not told now, nor later unless somebody changes something."""
+    """A target that cannot be delivered to, now or later, unless its configuration changes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Target:
-    """Target, ready to be told. *shown* is its form without secrets."""
+    """Target, ready for a delivery. *shown* is its form without secrets."""
 
     kind: str  # webhook, slack, email
     shown: str

@@ -87,7 +87,7 @@ class Audit:
 
 
 def _line(scope: Scope, status: int) -> dict[str, Any] | None:
-    """Return the columns of a request's line; `None` for one that nobody was let in for."""
+    """Return the columns of a request's line; `None` for one that was refused at the door."""
     state = scope.get("state", {})
     principal: Principal | None = state.get("principal")
     route = scope.get("route")

@@ -77,7 +77,7 @@ class EventFeed:
 
     @property
     def is_polling(self) -> bool:
-        """True while the ledger is looked at: as long as somebody listens."""
+        """True while the ledger is polled: as long as there are listeners."""
         return self._poller is not None and not self._poller.done()
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class Gate:
         return settings.max_upload if scope["path"] == _CONTENT else max(_LARGEST_MANIFEST, settings.max_body)
 
     async def _stranger(self, scope: Scope) -> ASGIApp | None:
-        """Return the refusal of a large body that comes from somebody who may not send it."""
+        """Return the refusal of a large body from a client that may not send it."""
         if not scope["path"].startswith(UPLOADS):
             return None
         request = Request(scope)
@@ -186,7 +186,7 @@ def _too_large(limit: int) -> ASGIApp:
 
 
 def _names(service: Service) -> frozenset[str] | None:
-    """Return the names that the service answers to; `None` for any, where nobody has named some.
+    """Return the host names that the service answers to; `None` for any, where none are configured.
 
     On loopback a web site could otherwise have its own name point here, and act with the browser's session.
     """

@@ -1,4 +1,4 @@
-"""Housekeeping: once a day old jobs are removed from the ledger, and what else nobody needs any more.
+"""Housekeeping: once a day old jobs and what only they needed are removed from the ledger.
 
 Any number of services may share one ledger: a lease in it lets one of them do it.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger("orc.service")
 
 
 def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()) -> str | None:
-    """Do what is due, where it is and nobody else does it; return what was done. Raises `LedgerError`.
+    """Run the duties that are due and not taken by another process; return what was done. Raises `LedgerError`.
 
     *changes* are the intents of the requests that this service works on.
     """

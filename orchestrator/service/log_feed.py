@@ -88,7 +88,7 @@ class LogFeed:
 
     @property
     def is_over(self) -> bool:
-        """True when nobody reads the log on: it has ended, or could not be read."""
+        """True when the log is not read any further: it has ended, or could not be read."""
         return self._ended or self._error is not None
 
     async def follow(self, offset: int) -> AsyncGenerator[Piece]:

@@ -153,7 +153,7 @@ class QueueModel(_Answer):
 
 
 class GroupMember(_Answer):
-    """Member of a group: what tells it from the others, and the newest of its *submissions* jobs."""
+    """Member of a group: the values in which it differs, and the newest of its *submissions* jobs."""
 
     index: int
     stage: str | None

@@ -1,4 +1,4 @@
-"""The server: one uvicorn process with the application and, unless told otherwise, the driver of passes."""
+"""The server: one uvicorn process with the application and, by default, the driver of passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(settings: Settings, client: Client, now: float) -> None:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server that ends the streams of the service first when it is told to stop, and lets its caller go on."""
+    """Uvicorn server that ends the streams of the service first when it stops, and lets its caller go on."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

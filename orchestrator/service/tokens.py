@@ -28,7 +28,7 @@ def digest(token: str) -> str:
 def create(
     ledger: Ledger, user: str, role: str, now: float, *, expires_s: float | None = None, note: str = ""
 ) -> tuple[str, TokenRecord]:
-    """Write a new token into *ledger*; return it, which nobody can do again, and its record.
+    """Write a new token into *ledger*; return it, which cannot be read again, and its record.
 
     Raises:
         LaunchError: The name or the role cannot be.

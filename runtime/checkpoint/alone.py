@@ -1,4 +1,4 @@
-"""Saving on rank 0 alone, while the others train on: what every process has whole needs nobody else."""
+"""Saving on rank 0 alone, while the others train on: every process has the whole of what is saved."""
 
 from __future__ import annotations
 

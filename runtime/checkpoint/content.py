@@ -138,7 +138,7 @@ def _tasks(
 
 
 def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
-    """Name and state of all but models and optimizers, and whether it can hold what only the user knows."""
+    """Return the name and state of all but models and optimizers, and whether it can hold objects of the user's own."""
     named: list[tuple[str, Any, bool]] = []
     for index, scheduler in enumerate(prepared.schedulers):
         named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))

@@ -71,6 +71,11 @@ def load_fsdp_model(
     With *adapter_only* those of the active adapter of a model of peft, as `save_fsdp_model` wrote them with it; the
     other weights stay as they are.
 
+    Args:
+        fsdp_plugin: the plug-in in force; its ``state_dict_type`` is how the files were written.
+        accelerator: the run's Accelerator.
+        model_index: which of several prepared models it is.
+
     Raises:
         CheckpointError: on every process; there are none, or they do not fit.
     """
@@ -118,6 +123,12 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write the state of an *optimizer* of a sharded *model*: ``optimizer.bin``, or shards in ``optimizer_0``.
 
+    Args:
+        fsdp_plugin: the plug-in in force.
+        accelerator: the run's Accelerator.
+        output_dir: the folder of the files.
+        optimizer_index: which of several prepared optimizers it is.
+
     Raises:
         CheckpointError: on every process, it could not be written.
     """
@@ -140,6 +151,14 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
 ) -> None:
     """Read a state that `save_fsdp_optimizer` or `save_state` wrote into *optimizer*.
+
+    Args:
+        fsdp_plugin: the plug-in in force.
+        accelerator: the run's Accelerator.
+        model: the sharded model that the optimizer trains.
+        input_dir: the folder of the files.
+        optimizer_index: which of several prepared optimizers it is.
+        adapter_only: accepted as documented; the state is that of the optimizer's parameters.
 
     Raises:
         CheckpointError: on every process; there is none, or it does not fit.

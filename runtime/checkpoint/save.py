@@ -221,7 +221,7 @@ def write(
 
 
 def _write_metadata(destination: Destination, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    """Write the metadata of each folder of shards; where the ranks have said what they wrote, on rank 0."""
+    """Write the metadata of each folder of shards; where the ranks have reported what they wrote, on rank 0."""
     tasks: dict[str, Task] = {}
     for folder, content in contents.items():
         tasks[layout.shard_metadata(folder)] = partial(_write_bytes, content)

@@ -23,7 +23,7 @@ File: TypeAlias = str | os.PathLike[str] | IO[bytes]
 
 
 class StateSaving:
-    """The part of the Accelerator that saves single objects, and knows what a checkpoint covers.
+    """The part of the Accelerator that saves single objects, and registers what a checkpoint covers.
 
     Args:
         engine: whose models and optimizers are saved.
@@ -149,7 +149,12 @@ def _dump(obj: Any, f: Path | IO[bytes], safe_serialization: bool) -> None:
 
 
 def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `save` wrote; safetensors files are recognised by their ending."""
+    """Read what `save` wrote; safetensors files are recognised by their ending.
+
+    Args:
+        f: a path or an open binary file.
+        map_location: where tensors go, as for `torch.load`.
+    """
     if isinstance(f, (str, os.PathLike)) and Path(f).suffix == ".safetensors":
         from safetensors.torch import load_file
 

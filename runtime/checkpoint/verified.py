@@ -1,4 +1,4 @@
-"""Verifying: a checkpoint whose files are what was saved, for as long as somebody reads it."""
+"""Verification: a checkpoint whose files are what was saved, for as long as it is read."""
 
 from __future__ import annotations
 

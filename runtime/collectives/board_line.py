@@ -46,7 +46,7 @@ class Line:
         self._keys = (_tag(key, b"up", theirs, ours), _tag(key, b"down", theirs, ours))
 
     def receive_greeting(self, key: bytes) -> None:
-        """The side that was connected to; it says nothing about *key* to somebody who does not know it."""
+        """Greet as the side that was connected to; reveals nothing about *key* to a peer without it."""
         deadline = time.monotonic() + GREETING_S
         ours = os.urandom(_NONCE)
         self.sock.sendall(ours)

@@ -41,7 +41,7 @@ class BoardServer:
         threading.Thread(target=self._accept, name="orc-board", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Close the server; no request is answered any more."""
         for sock in (self._listener, *self._socks):
             sock.close()
 

@@ -50,6 +50,9 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     A tensor of shape ``[n, ...]`` becomes ``[world * n, ...]`` in order of rank; one without dimensions becomes
     ``[world]``. All processes must pass the same structure, shapes and dtypes. Gradients do not flow through.
 
+    Args:
+        ctx: the run; the current one unless given.
+
     Raises:
         TypeError: an element is no tensor.
         DistributedOperationException: the processes differ.
@@ -205,6 +208,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     """Fill the tensors of all processes, in place, with those of *from_process*; returns the structure.
 
     All processes must pass the same structure, shapes and dtypes.
+
+    Args:
+        ctx: the run; the current one unless given.
 
     Raises:
         TypeError: an element is no tensor.

@@ -156,7 +156,7 @@ class Mirrors:
         """Discard *value*: there is no peer to receive it."""
 
     def take(self, source: int | None, target: int, tag: int) -> tuple[int, Any]:
-        """Raise `ContextError`: nobody sends."""
+        """Raise `ContextError`: there is no sender."""
         raise ContextError(
             f"rank {target} of a fake context waits for a message of rank {source}, but it has no peers; "
             "run all ranks with orc.runtime.testing.run_threads"
@@ -239,7 +239,7 @@ class InMemoryGroup(dist.ProcessGroup):
         self.register()
 
     def register(self, ranks: Sequence[int] | None = None) -> None:
-        """Tell torch.distributed which ranks there are, which it wants to know of a group before it broadcasts."""
+        """Register the ranks with torch.distributed, which needs them for a group before it broadcasts."""
         world = distributed_c10d._world
         world.pg_group_ranks[self] = {rank: place for place, rank in enumerate(ranks or range(self.size()))}
         world.pg_backend_config[self] = str(distributed_c10d.BackendConfig(dist.Backend("gloo")))

@@ -23,6 +23,9 @@ def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
 
     Lists and tuples are joined: ``["a"]`` and ``["b"]`` become ``["a", "b"]``. Other objects become the elements.
     With one process the object is returned as it is. Objects are pickled, so tensors are better gathered with `gather`.
+
+    Args:
+        ctx: the run; the current one unless given.
     """
     ctx = ctx or current_context()
     if ctx.world_size == 1:
@@ -69,6 +72,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, ctx:
     """Fill the list of every process, in place, with the objects of *from_process*; returns the list.
 
     All lists must have the same length.
+
+    Args:
+        object_list: objects that can be pickled.
+        ctx: the run; the current one unless given.
     """
     ctx = ctx or current_context()
     if ctx.world_size > 1 and not ctx.mirrored:

@@ -71,12 +71,20 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """The same as `find_batch_size`, which never raises."""
+    """The same as `find_batch_size`, which never raises.
+
+    Args:
+        data: a batch: any nesting of tensors.
+    """
     return find_batch_size(data)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with *batch_size* rows along *dim*, the last row repeated until *num_processes* divides their number."""
+    """Tensors with *batch_size* rows along *dim*, the last row repeated until *num_processes* divides their number.
+
+    Args:
+        tensor: a tensor, or any nesting of them.
+    """
     missing = -batch_size % num_processes
 
     def pad(one: Tensor) -> Tensor:

@@ -261,7 +261,11 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Structures of the same shape joined tensor by tensor along *dim*. Raises `TypeError` for other elements."""
+    """Structures of the same shape joined tensor by tensor along *dim*. Raises `TypeError` for other elements.
+
+    Args:
+        data: the structures, in order.
+    """
     flat = [flatten(one, "concatenate") for one in data]
     leaves, spec = [one for one, _ in flat], flat[0][1]
     if len({len(one) for one in leaves}) != 1:

@@ -40,22 +40,38 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether Ascend NPUs are usable (needs ``torch_npu``)."""
+    """Return whether Ascend NPUs are usable (needs ``torch_npu``).
+
+    Args:
+        check_device: also look whether there is a device.
+    """
     return is_package("torch_npu") and _device_module("npu", check_device, "torch_npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether Cambricon MLUs are usable (needs ``torch_mlu``)."""
+    """Return whether Cambricon MLUs are usable (needs ``torch_mlu``).
+
+    Args:
+        check_device: also look whether there is a device.
+    """
     return is_package("torch_mlu") and _device_module("mlu", check_device, "torch_mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether Moore Threads GPUs are usable (needs ``torch_musa``)."""
+    """Return whether Moore Threads GPUs are usable (needs ``torch_musa``).
+
+    Args:
+        check_device: also look whether there is a device.
+    """
     return is_package("torch_musa") and _device_module("musa", check_device, "torch_musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether Tecorigin SDAA devices are usable (needs ``torch_sdaa``)."""
+    """Return whether Tecorigin SDAA devices are usable (needs ``torch_sdaa``).
+
+    Args:
+        check_device: also look whether there is a device.
+    """
     return is_package("torch_sdaa") and _device_module("sdaa", check_device, "torch_sdaa")
 
 
@@ -86,6 +102,10 @@ def _device_module(name: str, check_device: bool, extension: str | None = None) 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Return whether torch_xla is installed; with a check, whether it computes on a TPU or a GPU.
+
+    Args:
+        check_is_tpu: also look whether the device is a TPU.
+        check_is_gpu: also look whether the device is a GPU.
 
     Raises:
         ValueError: both checks at once.

@@ -29,13 +29,22 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The qualified name of a class or function; that of its class for another object."""
+    """The qualified name of a class or function; that of its class for another object.
+
+    Args:
+        obj: any object.
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """``recursive_getattr(model, "encoder.layer")`` is ``model.encoder.layer``."""
+    """``recursive_getattr(model, "encoder.layer")`` is ``model.encoder.layer``.
+
+    Args:
+        obj: the object to begin with.
+        attr: names with dots between them.
+    """
     return functools.reduce(getattr, attr.split("."), obj)
 
 
@@ -106,6 +115,9 @@ def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
     """``KEY=value`` lines, each with a line break, for the items that are safe in an environment file.
 
     Items with a line break or another control character, or a name that is none, are left out with a warning.
+
+    Args:
+        current_env: names and values.
     """
     import re
     import warnings

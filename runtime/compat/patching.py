@@ -58,6 +58,9 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator for tests: afterwards the ``ORC_`` and ``ACCELERATE_`` variables are as they were before.
 
     On a class it covers every method whose name begins with ``test``; on a coroutine function, the awaited call.
+
+    Args:
+        func_or_cls: the test function, or the class of tests.
     """
     import inspect
 
@@ -96,7 +99,11 @@ def _our_variables_kept() -> Iterator[None]:
 
 
 def str_to_bool(value: str) -> int:
-    """1 for ``y yes t true on 1``, 0 for ``n no f false off 0``, any case. Raises `ValueError` for anything else."""
+    """1 for ``y yes t true on 1``, 0 for ``n no f false off 0``, any case. Raises `ValueError` for anything else.
+
+    Args:
+        value: the word.
+    """
     if not value.strip():
         raise ValueError(f"invalid truth value {value!r}")
     try:

@@ -70,7 +70,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of a run whose layout was chosen; `None` where all processes are copies and nobody asked for one.
+        """The mesh of a run whose layout was chosen; `None` where all processes are copies and no mesh was requested.
 
         The first use makes it, on all processes together.
         """

@@ -329,7 +329,10 @@ class Value(NamedTuple):
 
 
 class RuntimeConfig:
-    """Every key of `KEYS`, resolved. ``config.mixed_precision`` is the value, ``config.source("seed")`` its origin."""
+    """Every key of `KEYS`, resolved. ``config.mixed_precision`` is the value, ``config.source("seed")`` its origin.
+
+    *values* are those by key, each with its origin.
+    """
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self.values = values
@@ -346,7 +349,7 @@ class RuntimeConfig:
 
 
 def check(name: str, value: Any) -> Any:
-    """*value* as key *name* wants it. Raises `ConfigError` for an unknown key (with the nearest) or a bad value."""
+    """Return *value* in the type of key *name*. Raises `ConfigError`: unknown key (with the nearest), bad value."""
     key = KEYS.get(name) or SECTIONS.get(name)
     if key is None:
         raise ConfigError(f"unknown key {name!r}{nearest(name, [*KEYS, *SECTIONS])}")

@@ -291,7 +291,7 @@ class RunContext:
 
     @property
     def topology_chosen(self) -> bool:
-        """`True` once somebody has set the layout."""
+        """`True` once the layout has been set."""
         return self._settings.chosen
 
     def set_topology(self, layout: Mapping[str, int] | DeviceMesh, *, by: str) -> Topology:
@@ -337,7 +337,11 @@ class RunContext:
         return torch.device("cpu")
 
     def require_group(self, what: str) -> ProcessGroup:
-        """The process group. Raises `ContextError` when it was closed or never made."""
+        """The process group. Raises `ContextError` when it was closed or never made.
+
+        Args:
+            what: what needs the group, for the message.
+        """
         if self.group is None or not _is_open(self.group):
             raise ContextError(
                 f"{what} needs the process group of {self.world_size} processes, but it is closed; "
@@ -359,7 +363,7 @@ class RunContext:
 
         Raises:
             ConfigError: an unknown key or a bad value.
-            ContextError: it is resolved already and an argument contradicts it.
+            SettingConflict: it is resolved already and an argument contradicts it.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         if not self._settings.fixed:
@@ -398,7 +402,12 @@ class RunContext:
 
     @classmethod
     def fake(cls, rank: int = 0, world_size: int = 1, **options: Any) -> RunContext:
-        """The context of one rank of a run that does not exist, for tests; see `testing.fake_context`."""
+        """The context of one rank of a run that does not exist, for tests; see `testing.fake_context`.
+
+        Args:
+            world_size: the number of ranks of that run.
+            options: further fields of the context.
+        """
         from orc.runtime.testing import fake_context
 
         return fake_context(rank, world_size, **options)

@@ -166,7 +166,7 @@ KEYS: dict[str, DeepSpeedKey] = {
 
 
 def check_value(name: str, value: Any) -> Any:
-    """Return *value* as the setting *name* wants it. Raises `ValueError`: unknown name, bad value."""
+    """Return *value* in the type of the setting *name*. Raises `ValueError`: unknown name, bad value."""
     key = KEYS.get(name)
     if key is None:
         import difflib
@@ -189,7 +189,7 @@ OF_LAUNCHER = {
 
 
 def normalise(values: Any) -> dict[str, Any]:
-    """Return *values*, a mapping with the documented keys, each as its key wants it; without those that are `None`.
+    """Return *values*, a mapping with the documented keys, each in its key's type; without those that are `None`.
 
     Raises:
         ValueError: an unknown key, a value it cannot have, settings of DeepSpeed's launcher, or of stages that differ.

@@ -1,4 +1,4 @@
-"""Events of a training run: what happens in the loop, told to those who listen.
+"""Events of a training run: what happens in the loop, sent to its listeners.
 
 Each event is an attribute that holds a tuple of callbacks. Without listeners it is empty, and asking costs one look-up:
 ``if events.on_step: ...``. A new observer subscribes here; nothing of the engine, the optimizers or the loaders is

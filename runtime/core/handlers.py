@@ -163,7 +163,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project's folder, and the logging folder where none was chosen."""
+        """Set the project's folder, and the logging folder where none was chosen.
+
+        Args:
+            project_dir: the folder.
+        """
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -80,7 +80,7 @@ def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def normalise(values: Any) -> dict[str, Any]:
-    """Return *values*, a mapping with the documented keys with or without ``megatron_lm_``, each as its key wants it.
+    """Return *values*, a mapping with the documented keys with or without ``megatron_lm_``, each in its key's type.
 
     Raises:
         ValueError: an unknown key, a value it cannot have, or one without its partner.
@@ -151,7 +151,7 @@ def check_with(
 
 
 def conflict(settings: Mapping[str, Any]) -> str | None:
-    """Return which of *settings* lacks its partner, as far as it can be told without a model; `None` if none does."""
+    """Return which of *settings* lacks its partner, as far as that shows without a model; `None` if none does."""
     values = {name: settings.get(name, key.default) for name, key in KEYS.items()}
     if values["sequence_parallelism"] and values["tp_degree"] == 1:
         return "sequence_parallelism shares sequences among the tensor parallel processes: set tp_degree above 1"

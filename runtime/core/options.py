@@ -40,7 +40,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class Unsaid(int):
-    """A default that can be told from the same number given by the script."""
+    """A default that is distinct from the same number given by the script."""
 
 
 ONE_STEP = Unsaid(1)
@@ -104,7 +104,7 @@ def gather_options(
     dynamo_plugin: TorchDynamoPlugin | None,
     more: Mapping[str, Any],
 ) -> Options:
-    """Check everything and resolve what can be said twice.
+    """Check all options and resolve those that can be given twice.
 
     *more* holds spellings of older releases.
 

@@ -216,6 +216,9 @@ class ParallelismConfig:
         ``dp_shard``), ``dp_shard_cp`` and ``dp_cp``. A *device_mesh* of the script's own is returned as it is. Every
         process makes the same call; the Accelerator makes its own: `Accelerator.torch_device_mesh`.
 
+        Args:
+            device_type: ``cuda``, ``cpu``, ...
+
         Raises:
             TopologyError: the run has another number of processes than `total_size`.
         """

@@ -227,6 +227,7 @@ class GradientState(_View):
     ctx: RunContext
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        """Show the run's state, with the settings of *gradient_accumulation_plugin* if it is given."""
         object.__setattr__(self, "ctx", current_context())
         if gradient_accumulation_plugin is not None:
             apply_plugin(self.ctx.gradient, gradient_accumulation_plugin)

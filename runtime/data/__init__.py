@@ -1,4 +1,4 @@
-"""Loaders of a run: every rank reads its share, knows where it is, and can go on from there."""
+"""Loaders of a run: every rank reads its share, keeps its position, and can go on from there."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class DataLoaderAdapter:
         return live.samples(self.total_batch_size) if live is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass number *epoch*; samplers and datasets that take an epoch are told."""
+        """Make the next pass number *epoch*; it is set on samplers and datasets that take an epoch."""
         self.cursor.set_epoch(epoch)
         self._announce(epoch)
 

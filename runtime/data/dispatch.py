@@ -37,8 +37,12 @@ class DataLoaderDispatcher(DataLoaderShard):
         split_batches: cut each batch of the given loader instead of handing out whole ones.
         skip_batches: rounds to leave out at the start of each pass.
         slice_fn: cuts a batch, called as ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
+        drops_last: leave out a last round that is not full.
+        dataset, use_stateful_dataloader, non_blocking, device, rng_types, synchronized_generator, context, kwargs: of
+            `DataLoaderShard`.
 
-    The other arguments are those of `DataLoaderShard`.
+    Raises:
+        ValueError: *split_batches*, and a batch size that the number of ranks does not divide.
     """
 
     def __init__(

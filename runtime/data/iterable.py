@@ -24,6 +24,11 @@ class IterableDatasetShard(IterableDataset[Any]):
     which each rank keeps its part. A last round that is not full is dropped with ``drop_last``, and otherwise filled up
     from the first round. Workers of a loader take turns by rounds, so that every sample is read by one of them;
     a dataset that shares its samples out to the workers itself is taken as it is (`open_stream`).
+
+    *num_processes* is the number of ranks, *process_index* this one.
+
+    Raises:
+        ValueError: *split_batches*, and a batch size that the number of ranks does not divide.
     """
 
     def __init__(
@@ -67,12 +72,20 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from samples
 
     def dealt(self, start: int, opened: Opened, skip: int = 0) -> Iterator[Round]:
-        """The rounds of this worker out of those from round *start* on."""
+        """The rounds of this worker out of those from round *start* on.
+
+        Args:
+            opened: the opened dataset and what this worker reads of it.
+            skip: samples to leave out before the first round.
+        """
         return islice(self.rounds(start, opened.samples, skip), opened.worker, None, opened.workers)
 
     def rounds(self, start: int, stream: Iterator[Any] | None = None, skip: int = 0) -> Iterator[Round]:
         """This rank's samples round by round from round *start* on, with the number of samples of the whole round
         that are no repetitions where it was filled up. Rounds begin after the first *skip* samples.
+
+        Args:
+            stream: the samples, if they are open already.
         """
         stride = self.rows * self.num_processes
         mine = slice(self.process_index * self.rows, (self.process_index + 1) * self.rows)

@@ -32,6 +32,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         synchronized_generator: what ``generator`` in *rng_types* means.
         skip_batches: batches to leave out at the start of each pass.
         use_stateful_dataloader: be a torchdata `StatefulDataLoader` as well, see `orc.runtime.data.stateful`.
+        non_blocking: copy batches to the device without waiting for the copy.
+        context: the run; the current one unless given.
+        world_size: the number of ranks that share the data; all of the run unless given.
+        total_batch_size: samples of a round over all ranks; derived from the batch size unless given.
         kwargs: of `torch.utils.data.DataLoader`.
     """
 
@@ -187,7 +191,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             self._close(current, exhausted)
 
     def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
-        """Batches of a pass of unknown length: the next one is read before the last can be told."""
+        """Yield the batches of a pass of unknown length: the next one is read ahead to recognize the last."""
         nothing = object()
         batch = next(source, nothing)
         while batch is not nothing:

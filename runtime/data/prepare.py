@@ -190,6 +190,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Counts from the start of the epoch: after `load_state` it takes the place of the restored position, so that a
     script that keeps its own count skips once, not twice.
+
+    Raises:
+        ValueError: *num_batches* is negative.
     """
     if num_batches < 0:
         raise ValueError(f"skip_first_batches: {num_batches} batches cannot be skipped")

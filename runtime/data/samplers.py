@@ -38,7 +38,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def fixed_batch_size(batch_sampler: Any) -> int | None:
-    """Samples in each batch but perhaps the last, which may have fewer; `None` where they vary or nobody can tell."""
+    """Return the samples in each batch but perhaps the last, which may have fewer; `None` where they vary."""
     if not isinstance(batch_sampler, (list, tuple)):
         return getattr(batch_sampler, "batch_size", None)
     sizes = [len(batch) for batch in batch_sampler]
@@ -54,6 +54,13 @@ class BatchSamplerShard(Sampler[list[Any]]):
     drops its last batch, the end is filled up from the first samples, so that all ranks get equally many batches of
     one size. A batch sampler without a fixed ``batch_size`` needs ``even_batches=False``; of batches in a list or tuple
     the size is seen.
+
+    Args:
+        batch_sampler: yields lists of indices.
+        num_processes: ``n``, the number of ranks.
+        process_index: ``r``, this rank.
+        split_batches: whether each batch is cut, or whole ones are dealt out.
+        even_batches: whether the end is filled up.
 
     Raises:
         ValueError: batches that cannot be split evenly, or of varying size with ``even_batches=True``.

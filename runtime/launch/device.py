@@ -20,7 +20,7 @@ _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 
 
 def may_be_xla(env: Mapping[str, str]) -> bool:
-    """Return `False` where nothing points to torch_xla: most machines, which need not load what knows it."""
+    """Return `False` where nothing points to torch_xla: most machines, which need not load its adapter."""
     return bool(env.get("PJRT_DEVICE")) or any(map(os.path.exists, _TPU_DEVICES))
 
 

@@ -41,7 +41,12 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity`, done once per process: later calls change nothing."""
+    """`override_numa_affinity`, done once per process: later calls change nothing.
+
+    Args:
+        local_process_index: the rank on this machine.
+        verbose: log where the process is bound.
+    """
     override_numa_affinity(local_process_index, verbose)
 
 

@@ -109,7 +109,7 @@ def launch_variables(
 
 @contextlib.contextmanager
 def held_port(wanted: int = 0) -> Any:
-    """A block in which nobody else is given a TCP port of the loopback interface: *wanted* if it is free."""
+    """Reserve a TCP port of the loopback interface for the block: *wanted* if it is free."""
     with socket.socket() as holder:
         # Bound, but not listened on: who sets this option too, as torch's store does, can listen there all the same.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

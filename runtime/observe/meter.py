@@ -64,7 +64,7 @@ class Meter:
             self._passes[-1].tokens += count
 
     def note_loss(self, loss: Tensor, normalized: bool) -> None:
-        """*loss* has gone backward; one that is a sum over anything (*normalized*) tells nothing."""
+        """Note that *loss* has gone backward; one that is a sum over anything (*normalized*) is not shown."""
         if not normalized:
             self.loss = loss.detach()
 

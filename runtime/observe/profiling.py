@@ -53,7 +53,7 @@ def _copy(source: Path, path: str, *args: Any, **kwargs: Any) -> None:
 
 
 class Profiling:
-    """The part of the Accelerator that profiles, as its *options* say where nothing else is said."""
+    """The part of the Accelerator that profiles, by its *options* unless others are given."""
 
     def __init__(self, ctx: RunContext, options: Options) -> None:
         self.ctx = ctx

@@ -68,7 +68,7 @@ class Usual:
         self._median = 0.0
         self._stale = 0  # values until the median is taken anew: sorting for each one would cost more than the rest
 
-    def look(self, step: int, value: float) -> Finding | None:
+    def judge(self, step: int, value: float) -> Finding | None:
         """Judge the *value* of *step*; jumps do not become usual, so that each of them is found."""
         if not math.isfinite(value):
             return Finding(step, self.quantity, value, None)
@@ -232,7 +232,7 @@ class SpikeGuard:
             for usual, value in zip(self._usual, values, strict=True):
                 if value is None:
                     continue
-                finding = usual.look(step, value)
+                finding = usual.judge(step, value)
                 if finding is not None:
                     findings.append(finding)
                 elif usual.quantity == "gradient norm":

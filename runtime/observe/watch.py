@@ -1,4 +1,4 @@
-"""The background thread of a rank that looks after the run: stalls, and what the run's measurements are told.
+"""The background thread of a rank that watches the run for stalls and delivers its measurements.
 
 It has its own connection to the run's board and shares no lock with the training thread. What it knows of the training
 loop it reads from counters that the loop keeps anyway.

@@ -1,4 +1,4 @@
-"""The stall watchdog: what counts as a stall, who holds the others up, and what is said about it.
+"""The stall watchdog: what counts as a stall, which ranks hold the others up, and the report about it.
 
 Nothing here runs on the training thread. A background thread (`watch.Watch`) looks at the run's position about once a
 second, as the training loop leaves it behind anyway: optimizer steps and batches taken. Two things are noticed:
@@ -46,7 +46,7 @@ class StallRules:
 
     @classmethod
     def of(cls, config: RuntimeConfig, in_job: bool) -> StallRules:
-        """From the configuration. Inside of a job a stall of half an hour is reported even when nothing is said."""
+        """Return the rules of the configuration. Inside of a job a stall of half an hour is reported by default."""
         timeout, action = config.stall_timeout_s, config.stall_action
         asked = timeout is not None
         if not asked and in_job:
@@ -114,7 +114,7 @@ def late_ranks(beats: Sequence[Beat], factor: float, floor_s: float = LATE_FLOOR
 
 
 def holding_up(beats: Mapping[int, Beat | None]) -> list[int]:
-    """The ranks that the others seem to wait for; empty when nothing tells them apart.
+    """Return the ranks that the others seem to wait for; empty when none stands out.
 
     First those that give no answer, then those that are behind, then those that are not waiting themselves.
     """

@@ -53,7 +53,7 @@ class Parallelizer(Protocol):
         ...
 
     def requires(self, ctx: RunContext) -> str | None:
-        """Why it cannot work in *ctx*, or `None`."""
+        """Return the reason why it cannot work in *ctx*, or `None`."""
         ...
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:

@@ -188,6 +188,9 @@ class FullyShardedDataParallelPlugin:
     def set_cpu_offload(self, offload: Any = None) -> None:
         """Set ``cpu_offload`` to the object of this version: from a truth value, the other version's object or `None`.
 
+        Args:
+            offload: the new value; the one of the attribute unless given.
+
         Raises:
             ValueError: it is none of these.
         """
@@ -210,6 +213,9 @@ class FullyShardedDataParallelPlugin:
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set the form of state dicts and, where they were not given or fit another form, its options.
 
+        Args:
+            state_dict_type: its name or enum; the one of the attribute unless given.
+
         Raises:
             ValueError: there is no such form, or version 2 does not have it.
         """
@@ -231,6 +237,9 @@ class FullyShardedDataParallelPlugin:
         """Set the policy of a precision (``fp16``, ``bf16``, ``no``), unless there is one and not *override*.
 
         With *buffer_autocast* buffers get it, too (version 1); otherwise they stay float32.
+
+        Args:
+            mixed_precision: the precision.
 
         Raises:
             ValueError: there is no such precision.
@@ -273,7 +282,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Set ``auto_wrap_policy`` to a function that knows the units of *model*; `None` where there are none.
+        """Set ``auto_wrap_policy`` to a function that selects the units of *model*; `None` where there are none.
 
         The classes of ``TRANSFORMER_BASED_WRAP`` are those that were named, else ``_no_split_modules`` of *model*.
 

@@ -66,7 +66,7 @@ def following(model: nn.Module) -> Iterator[None]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of *model* by the names that the script knows, tied ones under each of their names."""
+    """Yield the parameters of *model* by the names that the script uses, tied ones under each of their names."""
     return {_bare(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 

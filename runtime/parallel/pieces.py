@@ -77,7 +77,7 @@ class Piece:
 
     @property
     def is_left_over(self) -> bool:
-        """`True` after a backward that broke off, which nobody ended."""
+        """`True` after a backward that broke off and was not ended."""
         return self._in_backward and torch._C._current_graph_task_id() == -1
 
     def end(self) -> None:
@@ -169,7 +169,7 @@ def check_model(model: nn.Module, kind: str) -> None:
 
 
 def watch_model(model: nn.Module) -> None:
-    """Let *model* find out, after a forward in pieces, that its attention is one that nobody replaced.
+    """Let *model* check, after a forward in pieces, that its attention was one that is replaced.
 
     Models of Transformers also get positions, labels and masks that are right for a piece.
     """

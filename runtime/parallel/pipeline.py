@@ -102,7 +102,7 @@ def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]
 
 
 def agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
-    """Return the *facts* of every process, or raise what the first one that has an *error* has told, on all of them."""
+    """Return the *facts* of every process, or raise on all of them the *error* of the first one that has one."""
     text = None if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     told = all_gather_pickled((text, facts), ctx, what)
     for rank, (failure, _) in enumerate(told):

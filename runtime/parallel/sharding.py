@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def layout(ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> dict[str, int]:
-    """Return the sizes of the dimensions that *plugin* wants where nothing else has laid out the ranks.
+    """Return the sizes of the dimensions that *plugin* requires where nothing else has laid out the ranks.
 
     All ranks hold shards; with a hybrid strategy those of one machine do, and the machines are replicas.
 

@@ -46,7 +46,7 @@ class Source(Protocol):
 
     name: str
 
-    def look(self) -> str | None:
+    def poll(self) -> str | None:
         """Return the text of the notice; `None` while there is none. Raises `OSError` when the query fails."""
         ...
 
@@ -59,8 +59,8 @@ class NoticeFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def look(self) -> str | None:
-        """See `Source.look`."""
+    def poll(self) -> str | None:
+        """See `Source.poll`."""
         try:
             text = self.path.read_text(errors="replace")
         except FileNotFoundError:
@@ -77,8 +77,8 @@ class SlurmTimeLimit:
         self.end = end
         self.lead_s = lead_s
 
-    def look(self) -> str | None:
-        """See `Source.look`."""
+    def poll(self) -> str | None:
+        """See `Source.poll`."""
         left = self.end - time.time()
         return f"the job ends in {max(left, 0):.0f} s" if left <= self.lead_s else None
 
@@ -93,8 +93,8 @@ class Ec2Spot:
         self._token = ""
         self._renew_at = 0.0
 
-    def look(self) -> str | None:
-        """See `Source.look`."""
+    def poll(self) -> str | None:
+        """See `Source.poll`."""
         if time.monotonic() >= self._renew_at:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": "3600"}
             self._token = _request(f"{self.endpoint}/latest/api/token", headers, "PUT") or ""
@@ -118,8 +118,8 @@ class GoogleCloud:
     def __init__(self, host: str = "metadata.google.internal") -> None:
         self.root = f"http://{host}/computeMetadata/v1/instance"
 
-    def look(self) -> str | None:
-        """See `Source.look`."""
+    def poll(self) -> str | None:
+        """See `Source.poll`."""
         headers = {"Metadata-Flavor": "Google"}
         if (_request(f"{self.root}/preempted", headers) or "").strip().upper() == "TRUE":
             return "the machine is preempted"
@@ -181,7 +181,7 @@ class Notices:
 
     @classmethod
     def of(cls, context: RunContext) -> Notices | None:
-        """The one of this machine's first rank; `None` on the others and where nobody is to be asked."""
+        """Return the notices of this machine's first rank; `None` on others and where nothing gives notice."""
         if context not in _known:
             made = None
             if context.is_local_main and not context.mirrored:
@@ -214,7 +214,7 @@ class Notices:
         while self._asked and not self._closing.wait(self._poll_s):
             for source in list(self._asked):
                 try:
-                    notice = source.look()
+                    notice = source.poll()
                 except OSError as error:
                     self._failures[source.name] += 1
                     if self._failures[source.name] == GIVE_UP_AFTER:

@@ -103,7 +103,7 @@ class Watching:
             self.meter.count_tokens(count)
 
     def close(self) -> None:
-        """The run is over: tell what is not told yet, end threads, give signals back."""
+        """End the watch: deliver what is left, end threads, restore signal handlers."""
         made = self.__dict__
         try:
             if made.get("spikes") is not None:

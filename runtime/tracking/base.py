@@ -19,6 +19,9 @@ def on_main_process(function: F) -> F:
     """Decorator of tracker methods: run on rank 0 only, unless the tracker says ``main_process_only = False``.
 
     Elsewhere the call returns `None`. Works before the processes have met.
+
+    Args:
+        function: the method.
     """
 
     @functools.wraps(function)

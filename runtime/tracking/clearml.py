@@ -76,7 +76,12 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, by name. *kwargs* go to ``report_image``."""
+        """Log images, by name. *kwargs* go to ``report_image``.
+
+        Args:
+            values: images by name.
+            step: the step they belong to.
+        """
         logger = self.tracker.get_logger()
         for key, image in values.items():
             title, series = _title_and_series(key)
@@ -93,6 +98,10 @@ class ClearMLTracker(LibraryTracker):
         **kwargs: Any,
     ) -> None:
         """Log a table, from *columns* and rows of *data*, or from a *dataframe* of pandas.
+
+        Args:
+            table_name: the title of the table.
+            step: the step it belongs to.
 
         Raises:
             ValueError: neither *data* nor *dataframe*.

@@ -119,7 +119,11 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Store a figure of matplotlib or plotly as *artifact_file* of the run."""
+        """Store a figure of matplotlib or plotly as *artifact_file* of the run.
+
+        Args:
+            save_kwargs: of ``mlflow.log_figure``.
+        """
         import mlflow
 
         self.tracker  # noqa: B018 (opens the run)
@@ -127,14 +131,22 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Store all files of *local_dir* with the run."""
+        """Store all files of *local_dir* with the run.
+
+        Args:
+            artifact_path: the folder of the run that gets them.
+        """
         import mlflow
 
         mlflow.log_artifacts(local_dir, artifact_path, run_id=self.tracker.info.run_id)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Store the file *local_path* with the run."""
+        """Store the file *local_path* with the run.
+
+        Args:
+            artifact_path: the folder of the run that gets it.
+        """
         import mlflow
 
         mlflow.log_artifact(local_path, artifact_path, run_id=self.tracker.info.run_id)

@@ -30,7 +30,12 @@ class SwanLabTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images, by name. *kwargs* go to ``Run.log``."""
+        """Log lists of images, by name. *kwargs* go to ``Run.log``.
+
+        Args:
+            values: lists of images by name.
+            step: the step they belong to.
+        """
         import swanlab
 
         self.log({key: [swanlab.Image(image) for image in images] for key, images in values.items()}, step, **kwargs)

@@ -86,6 +86,10 @@ class TensorBoardTracker(LibraryTracker):
         """Log batches of images, by name: arrays or tensors ``[n, ...]``, or lists of images.
 
         *kwargs* go to ``add_images``, such as ``dataformats="NHWC"``.
+
+        Args:
+            values: batches of images by name.
+            step: the step they belong to.
         """
         for key, images in values.items():
             self.tracker.add_images(key, _stacked(images), global_step=step, **kwargs)

@@ -27,7 +27,12 @@ class WandBTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images, by name. *kwargs* go to ``Run.log``."""
+        """Log lists of images, by name. *kwargs* go to ``Run.log``.
+
+        Args:
+            values: lists of images by name.
+            step: the step they belong to.
+        """
         import wandb
 
         self.log({key: [wandb.Image(image) for image in images] for key, images in values.items()}, step, **kwargs)
@@ -42,7 +47,12 @@ class WandBTracker(ProjectRunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, from *columns* and rows of *data*, or from a *dataframe* of pandas."""
+        """Log a table, from *columns* and rows of *data*, or from a *dataframe* of pandas.
+
+        Args:
+            table_name: the key of the table.
+            step: the step it belongs to.
+        """
         import wandb
 
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)

@@ -84,7 +84,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group."""
+        """Add a parameter group.
+
+        Args:
+            param_group: as for `torch.optim.Optimizer.add_param_group`.
+        """
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +96,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, on the device it belongs to."""
+        """Load the wrapped optimizer's state, on the device it belongs to.
+
+        Args:
+            state_dict: what ``state_dict`` returned.
+        """
         if self.device_placement and self._device is not None and self._device.type != "cpu":
             from orc.runtime.collectives.tree import send_to_device
 
@@ -100,12 +108,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless they are still accumulating."""
+        """Clear the gradients, unless they are still accumulating.
+
+        Args:
+            set_to_none: drop the gradients instead of filling them with zeros.
+        """
         if self._gradient.sync_gradients:
             self._engine.zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, unless gradients are still accumulating; an overflow skips the update."""
+        """Update the parameters, unless gradients are still accumulating; an overflow skips the update.
+
+        Args:
+            closure: computes the loss anew, as for `torch.optim.Optimizer.step`.
+        """
         if not self._gradient.sync_gradients:
             return None
         engine = self._engine

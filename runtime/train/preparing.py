@@ -102,6 +102,9 @@ class Preparation:
 
         A model that the script has sharded by itself (``fully_shard``) stays where it is, and is not made parallel.
 
+        Args:
+            device_placement: `False` leaves the model where it is; the Accelerator's setting unless given.
+
         Raises:
             ValueError: it is spread over several devices by a device map, and there are several processes; or it has
                 no content (meta device) and nothing that shards it; or its weights are quantized and do not learn.
@@ -151,12 +154,12 @@ class Preparation:
         """Let *parallelizer* look at the gradients of *model* before an update, until it has seen them."""
         events, kept = self.engine.events, weakref.ref(model)
 
-        def look(optimizer: AcceleratedOptimizer) -> None:
+        def check(optimizer: AcceleratedOptimizer) -> None:
             model = kept()
             if model is None or parallelizer.check_gradients(extract_model_from_parallel(model), self.ctx):
-                events.unsubscribe("before_step", look)
+                events.unsubscribe("before_step", check)
 
-        events.subscribe("before_step", look)
+        events.subscribe("before_step", check)
 
     def converted(self, model: nn.Module) -> nn.Module:
         """Return *model* with the layers of the precision, for an engine that prepares it by itself."""
@@ -176,7 +179,11 @@ class Preparation:
         return model if converted is inner else converted
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Let *optimizer* step with the gradients' synchronisation."""
+        """Let *optimizer* step with the gradients' synchronisation.
+
+        Args:
+            device_placement: whether a loaded state moves to the device; the Accelerator's setting unless given.
+        """
         for known in self.prepared.optimizers:
             if optimizer in (known, known.optimizer):
                 return known  # type: ignore[no-any-return]
@@ -224,7 +231,12 @@ class Preparation:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """The loader of this process's share of *data_loader*."""
+        """The loader of this process's share of *data_loader*.
+
+        Args:
+            device_placement: whether batches come on the device; the Accelerator's setting unless given.
+            slice_fn_for_dispatch: how a dispatched batch is cut; `slice_tensors` unless given.
+        """
         from orc.runtime.data.prepare import prepare_data_loader
 
         if any(data_loader is known for known in self.prepared.dataloaders):

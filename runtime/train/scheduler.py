@@ -83,7 +83,11 @@ class AcceleratedScheduler:
         return self.scheduler.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped scheduler's state."""
+        """Load the wrapped scheduler's state.
+
+        Args:
+            state_dict: what ``state_dict`` returned.
+        """
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -96,6 +96,11 @@ def _synchronize_xla(ctx: RunContext) -> None:
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None, *, ctx: RunContext | None = None
 ) -> None:
-    """`synchronize_rng_state` for each of *rng_types*."""
+    """`synchronize_rng_state` for each of *rng_types*.
+
+    Args:
+        generator: the generator of ``generator``.
+        ctx: the run; the current one unless given.
+    """
     for kind in rng_types:
         synchronize_rng_state(kind, generator, ctx=ctx)

@@ -94,7 +94,11 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments on the execution device, where the weights are now."""
+        """Return the arguments on the execution device, where the weights are now.
+
+        Args:
+            module: the module of the hook.
+        """
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
         if self.offload:
@@ -114,14 +118,22 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return *output*, on the input's device if that was asked for; the weights leave."""
+        """Return *output*, on the input's device if that was asked for; the weights leave.
+
+        Args:
+            module: the module of the hook.
+        """
         self.forward_failed(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Take the weights away again."""
+        """Take the weights away again.
+
+        Args:
+            module: the module of the hook.
+        """
         if not self.offload:
             return
         for name, tensor in list(self._offloaded(module)):
@@ -218,6 +230,10 @@ def attach_execution_device_hook(
     """Have *module*, and every module in it that has weights, receive its inputs on *execution_device*.
 
     Modules that have a hook keep it; those in modules of *preload_module_classes* get none.
+
+    Args:
+        skip_keys: names of arguments that are not moved.
+        tied_params_map: the weights that are on a device already, by address.
     """
     for one in _without_preloaded(module, preload_module_classes):
         if not hasattr(one, "_hf_hook") and len(one.state_dict()) > 0:

@@ -19,7 +19,10 @@ _LAYERS: tuple[type[nn.Module], ...] = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Hook that keeps a layer's weights in *storage_dtype* and computes in *compute_dtype*."""
+    """Hook that keeps a layer's weights in *storage_dtype* and computes in *compute_dtype*.
+
+    With *non_blocking* conversions do not wait for the device.
+    """
 
     moves_weights = True
 

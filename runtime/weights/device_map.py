@@ -130,7 +130,11 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names in *tied_params* one parameter again: the first off the meta device, if any."""
+    """Make each group of names in *tied_params* one parameter again: the first off the meta device, if any.
+
+    Args:
+        model: the model of the names.
+    """
     for group in tied_params:
         owners = [(model.get_submodule(path), name) for path, _, name in (one.rpartition(".") for one in group)]
         found = [getattr(owner, name) for owner, name in owners]
@@ -157,7 +161,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:
-    """*device_map* with one entry for each module whose parts are all on one device. Changes it and returns it."""
+    """*device_map* with one entry for each module whose parts are all on one device. Changes it and returns it.
+
+    Args:
+        module_name: the module below which entries are joined; the whole model unless given.
+    """
     cleaned = _cleaned(dict(device_map), module_name)
     device_map.clear()
     device_map.update(cleaned)

@@ -68,6 +68,11 @@ def disk_offload(
 
     A folder that `offload_state_dict` has filled before is used as it is.
 
+    Args:
+        execution_device: where forward computes; the device of the first parameter unless given.
+        offload_buffers: also move the buffers.
+        preload_module_classes: names of classes whose weights are loaded at once with those of their parts.
+
     Raises:
         ValueError: *offload_dir* holds the weights of another model.
         CheckpointError: there is no room for the weights.

@@ -30,15 +30,28 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of forward."""
+        """Return the arguments of forward.
+
+        Args:
+            module: the module of the hook.
+        """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the result of forward."""
+        """Return the result of forward.
+
+        Args:
+            module: the module of the hook.
+            output: the result of its forward.
+        """
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Clear up where forward raised, and `post_forward` is not called."""
+        """Clear up where forward raised, and `post_forward` is not called.
+
+        Args:
+            module: the module of the hook.
+        """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Return the module to use, when the hook is removed."""

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, or of the model itself, on their way to where a device map wants them."""
+"""Weights of a checkpoint, or of the model itself, on their way to where a device map places them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Placement:
             raise no_room(self.folder, value.numel() * dtype.itemsize, error) from error
 
     def abandon(self, *names: str) -> None:
-        """Remove what was written: without an index nobody would use it."""
+        """Remove what was written: without an index it would never be used."""
         if self.folder is not None:
             remove_offloaded(self.folder, [*self._written, *names])
         self._written = {}

@@ -47,7 +47,14 @@ def convert_bytes(size: float) -> str:
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Bytes per element: 4 for ``torch.float32``, ½ for ``"int4"``, ⅛ for truth values (as they can be packed)."""
+    """Bytes per element: 4 for ``torch.float32``, ½ for ``"int4"``, ⅛ for truth values (as they can be packed).
+
+    Args:
+        dtype: a type of torch, or the name of a narrower one.
+
+    Raises:
+        ValueError: a name that is no type.
+    """
     if dtype is torch.bool:
         return 1 / 8
     if isinstance(dtype, torch.dtype):

@@ -98,7 +98,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        """Return a loader of the same weights: files are shared, and so is what nobody writes to."""
+        """Return a loader of the same weights: files are shared, and so is what is never written to."""
         return OffloadedWeightsLoader(self.state_dict, self.save_folder, self.index, self.device)
 
     def __getstate__(self) -> dict[str, Any]:

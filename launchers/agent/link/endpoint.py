@@ -177,7 +177,7 @@ class LinkEndpoint(ABC):
                 channel.close(f"nothing was heard for {self.dead_s:g} s")
 
     def state(self) -> dict[str, Any]:
-        """Return what the agent is told, in ``node-<n>/link.json``."""
+        """Return the content of ``node-<n>/link.json``, which the agent reads."""
         own_exit = self.table.get(f"node-{self.node}/exit.json")
         return {
             "restart": self.restart,

@@ -172,7 +172,7 @@ class Joiner(LinkEndpoint):
                 self.queue(self.joined, [name])
 
     def on_record(self, channel: Channel, name: str, record: Any) -> None:
-        """Keep it. Where node 0 can be reached depends on who wants to."""
+        """Keep the record. The address of node 0 depends on the node that connects to it."""
         if name.startswith(f"node-{self.node}/"):
             raise PeerDisconnected(f"it may not send {name}")
         if isinstance(record, dict) and RENDEZVOUS.fullmatch(name):

@@ -49,7 +49,7 @@ class Link:
         self.waker = -1  # of the process
 
     def listen(self) -> dict[str, Any]:
-        """Node 0 opens its port, the one that the others were told or any; returns ``{"port", "addresses"}``."""
+        """Open the port of node 0, the one that the others were given or any; returns ``{"port", "addresses"}``."""
         if self.hub:
             number = int(self.hub["port"])
         else:

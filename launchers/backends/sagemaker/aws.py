@@ -1,4 +1,4 @@
-"""`Service` at AWS, by boto3; SageMaker's own SDK knows the stock images."""
+"""`Service` at AWS, by boto3; SageMaker's own SDK names the stock images."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class AwsService:
             raise explain(error, self._where, asked=asked, regions=self._regions()) from None
 
     def _regions(self) -> tuple[str, ...]:
-        """Return the regions of SageMaker that botocore knows, if ours is not among them."""
+        """Return the regions of SageMaker in botocore's tables, if ours is not among them."""
         session = self.__dict__.get("_session")
         if session is None or self._place.endpoint_url:
             return ()
@@ -136,7 +136,7 @@ class AwsService:
     # -- objects
 
     def has_bucket(self, bucket: str) -> bool:
-        """The bucket must belong to the account: its name could be anybody's."""
+        """Return True for a bucket that exists. It must belong to the account: others may have taken its name."""
         owner = self.account()
         try:
             self._client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=owner)

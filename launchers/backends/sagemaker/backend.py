@@ -138,7 +138,7 @@ class SagemakerBackend(Backend):
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Upload what the attempt is told, then send the request. A job that is there already is adopted."""
+        """Upload the attempt's inputs, then send the request. A job that is there already is adopted."""
         return self._jobs(local_mode(plan)).submit(plan, secrets)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:

@@ -309,7 +309,7 @@ def _greeting(sock: socket.socket) -> dict[str, Any]:
 
 
 def wait(seconds: float) -> None:
-    """Sleep; raises `Stopped` when the platform wants an end."""
+    """Sleep; raises `Stopped` when the platform requests the end."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         received = signal.sigtimedwait(_SIGNALS, left)
@@ -529,7 +529,7 @@ def supervise(argv: Sequence[str], logs: Logs) -> tuple[int, bool]:
 
 
 def main() -> int:
-    """`run`, with what cannot be done said where SageMaker shows it."""
+    """Run `run`, and report what cannot be done where SageMaker shows it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         return run()

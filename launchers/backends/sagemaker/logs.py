@@ -31,7 +31,7 @@ class Logs:
         self._nodes: dict[tuple[str, int], int] = {}  # job, rank -> the node that runs it
 
     def selectors(self, name: str, nnodes: int, nproc: int) -> list[LogSelector]:
-        """Ranks in order, then nodes, of the hosts that have said something so far."""
+        """Return the logs that have content so far: ranks in order, then nodes."""
         nodes = sorted({_node_of(stream) for stream in self._service.streams(name)} & set(range(nnodes)))
         ranks = [LogSelector(rank=node * nproc + local) for node in nodes for local in range(nproc)]
         return [*ranks, *(LogSelector(node=node) for node in nodes)]

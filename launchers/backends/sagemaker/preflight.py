@@ -66,7 +66,7 @@ def _python(image: str, cluster: str) -> Iterator[Finding]:
 
 
 def _not_the_image(plan: Plan, image: str, cluster: str) -> Iterator[Finding]:
-    """The contract without docker has no images: what runs is this machine's Python, and that is said."""
+    """Warn that the contract without docker has no images: what runs is this machine's Python."""
     if local_mode(plan) != "contract":
         return
     here = "{}.{}".format(*sys.version_info)

@@ -11,7 +11,7 @@ from orc.launchers.errors import BackendError
 
 
 class NameTaken(BackendError):
-    """There is a training job of that name already: ours of an earlier try, or somebody else's."""
+    """There is a training job of that name already: ours of an earlier try, or another user's."""
 
 
 class Service(Protocol):
@@ -70,7 +70,7 @@ class Service(Protocol):
     # -- training jobs
 
     def create(self, request: Mapping[str, Any]) -> None:
-        """Start a training job. Raises `NameTaken`, and `AmbiguousSubmit` when nobody can tell whether it started."""
+        """Start a training job. Raises `NameTaken`, and `AmbiguousSubmit` when it is unknown whether it started."""
         ...
 
     def describe(self, name: str) -> dict[str, Any] | None:

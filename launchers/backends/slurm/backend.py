@@ -374,7 +374,7 @@ class SlurmBackend(Backend):
 
 
 def _of_login(settings: SlurmSettings, cluster: Cluster) -> SlurmSettings:
-    """Return *settings* for the account that *cluster* is used with. Raises `SpecError` where nobody logs in."""
+    """Return *settings* for the account that *cluster* is used with. Raises `SpecError` where there is no login."""
     if cluster.login is None:
         return settings
     if settings.login is None:

@@ -23,7 +23,7 @@ _ORDER = ("error", "warning", "info")
 
 
 def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
-    """Return the findings about the hosts of *plan*, errors first; none when the cluster wants no preflight."""
+    """Return the findings about the hosts of *plan*, errors first; none when the cluster has preflight off."""
     from orc.launchers.hosts import checks
     from orc.launchers.remote.ssh.fanout import each
 

@@ -1,4 +1,4 @@
-"""The command line of OpenSSH's client, for what wants a process or a terminal of its own. Pure."""
+"""The command line of OpenSSH's client, for what needs a process or a terminal of its own. Pure."""
 
 from __future__ import annotations
 

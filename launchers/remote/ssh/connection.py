@@ -28,7 +28,7 @@ _UNSENT = 1 << 17  # bytes that wait in the kernel: a sign of life must not queu
 
 
 class ServerBusy(LinkLost):
-    """The host closed the connection before it said anything."""
+    """The host closed the connection before it sent anything."""
 
 
 class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
@@ -194,7 +194,7 @@ class ActivitySocket:
 
 
 class _KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # has no types
-    """Verification of a host key, as strict as the cluster wants it."""
+    """Verification of a host key, as strict as the cluster's setting."""
 
     def __init__(self, route: Route, access: ConnectOptions) -> None:
         self._route, self._accept_new = route, access.host_keys == "accept-new"
@@ -216,7 +216,7 @@ class _Keys(AuthStrategy):  # type: ignore[misc]  # has no types
 
 
 def _transport(route: Route, limit: float, connection: Any, **options: Any) -> paramiko.Transport:
-    """Return the session that is to be made over *connection*; it wants a host key of a type that is known."""
+    """Return the session that is to be made over *connection*; it prefers host keys of a type in known_hosts."""
     transport = paramiko.Transport(connection, **options)
     _quiet()
     transport.handshake_timeout = limit

@@ -131,7 +131,7 @@ class Link:
         self._connection.on_close()
 
     def _greeted(self) -> str:
-        """Return the home directory there, which the watchdog tells. Raises `HostAccessError`, `LinkLost`."""
+        """Return the home directory there, which the watchdog reports. Raises `HostAccessError`, `LinkLost`."""
         said = b""
         while not said.endswith(b"\n"):
             piece = self._watchdog.read(1 << 16)

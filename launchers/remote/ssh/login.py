@@ -21,7 +21,7 @@ _SMALLEST_TRIES = "the host closed the connection after {} keys: set IdentityFil
 
 
 def log_in(transport: Transport, route: Route) -> None:
-    """Authenticate as the route's user, with a key and without asking anybody anything.
+    """Authenticate as the route's user, with a key and without a prompt.
 
     Raises `HostAccessError` that says what is wrong with every key there is, `LinkLost`.
     """

@@ -157,7 +157,7 @@ class SshProcess:
         return CommandTimeout(f"{self._name} {how}", where=self._where)
 
     def _send(self, view: memoryview) -> int:
-        """Send some input, and take what has been said; return how much it was, 0 when there is no room or no end."""
+        """Send some input and take pending output; return how much was sent, 0 when there is no room or no end."""
         self._receive(0)
         self._channel.settimeout(_LOOK_S)
         try:

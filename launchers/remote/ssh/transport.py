@@ -202,6 +202,6 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
 def _problem(line: str) -> OSError:
-    """Return the error that a program has told in its last words."""
+    """Return the error in the last line of a program's output."""
     *told, reason = line.split(": ")
     return OSError(_ERRORS.get(reason, 0), reason, *told[-1:])

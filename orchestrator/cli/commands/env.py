@@ -144,7 +144,7 @@ def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
 
 
 def _harmless(config: AccelerateConfig) -> dict[str, Any]:
-    """Return the values by their documented keys; switches, numbers and choices alone are told.
+    """Return the values by their documented keys; switches, numbers and choices alone.
 
     Texts may name accounts and hosts, and commands may hold passwords.
     """

@@ -43,7 +43,7 @@ def command(url: str, token_file: str | None, ca: str | None, insecure_http: boo
 
 
 def _asked(address: str) -> str:
-    """Return the token that somebody types, without showing it, or that comes in on standard input."""
+    """Return the token that is typed, without showing it, or that comes in on standard input."""
     from orc.orchestrator.clients import logins
 
     if sys.stdin.isatty():

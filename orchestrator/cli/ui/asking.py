@@ -10,7 +10,7 @@ from orc.orchestrator.cli.ui.output import confirm
 
 
 def can_ask() -> bool:
-    """Return True when somebody sits at a terminal to answer."""
+    """Return True when input and output are a terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 

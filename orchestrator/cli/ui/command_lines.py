@@ -24,7 +24,7 @@ _ABOUT = {
 
 
 class CommandLine(NamedTuple):
-    """Lines of a shell that start the job's part on one node, and what has to be said about them."""
+    """Lines of a shell that start the job's part on one node, and the notes on them."""
 
     node: int
     host: str | None

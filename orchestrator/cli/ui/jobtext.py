@@ -50,7 +50,7 @@ def first_line(text: str) -> str:
 
 
 def progress(values: Mapping[str, Any]) -> str:
-    """``epoch 3  step 120  loss 0.2134``; empty when the runtime told nothing."""
+    """Return ``epoch 3  step 120  loss 0.2134``; empty when the runtime reported nothing."""
     shown = []
     first = [key for key in ("epoch", "step", "loss") if key in values]
     others = [key for key in values if key not in (*first, "at", "samples")]  # when, and how far into the epoch

@@ -38,13 +38,13 @@ _STATE_COLOURS = {
 
 
 def coloured(err: bool = False) -> bool:
-    """Return True for a stream that wants colours: a terminal that is not dumb, and no NO_COLOR."""
+    """Return True for a stream that takes colours: a terminal that is not dumb, and no NO_COLOR."""
     stream = sys.stderr if err else sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def style(text: str, *, err: bool = False, **styles: Any) -> str:
-    """*text* marked with click's styles where the stream wants colours, unchanged elsewhere; for `echo` alone."""
+    """Return *text* with click's styles where the stream takes colours, unchanged elsewhere; for `echo` alone."""
     if not coloured(err):
         return text
     before, after = click.style("\0", **styles).replace("\x1b[", _MARK).split("\0")

@@ -34,7 +34,7 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:
-    """Ask whether a large snapshot is meant. Raises `SpecError` where nobody can be asked, and as `ask`."""
+    """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
     from orc.launchers.errors import SpecError
     from orc.orchestrator.cli.ui import asking
     from orc.orchestrator.cli.ui.output import size

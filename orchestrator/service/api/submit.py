@@ -69,7 +69,7 @@ class Grace(Body):
 
 
 class CancelledJob(JobModel):
-    """Job that was asked to end, and clusters that could not be told yet."""
+    """Job whose cancellation was requested, and clusters that could not be reached yet."""
 
     unreachable: dict[str, str]
 

@@ -104,7 +104,7 @@ class Absence:
 
     @classmethod
     def of(cls, context: RunContext) -> Absence | None:
-        """The one for a save of *context*; `None` where nobody could answer."""
+        """Return the instance for a save of *context*; `None` where no rank could answer."""
         attendant = Attendant.of(context)
         return None if attendant is None else cls(attendant)
 
@@ -127,7 +127,7 @@ class Absence:
                     raise
             slice_s = LOOK_S * pace(self._attendant.ranks)
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            reasons = self.look(store, missing)
+            reasons = self.reasons(store, missing)
             if reasons and not any(store.check([keys[rank]]) for rank in missing):
                 raise RanksElsewhere(reasons)
 
@@ -149,10 +149,10 @@ class Absence:
                 if left <= slice_s:
                     raise
             slice_s = POLL_S * pace(self._attendant.ranks)
-            if store.check([note]) and (reasons := self.look(store, [0])) and not store.check([key]):
+            if store.check([note]) and (reasons := self.reasons(store, [0])) and not store.check([key]):
                 raise RanksElsewhere(reasons)
 
-    def look(self, store: Board, missing: Sequence[int]) -> dict[int, str]:
+    def reasons(self, store: Board, missing: Sequence[int]) -> dict[int, str]:
         """Return why each of the *missing* ranks will not come; empty while one of them may."""
         prefix = self._attendant.prefix
         now = time.monotonic()

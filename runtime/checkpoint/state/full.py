@@ -75,7 +75,7 @@ class Full:
         return fsdp1.numbered(named, stepped, keep)
 
     def model_problem(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> str | None:
-        """Return which names or sizes of *source* differ; of FSDP version 1 loading alone tells, on all ranks alike."""
+        """Return which names or sizes of *source* differ; under FSDP 1 loading alone shows it, on all ranks."""
         if (parts := parts_of(model)) is not None:
             source = _own(parts, model, source)
         return None if is_fsdp1(model) else fit.problem(model, source, strict=strict)

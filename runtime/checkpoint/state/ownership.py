@@ -113,7 +113,7 @@ def record(folder: Path) -> tuple[Path, str]:
 
 
 def own(folder: Path, part: str = "") -> Ownership:
-    """Return this run's hold on *folder* (or *part* of it, by machine), which it gets if nobody else has it.
+    """Return this run's hold on *folder* (or *part* of it, by machine), which it gets if no other run has it.
 
     Raises:
         CheckpointError: another run has it; the text names host, process and job.

@@ -168,7 +168,7 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
 
 
 def _stored(file: BinaryIO, mapped: torch.Tensor, metadata: Metadata, item: ReadItem) -> torch.Tensor | None:
-    """Return the part of *mapped* that holds the elements of a stored tensor; `None` if that cannot be told."""
+    """Return the part of *mapped* that holds the elements of a stored tensor; `None` if it cannot be determined."""
     index = item.storage_index
     entry = metadata.state_dict_metadata[index.fqn]
     place = metadata.storage_data[index]

@@ -147,16 +147,28 @@ class HfDeepSpeedConfig:
             raise ValueError(f"the DeepSpeed configuration has no {ds_key_long}")
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether the value is ``auto``."""
+        """Return whether the value is ``auto``.
+
+        Args:
+            ds_key_long: the key with dots between sections, as in ``zero_optimization.stage``.
+        """
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether the value is there and true."""
+        """Return whether the value is there and true.
+
+        Args:
+            ds_key_long: the key with dots between sections.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return whether the value is there and false."""
+        """Return whether the value is there and false.
+
+        Args:
+            ds_key_long: the key with dots between sections.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 

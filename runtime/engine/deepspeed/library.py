@@ -1,4 +1,4 @@
-"""The library DeepSpeed, imported when it is needed and told what this platform cannot do."""
+"""The library DeepSpeed, imported when it is needed and restricted to what this platform can do."""
 
 from __future__ import annotations
 

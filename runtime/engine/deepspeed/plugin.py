@@ -111,7 +111,7 @@ class DeepSpeedPlugin:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration for ``deepspeed.zero.Init``: without the values that only `prepare` knows."""
+        """The configuration for ``deepspeed.zero.Init``: without the values that only `prepare` has."""
         return self._for_init().config
 
     @property
@@ -171,6 +171,10 @@ class DeepSpeedPlugin:
         **kwargs: Any,
     ) -> None:
         """Fill in every ``auto`` below *prefix* with *kwargs* (values by path), see `fill_match`.
+
+        Args:
+            mismatches: a list that gets the values that differ.
+            config: the section to work on; the whole configuration unless given.
 
         Raises:
             ValueError: an ``auto`` without a value, or, with *must_match*, values that differ; all of them are named.

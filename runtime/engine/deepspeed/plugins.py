@@ -87,7 +87,11 @@ def plugins_of(one: Any, several: Any, env: Mapping[str, str] | None = None) -> 
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """Return the DeepSpeed plug-in in force. Raises `ValueError` when the run does not use DeepSpeed."""
+    """Return the DeepSpeed plug-in in force. Raises `ValueError` when the run does not use DeepSpeed.
+
+    Args:
+        state: the state of the run.
+    """
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise ValueError("this run has no DeepSpeed plug-in: pass Accelerator(deepspeed_plugin=...)")

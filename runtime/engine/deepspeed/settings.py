@@ -21,7 +21,7 @@ _WHEN_AUTO = {
 
 
 def given_by_launcher(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings in the environment. ``ACCELERATE_CONFIG_DS_FIELDS`` names what a launcher was really told."""
+    """Return the settings in the environment. ``ACCELERATE_CONFIG_DS_FIELDS`` names those that were given."""
     listed = env.get(FIELDS)
     names = None if listed is None else {name.strip() for name in listed.split(",") if name.strip()}
     if names is not None:  # always passed on when there is one

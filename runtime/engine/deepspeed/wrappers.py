@@ -86,7 +86,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self.scaler = getattr(optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the update has cleared the gradients."""
+        """Do nothing: the update has cleared the gradients.
+
+        Args:
+            set_to_none: without effect here.
+        """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing but count the update that `Accelerator.backward` made.

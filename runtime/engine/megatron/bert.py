@@ -33,7 +33,7 @@ class Bert(Layout):
 
     @property
     def classes(self) -> int | None:
-        """Classes of sequences, where the model tells them; `None` where it predicts masked words."""
+        """Classes of sequences, where the model predicts them; `None` where it predicts masked words."""
         rows = self.shapes.get("classifier.weight")
         return None if rows is None else rows[0]
 
@@ -116,7 +116,7 @@ class Words(PaddedVocabulary, BertModel):  # type: ignore[misc]
 
 
 class Classes(Words):
-    """Megatron-LM's BERT that tells the classes of sequences, and predicts no words."""
+    """Megatron-LM's BERT that classifies sequences, and predicts no words."""
 
     def tell(self, classes: int) -> None:
         """Tell so many *classes*, where this is the last piece."""

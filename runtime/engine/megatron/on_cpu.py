@@ -43,7 +43,7 @@ class _Cuda:
         return torch.device("cpu")
 
     def synchronize(self, device: Any = None) -> None:
-        """Do nothing: what a CPU was told is done."""
+        """Do nothing: work on a CPU is done when its call returns."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)

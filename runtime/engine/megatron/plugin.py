@@ -174,7 +174,11 @@ class MegatronLMPlugin:
                 raise ValueError(f"other_megatron_args: {name}={value!r}: expected one of {', '.join(served)}")
 
     def apply_accumulation(self, gradient: GradientRecord) -> None:
-        """Bring nothing into force: each batch is one optimizer step, which the Accelerator has checked."""
+        """Bring nothing into force: each batch is one optimizer step, which the Accelerator has checked.
+
+        Args:
+            gradient: the record of gradient accumulation.
+        """
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -26,7 +26,11 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, megatron_args: Any = None) -> Callable[..., Any]:
-        """Return the function that takes the next micro batch out of an iterator."""
+        """Return the function that takes the next micro batch out of an iterator.
+
+        Args:
+            megatron_args: accepted as documented; the settings are the plug-in's.
+        """
 
     @abstractmethod
     def get_loss_func(self) -> Callable[..., Any]:

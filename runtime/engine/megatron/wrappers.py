@@ -64,7 +64,11 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         return [group["lr"] for group in self.optimizers[0].param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the wrapped schedule's state, and set the rates that go with it."""
+        """Load the wrapped schedule's state, and set the rates that go with it.
+
+        Args:
+            state_dict: what ``state_dict`` returned.
+        """
         self.scheduler.num_steps = 0  # it adds those of the state to its own
         self.scheduler.load_state_dict(dict(state_dict))
         self.scheduler.step(0)

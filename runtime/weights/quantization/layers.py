@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, and what its weights then take."""
+"""Selection of the layers of a model that are quantized, and the size of its weights then."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _dispatched(
 
 
 def _marked(model: nn.Module, scheme: Scheme) -> nn.Module:
-    """Say on *model* how it is quantized: to this package, and to peft by the names that it knows."""
+    """Mark on *model* how it is quantized: for this package, and for peft by the names that peft reads."""
     model.quantization = scheme  # type: ignore[assignment]
     model.is_quantized = True  # type: ignore[assignment]
     model.is_loaded_in_8bit = scheme.method == "bitsandbytes" and scheme.bits == 8  # type: ignore[assignment]

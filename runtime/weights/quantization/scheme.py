@@ -1,4 +1,4 @@
-"""How linear layers are quantized: one scheme for each library and width."""
+"""Schemes of quantized linear layers: one for each library and width."""
 
 from __future__ import annotations
 

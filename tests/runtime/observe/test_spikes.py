@@ -46,18 +46,18 @@ def trained(monkeypatch, action, inputs, *, clip=True, every=5, make=None, preci
 
 def test_a_jump_is_told_by_the_median_and_does_not_become_usual():
     usual = Usual("loss", factor=10, warm_up=5)
-    assert [usual.look(step, 1.0) for step in range(5)] == [None] * 5
-    assert usual.look(5, 9.9) is None
-    first, second = usual.look(6, 10.1), usual.look(7, 1000.0)
+    assert [usual.judge(step, 1.0) for step in range(5)] == [None] * 5
+    assert usual.judge(5, 9.9) is None
+    first, second = usual.judge(6, 10.1), usual.judge(7, 1000.0)
     assert (first.step, first.usual, second.usual) == (6, 1.0, 1.0)
     assert str(second) == "the loss jumps to 1000 at step 7, 1000 times the usual 1"
 
 
 def test_the_first_values_may_be_anything_finite():
     usual = Usual("loss", factor=2, warm_up=5)
-    assert [usual.look(step, 10.0**-step) for step in range(5)] == [None] * 5
-    assert usual.look(5, math.inf).usual is None
-    assert str(usual.look(6, math.nan)) == "the loss is nan at step 6"
+    assert [usual.judge(step, 10.0**-step) for step in range(5)] == [None] * 5
+    assert usual.judge(5, math.inf).usual is None
+    assert str(usual.judge(6, math.nan)) == "the loss is nan at step 6"
 
 
 def test_a_quantity_that_is_missing_is_not_taken_for_nan():

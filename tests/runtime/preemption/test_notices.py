@@ -75,12 +75,12 @@ def test_platforms_are_detected_by_machine_and_environment(tmp_path):
 def test_a_spot_instance_is_told_when_it_ends(metadata):
     metadata.answers["/latest/api/token"] = (200, "t0ken")
     spot = Ec2Spot(f"http://{metadata.host}")
-    assert spot.look() is None
+    assert spot.poll() is None
     metadata.answers["/latest/meta-data/spot/instance-action"] = (
         200,
         '{"action": "stop", "time": "2030-01-01T00:00Z"}',
     )
-    assert spot.look() == "stop at 2030-01-01T00:00Z"
+    assert spot.poll() == "stop at 2030-01-01T00:00Z"
     methods = [method for method, _, _ in metadata.requests]
     assert methods == ["PUT", "GET", "GET"]  # the token is asked for once
     headers = {name.lower(): value for name, value in metadata.requests[-1][2].items()}
@@ -100,26 +100,26 @@ def test_google_cloud_tells_preemption_and_maintenance(metadata, preempted, even
     root = "/computeMetadata/v1/instance"
     metadata.answers[f"{root}/preempted"] = (200, preempted)
     metadata.answers[f"{root}/maintenance-event"] = (200, event)
-    assert GoogleCloud(metadata.host).look() == notice
+    assert GoogleCloud(metadata.host).poll() == notice
     assert metadata.requests[0][2]["Metadata-Flavor"] == "Google"
 
 
 def test_a_proxy_is_never_asked(metadata, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert GoogleCloud(metadata.host).look() is None
+    assert GoogleCloud(metadata.host).poll() is None
 
 
 def test_the_end_of_a_slurm_job_is_told_in_time(monkeypatch):
     monkeypatch.setattr(notices, "time", SimpleNamespace(time=lambda: 5000.0))
-    assert SlurmTimeLimit(6000).look() is None
-    assert SlurmTimeLimit(5060).look() == "the job ends in 60 s"
+    assert SlurmTimeLimit(6000).poll() is None
+    assert SlurmTimeLimit(5060).poll() == "the job ends in 60 s"
 
 
 def test_a_service_that_does_not_answer_is_asked_three_times():
     class Broken:
         name, asked = "broken", 0
 
-        def look(self):
+        def poll(self):
             self.asked += 1
             raise ConnectionRefusedError("nobody there")
 

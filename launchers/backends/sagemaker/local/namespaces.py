@@ -111,7 +111,7 @@ class Host:
         self.pid = 0  # of that first process
 
     def start(self) -> None:
-        """Two forks: the first one stays outside of the new PID namespace and knows the number that signals need."""
+        """Fork twice: the first child stays outside of the new PID namespace and has the PID that signals need."""
         read, write = os.pipe()
         self.keeper = os.fork()
         if self.keeper == 0:

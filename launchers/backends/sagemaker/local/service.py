@@ -203,7 +203,7 @@ class LocalService:
         return [f"{name}/{stem}" for stem in sorted(stems, key=_stream_order)]
 
     def events(self, stream: str, token: str | None) -> tuple[list[str], str | None]:
-        """Whole lines after the byte *token*; a line without an end counts when nobody can finish it any more."""
+        """Return whole lines after the byte *token*; a line without an end counts when its writer has ended."""
         name, _, stem = stream.partition("/")
         directory = self.jobs / name
         alive = _is_held(directory / "lock")
@@ -267,7 +267,7 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _hold(path: Path) -> int:
-    """A lock that lasts as long as somebody has the returned file open."""
+    """Take a lock that lasts as long as the returned file is open."""
     import fcntl
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

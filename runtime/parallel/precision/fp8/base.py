@@ -35,7 +35,7 @@ class FP8Backend:
         self.recipe = recipe
 
     def requires(self, ctx: RunContext) -> str | None:
-        """Why the back end cannot compute in *ctx*, or `None`. Here: an NVIDIA GPU with fp8."""
+        """Return the reason why the back end cannot compute in *ctx*, or `None`. Here: an NVIDIA GPU with fp8."""
         if ctx.device.type != "cuda":
             return f"it computes on NVIDIA GPUs, not on {ctx.device.type}"
         capability = torch.cuda.get_device_capability(ctx.device)

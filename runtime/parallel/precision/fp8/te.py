@@ -192,7 +192,7 @@ _SCALING = "._extra_state"  # keys under which its layers keep the history of th
 
 
 def _drop_scaling(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave out of *state* what only Transformer Engine knows: checkpoints are the same in every precision."""
+    """Leave Transformer Engine's own entries out of *state*: checkpoints are the same in every precision."""
     for name in [name for name in state if name.endswith(_SCALING)]:
         del state[name]
 

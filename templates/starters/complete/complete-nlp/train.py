@@ -1,4 +1,4 @@
-"""Train a transformer on text, with everything that a long run wants: schedule, accumulation, mixed precision,
+"""Train a transformer on text, with everything that a long run needs: schedule, accumulation, mixed precision,
 checkpoints by step or epoch, resuming, tracking, metrics over all processes, and the best model at the end.
 
     orc submit job.yaml --follow
@@ -54,7 +54,7 @@ class Collate:
 
 
 class Encoder(nn.Module):
-    """One transformer layer over the words, their mean, and scores for the classes."""
+    """A transformer layer over the words, their mean, and scores for the classes."""
 
     def __init__(self, words, width, classes):
         super().__init__()

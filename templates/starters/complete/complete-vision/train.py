@@ -1,4 +1,4 @@
-"""Train a convolutional network on image files, with everything that a long run wants: augmentation, a schedule, batch
+"""Train a convolutional network on image files, with everything that a long run needs: augmentation, a schedule, batch
 normalisation over all processes, checkpoints by step or epoch, resuming, tracking, early stopping, the best model.
 
     orc submit job.yaml --follow

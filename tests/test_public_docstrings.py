@@ -1,0 +1,76 @@
+"""Docstrings of what users call: every parameter is named, and so are the errors that a function raises itself."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import orc.launchers
+import orc.orchestrator
+import orc.runtime
+from orc.launchers.backends.base import Backend
+
+# Their methods are those of `JobsClient`, which has the docstrings.
+TWINS = {"ServiceClient", "AsyncServiceClient", "Client"}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Yield the functions and classes that the packages offer, by their names."""
+    for package in (orc.runtime, orc.launchers, orc.orchestrator):
+        for name in package.__all__:
+            if callable(found := getattr(package, name)) and found.__module__.startswith("orc."):
+                yield f"{package.__name__}.{name}", found
+    yield "orc.launchers.backends.base.Backend", Backend
+
+
+def callables() -> Iterator[tuple[str, Any, str]]:
+    """Yield each public function and method, and the docstrings that describe it: its own, and of what it overrides."""
+    for name, found in public():
+        if not inspect.isclass(found):
+            yield name, found, found.__doc__ or ""
+            continue
+        if (
+            "__init__" in vars(found)
+            and not getattr(found, "_is_protocol", False)
+            and not hasattr(found, "__dataclass_fields__")
+        ):
+            yield name, found.__init__, f"{found.__doc__}\n{found.__init__.__doc__ or ''}"
+        above = [*found.__mro__, *([orc.orchestrator.JobsClient] if found.__name__ in TWINS else [])]
+        for key, value in vars(found).items():
+            method = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if key[0] != "_" and inspect.isfunction(method) and method.__module__.startswith("orc."):
+                yield (
+                    f"{name}.{key}",
+                    method,
+                    "\n".join(getattr(one, key).__doc__ or "" for one in above if hasattr(one, key)),
+                )
+
+
+def test_docstrings_of_public_functions_name_every_parameter() -> None:
+    missing = []
+    for name, found, text in callables():
+        parameters = [
+            key for key in inspect.signature(found).parameters if key not in ("self", "cls", "args", "kwargs")
+        ]
+        missing += [f"{name}: {key}" for key in parameters if key[0] != "_" and not re.search(rf"\b{key}\b", text)]
+    assert missing == []
+
+
+def test_docstrings_of_public_functions_name_the_errors_that_they_raise() -> None:
+    missing = []
+    for name, found, text in callables():
+        tree = ast.parse(textwrap.dedent(inspect.getsource(found)))
+        raised = {
+            node.exc.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and isinstance(node.exc.func, ast.Name)
+            and node.exc.func.id[0].isupper()
+        }
+        missing += [f"{name}: {error}" for error in sorted(raised - {"NotImplementedError"}) if error not in text]
+    assert missing == []
