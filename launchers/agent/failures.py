@@ -32,10 +32,16 @@ def on_failure(node: NodeState, failure: dict[str, Any]) -> None:
 
 
 def on_service_end(node: NodeState, service: Rank) -> None:
-    """Stop because a service has ended before the program: this node cannot do its part any more, or never could."""
+    """Stop because a service has ended before the program: this node cannot do its part any more, or never could.
+
+    The end of the program on node 0 ends the services there, and often what is connected to them elsewhere.
+    """
+    first = (node.peer_record(0, "heartbeat.json") or {}).get("state")
+    if node.follows and (first == "stopping" or node.peer_record(0, "exit.json")):
+        return
     how = f"the {service.role} of node {node.node} {describe_exit(*decode_wait_status(service.status or 0))}"
     failure = failure_of(node, service)
-    if not node.ranks and (node.peer_record(0, "heartbeat.json") or {}).get("state") != "running":
+    if not node.ranks and first != "running":
         reason = f"{how}\n{failure['log_tail']}".rstrip()
         node.request_stop(StopRequest("launch", reason, 0.0, exit_status=EXIT_LAUNCH))
         return

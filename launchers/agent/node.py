@@ -150,7 +150,9 @@ class Node(Supervisor):
         elif self.ranks and self.until(
             lambda: self.unexplained is None and all(rank.status is not None for rank in self.ranks)
         ):
-            end_services(self)
+            if self.services:
+                self.write_heartbeat("stopping")  # the other nodes' services may end with these
+                end_services(self)
             return make_verdict("succeeded", "", 0)
         stop = self.stop
         if stop is None:

@@ -98,6 +98,10 @@ class Supervisor(NodeState):
         code, name = decode_wait_status(rank.status or 0)
         if self.stop:
             return
+        if rank.role and self.follows and (self.peer_record(0, "heartbeat.json") or {}).get("state") == "running":
+            # The program may have ended, and the word of it be on its way. Less than the driver waits for this node.
+            self.unexplained = (rank, time.monotonic() + 0.25 * EXPLAIN_S)
+            return
         if rank.role:
             on_service_end(self, rank)
             return
@@ -152,7 +156,11 @@ class Supervisor(NodeState):
             on_peer_stop(self, told)
             return
         if self.unexplained and now > self.unexplained[1]:
-            on_failure(self, failure_of(self, self.unexplained[0]))
+            ended, self.unexplained = self.unexplained[0], None
+            if ended.role:
+                on_service_end(self, ended)
+            else:
+                on_failure(self, failure_of(self, ended))
             return
         if self.link and asleep > self.peer_timeout_s:  # nobody counts on this node any more
             reason = f"node {self.node} was stopped for {asleep:.0f} s (node failure; {self.me['host']})"

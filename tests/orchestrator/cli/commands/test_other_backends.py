@@ -1,8 +1,9 @@
-"""Clusters whose backend comes from another package: the one that docs/how-to/add-a-backend.md builds."""
+"""Backends and commands of other packages: those that docs/how-to/add-a-backend.md and add-a-command.md build."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_a_package_that_cannot_be_imported_is_named(
     assert refused.code != 0
     assert "orc-toy" in refused.err
     assert "no_such_module" in refused.err
+
+
+def test_a_launcher_of_another_package_gives_each_node_its_part(
+    orc: Run, place: Path, install_page: Callable[[str], Path]
+) -> None:
+    site = install_page("add-a-command")
+    for name in ("train.py", "job.yaml"):
+        shutil.copy(site / name, place / name)
+    assert "did you mean 'capacity'?" in orc("submit", "job.yaml", "--set", "launcher.options.capacit=3").err
+    done = orc("submit", "job.yaml", "--follow", "--no-reconciler", "--set", "retry.max_attempts=1")
+    # The workers end with the queue that they are connected to, and that is no failure of theirs.
+    assert done.code == 0, done.err
+    assert "3 9 by a worker" in done.out
 
 
 def test_without_the_package_the_kind_is_unknown(tmp_path: Path) -> None:
