@@ -30,8 +30,9 @@ def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
 
     client = open_client()
     ids = job_ids(client, jobs) or unended(client)
-    if refresh and ids:
-        report = client.refresh(ids)
+    # The clusters have nothing to add about jobs that have ended, and a pass takes longer to load than to show them.
+    if refresh and (live := [job_id for job_id in ids if client.job(job_id).state in LIVE_STATES]):
+        report = client.refresh(live)
         # What the ledger knows is still worth showing; that it may be old must be said.
         reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
     views = [client.job(job_id) for job_id in ids]

@@ -66,3 +66,8 @@ def test_the_status_of_a_live_job_needs_its_cluster_and_not_the_models_of_job_fi
         assert "orc.launchers.spec.job" not in _imports("status")
     finally:
         _imports("cancel", "naps")
+
+
+def test_the_status_of_an_ended_job_asks_no_cluster(place: Path, job_file: Callable[..., str]) -> None:
+    _imports("submit", job_file("name: quick\ncommand: 'true'\nlauncher: python\n"), "--no-reconciler", "--follow")
+    assert "orc.orchestrator.engine.reconciler" not in _imports("status", "quick")
