@@ -18,7 +18,7 @@ _REFERENCE = re.compile(r"\$\$(?=\{)|\$\{(?P<kind>env:|job\.)(?P<rest>[^}]*)(?P<
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-class _Refused(Exception):
+class _BadReference(Exception):
     """Reference that cannot be replaced; becomes a `Problem` at the text that holds it."""
 
 
@@ -60,7 +60,7 @@ class Interpolation:
             return [self._walk(item, (*path, index), problems) for index, item in enumerate(value)]
         try:
             return self._value(path, value)
-        except _Refused as refused:
+        except _BadReference as refused:
             origin = self._document.origin(path)
             problems.append(Problem(origin.where, dotted(path), str(refused), order=origin.order))
             return value
@@ -73,7 +73,7 @@ class Interpolation:
             return self._done[path]
         if path in self._open:
             chain = " -> ".join(dotted(p) for p in [*self._open[self._open.index(path) :], path])
-            raise _Refused(f"refers to itself: {chain}")
+            raise _BadReference(f"refers to itself: {chain}")
         self._open.append(path)
         try:
             text = _REFERENCE.sub(self._replace, value)
@@ -85,7 +85,7 @@ class Interpolation:
         try:
             result = scalar(text) if retype else text
         except ValueError:
-            raise _Refused(f"{text[:40]!r} is not a number that can be read") from None
+            raise _BadReference(f"{text[:40]!r} is not a number that can be read") from None
         if self._reading(path) == "flags" and result is not None and not isinstance(result, bool):
             result = text
         self._done[path] = result
@@ -95,7 +95,7 @@ class Interpolation:
         if match["kind"] is None:
             return "$"
         if not match["end"]:
-            raise _Refused(f"{match[0][:40]!r} has no closing brace")
+            raise _BadReference(f"{match[0][:40]!r} has no closing brace")
         text = self._variable(match["rest"]) if match["kind"] == "env:" else self._key(match["rest"])
         # References to values that hold references multiply; a limit keeps a small file small.
         self._size += len(text)
@@ -108,23 +108,25 @@ class Interpolation:
     def _variable(self, rest: str) -> str:
         name, has_default, default = rest.partition(":-")
         if not _NAME.fullmatch(name):
-            raise _Refused(f"${{env:{rest}}} names no environment variable")
+            raise _BadReference(f"${{env:{rest}}} names no environment variable")
         if name in self._secrets:
-            raise _Refused(f"${{env:{name}}} would copy a secret into the job; a rank reads it as ${name}")
+            raise _BadReference(f"${{env:{name}}} would copy a secret into the job; a rank reads it as ${name}")
         value = self._env.get(name)
         if has_default and not value:
             return default
         if value is None:
-            raise _Refused(f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}")
+            raise _BadReference(
+                f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}"
+            )
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _Refused(f"the value of the environment variable {name} is not valid UTF-8") from None
+            raise _BadReference(f"the value of the environment variable {name} is not valid UTF-8") from None
         return value
 
     def _key(self, rest: str) -> str:
         if self._defaults is None:
-            raise _Refused(f"${{job.{rest}}} has a meaning in job files only")
+            raise _BadReference(f"${{job.{rest}}} has a meaning in job files only")
         target: Any = self._document.data
         actual: list[str | int] = []
         for part in rest.split("."):
@@ -143,11 +145,11 @@ class Interpolation:
         try:
             return self._defaults(tuple(rest.split(".")))
         except KeyError as error:
-            raise _Refused(f"${{job.{rest}}}: the job has no such key{error.args[0]}") from None
+            raise _BadReference(f"${{job.{rest}}}: the job has no such key{error.args[0]}") from None
 
     def _text(self, value: Any, rest: str) -> str:
         if value is None:
-            raise _Refused(f"${{job.{rest}}} has no value")
+            raise _BadReference(f"${{job.{rest}}} has no value")
         if not isinstance(value, (str, int, float)):
-            raise _Refused(f"${{job.{rest}}} is not one value")
+            raise _BadReference(f"${{job.{rest}}} is not one value")
         return ("true" if value else "false") if isinstance(value, bool) else str(value)
