@@ -214,6 +214,7 @@ class Accelerator(AcceleratorAttributes):
     prepare_scheduler = of("_preparation", Preparation.prepare_scheduler)
     prepare_data_loader = of("_preparation", Preparation.prepare_data_loader)
     verify_device_map = of("_preparation", Preparation.verify_device_map)
+    deepspeed_ulysses_dl_adapter = of("_preparation", Preparation.deepspeed_ulysses_dl_adapter)
 
     @property
     def fp8_backend(self) -> str | None:

@@ -54,6 +54,10 @@ class TrainingLibrary(Protocol):
         """Bring the library's own number of batches per optimizer step into force, where it has one."""
         ...
 
+    def agreed(self) -> Mapping[str, Any]:
+        """Return the settings, by name, that all ranks must have alike."""
+        ...
+
 
 class PreparedLoader(Protocol):
     """Interface of a prepared loader: the attributes that the core reads, and the calls that the loader makes.

@@ -145,7 +145,9 @@ class NativeEngine:
         """Step ``optimizer.optimizer``; with a scaler unless its gradients overflowed."""
         bare = optimizer.optimizer
         if not optimizer.steps and self.prepared.sharded:
-            self._refuse_gone(bare)
+            from orc.runtime.train.gone import refuse_gone
+
+            refuse_gone(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
         if self._scaler is None:
             optimizer.steps += 1
             return bare.step() if closure is None else bare.step(closure)
@@ -164,18 +166,6 @@ class NativeEngine:
     def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
         """Clear the gradients of ``optimizer.optimizer``."""
         optimizer.optimizer.zero_grad(set_to_none)
-
-    def _refuse_gone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `ValueError` when *optimizer* would train nothing, and say nothing: what it has is no model's."""
-        if _has_gradients(optimizer):
-            return
-        alive = {id(parameter) for model in self.prepared.models for parameter in model.parameters()}
-        if not any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__} trains parameters that are gone: no prepared model has them. They were "
-                "replaced when the model was sharded: make the optimizer after fully_shard, or let prepare shard the "
-                "model (fsdp_plugin), which hands the new parameters to the optimizer"
-            )
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.

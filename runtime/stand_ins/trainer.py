@@ -55,6 +55,29 @@ def equip(module: ModuleType) -> None:
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train
+    if hasattr(trainer, "get_sp_size"):
+        trainer.set_initial_training_values = _counted(trainer.set_initial_training_values)
+
+
+def _counted(original: Any) -> Any:
+    """Return *original*, of the Trainer, for loaders of the runtime.
+
+    It multiplies the batches of a loader by the processes along ``sp``, for loaders that give each of these another
+    batch. Those of the runtime give all of them pieces of the same one, and count it as one.
+    """
+
+    @functools.wraps(original)
+    def set_initial_training_values(self: Any, args: Any, dataloader: Any, *more: Any) -> Any:
+        total = self.get_total_train_batch_size(args)
+        instead = {"get_sp_size": lambda: 1, "get_total_train_batch_size": lambda args: total}
+        vars(self).update(instead)
+        try:
+            return original(self, args, dataloader, *more)
+        finally:
+            for name in instead:
+                del vars(self)[name]
+
+    return set_initial_training_values
 
 
 def _resumable(folder: str | None) -> str | None:

@@ -64,6 +64,7 @@ class Preparation:
 
         Raises:
             ValueError: *device_placement* has another length than *args*.
+            ContextError: the ranks train in different ways or prepare different objects; the same on every rank.
         """
         if device_placement is None:
             placement: list[bool | None] = [None] * len(args)
@@ -71,6 +72,10 @@ class Preparation:
             raise ValueError(f"device_placement has {len(device_placement)} elements for {len(args)} objects")
         else:
             placement = list(device_placement)
+        if self.ctx.distributed:
+            from orc.runtime.train.agreement import agree
+
+            agree(args, self.engine, self.options)
         result = self.engine.prepare(self.precision.together(args, self.ctx), placement, self)
         return result[0] if len(result) == 1 else tuple(result)
 
@@ -254,6 +259,25 @@ class Preparation:
         self._watching.attach(prepared)
         self.prepared.dataloaders.append(prepared)
         return prepared
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Return *dl*, as it is: a prepared loader yields this process's piece of every sequence already.
+
+        Transformers' Trainer calls it where DeepSpeed computes sequence parallelism (``sp_size`` above 1).
+
+        Args:
+            dl: the prepared loader.
+            model: the prepared model.
+
+        Raises:
+            ValueError: this Accelerator has not prepared *dl*, whose sequences nobody would cut.
+        """
+        if self.ctx.topology.size("sp") > 1 and not any(dl is one for one in self.prepared.dataloaders):
+            raise ValueError(
+                f"deepspeed_ulysses_dl_adapter: this {type(dl).__name__} is not prepared, so that every process along "
+                "sp would get whole sequences; prepare it first: accelerator.prepare(loader)"
+            )
+        return dl
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether *model* or a part of it has a device map (``hf_device_map``) with more than one entry."""

@@ -28,6 +28,7 @@ from orc.runtime.engine.deepspeed.wrappers import (
 from orc.runtime.parallel import extract_model_from_parallel, refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision.forward import cast_inputs
+from orc.runtime.train.gone import refuse_gone
 from orc.runtime.train.normalize import Count, LossNormalizer
 from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
@@ -109,6 +110,8 @@ class DeepSpeed:
         check_combination(plugin, [objects[i] for i in optimizers], [objects[i] for i in schedulers])
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
+        if optimizer is not None:
+            refuse_gone(optimizer, [model], [optimizer])
         refuse_to_train(model)
         refuse_to_spread(model, ("deepspeed", "zero3") if plugin.zero_stage_of() == 3 else ("deepspeed",))
         attention = sequences.check(model, plugin, self.ctx, preparation.options.parallelism)

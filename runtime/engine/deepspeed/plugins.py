@@ -51,6 +51,10 @@ class DeepSpeedPlugins:
         if steps != AUTO:
             gradient.num_steps = int(steps)
 
+    def agreed(self) -> Mapping[str, Any]:
+        """Return the configuration in force."""
+        return self.active.deepspeed_config
+
 
 _UNNAMED = "default"
 

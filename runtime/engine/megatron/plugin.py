@@ -180,6 +180,10 @@ class MegatronLMPlugin:
             gradient: the record of gradient accumulation.
         """
 
+    def agreed(self) -> Mapping[str, Any]:
+        """Return the settings that a launcher can give too."""
+        return self.settings
+
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that a launcher can give too, by name."""

@@ -1,5 +1,7 @@
 """Pipelines that train: stages on several processes learn what one process learns."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -382,6 +384,14 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_process(run_ranks):
         ready = PipelineParallelConfig(loss_fn=mean_loss, example_args=(words,))
         fails("compiled", lambda: plain(ready, dynamo_backend="eager"))
 
+        def early():  # the parameters of a layer that has another in its place
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.blocks[1] = copy.deepcopy(model.blocks[1])
+            accelerator = accelerator_for(2)
+            accelerator.prepare(model, optimizer)
+
+        fails("early", early)
         # An optimizer of one stage alone has no place in a checkpoint.
         accelerator = accelerator_for(2)
         model = accelerator.prepare(Net())
@@ -399,6 +409,7 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_process(run_ranks):
     assert "did you mean 'blocks.1'?" in seen["point"]
     assert "use bf16" in seen["fp16"]
     assert "torch.compile" in seen["compiled"]
+    assert "SGD steps parameters of a model that is spread" in seen["early"]
 
 
 @pytest.mark.parametrize(

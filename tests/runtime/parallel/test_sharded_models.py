@@ -80,6 +80,20 @@ def an_optimizer_made_too_early():
     with pytest.raises(ValueError, match=r"^SGD trains parameters that are gone: no prepared model has them\."):
         optimizer.step()
 
+    # Made when a part of the model was sharded already. A parameter of the script's own is no reason.
+    model, extra = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.Parameter(torch.ones(1))
+    fully_shard(model[0])
+    early = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    fully_shard(model)
+    late = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    model, early = accelerator.prepare(model, early)
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(ValueError, match=r"^SGD trains 3 .* of 5: .* no optimizer trains 1\.weight, 1\.bias\."):
+        early.step()
+    accelerator.free_memory()
+    model, late = accelerator.prepare(model, late)
+    late.step()
+
 
 def test_an_optimizer_of_parameters_that_are_gone_is_refused_on_every_rank(run_ranks):
     run_ranks(2, an_optimizer_made_too_early)

@@ -117,6 +117,7 @@ def train_each_way(settings, folder):
         refused("fp16"),
         refused("no", zero_quantized_weights=True),
         refused("no", offload_optimizer={"device": "nvme", "nvme_path": folder}),
+        refused("no", early=True),
     ]
     return results
 
@@ -158,8 +159,9 @@ def train_experts():
     return losses
 
 
-def refused(precision, **zero):
-    """The error where DeepSpeed needs a GPU, or a library that it shall not find."""
+def refused(precision, early=False, **zero):
+    """The error where DeepSpeed needs a GPU, a library that it shall not find, or what the optimizer (*early*) has."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
     from orc.runtime import Accelerator
@@ -169,8 +171,12 @@ def refused(precision, **zero):
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
-        with pytest.raises(ValueError, match="DeepSpeed") as found:
-            accelerator.prepare(*objects()[:2])
+        patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)  # some CPUs compute in it
+        model, optimizer, *_ = objects()
+        if early:
+            model[2] = type(model[2])(32, 1)
+        with pytest.raises(ValueError, match="AdamW trains 2 parameters" if early else "DeepSpeed") as found:
+            accelerator.prepare(model, optimizer)
     forget()
     return str(found.value)
 
@@ -212,7 +218,8 @@ def test_ranks_go_through_different_experts_of_a_layer_that_is_gathered_as_a_who
 
 def test_what_deepspeed_cannot_do_here_is_one_error_on_every_rank(trained):
     for results in trained:
-        half, quantized, on_disk = results["refused"]
+        half, quantized, on_disk, early = results["refused"]
         assert "fp16 is not supported on your device" in half
         assert "zero_quantized_weights: DeepSpeed quantizes on GPUs alone" in quantized
         assert "offload_optimizer to nvme: DeepSpeed cannot build its async_io here" in on_disk
+        assert "gone, of 4: no prepared model has them, and no optimizer trains 2.weight, 2.bias. " in early

@@ -17,7 +17,8 @@ PROGRAMS = ("with_trl.sft", "with_trl.dpo", "with_trl.grpo", "with_peft.trainer"
 PROGRAMS += ("with_datasets.streams", "with_datasets.resumed", "with_datasets.split_by_node", "with_diffusers.train")
 TRAINER = ("plain", "bf16", "accumulation", "gradient_checkpointing", "workers", "split_batches", "resume_in_mid_epoch")
 TRAINER += ("classification", "automatic_batch_size", "fsdp", "deepspeed")
-TRAINER = tuple(f"with_trainer.{name}" for name in TRAINER)
+SEQUENCES = "with_trainer.sequences"  # which the reference cannot compute without a GPU
+TRAINER = (*(f"with_trainer.{name}" for name in TRAINER), SEQUENCES)
 ALONE = ("with_device_maps.from_pretrained", "with_device_maps.lora", "with_device_maps.by_hand")  # one process each
 
 
@@ -78,9 +79,11 @@ def main():
     programs = [
         name for name in PROGRAMS + TRAINER + ALONE if not chosen or any(name.startswith(one) for one in chosen)
     ]
+    if which == "reference":
+        programs = [name for name in programs if name != SEQUENCES]
     for module in sorted({name.partition(".")[0] for name in programs}):
         importlib.import_module(module)
-    if "with_trainer.deepspeed" in programs:
+    if {"with_trainer.deepspeed", SEQUENCES} & set(programs):
         # Its kernel for collectives on CPUs takes a minute to compile; without it, it uses the process group.
         importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
     folder = pathlib.Path(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -179,3 +180,23 @@ def deepspeed(folder: str) -> Results:
         "zero_allow_untested_optimizer": True,
     }
     return train(folder, deepspeed=config, max_steps=4)
+
+
+def sequences(folder: str) -> Results:
+    """Two processes compute pieces of the sequences that one computes whole."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    more: dict[str, Any] = {}
+    if os.environ["WORLD_SIZE"] == "2":
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        more["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    steps = {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}
+    return train(folder, deepspeed=config, **steps, **more)
