@@ -11,15 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from orc.runtime.collectives.board import BoardError
 from orc.runtime.collectives.collectives import all_gather_flat
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext
+from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.parallel.call_form import CallForm
 from orc.runtime.parallel.parts import Parts
 from orc.runtime.parallel.pipeline import agree
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 from orc.runtime.parallel.stage_body import StageForward
 
+_BROKEN = "pipeline/broken"  # on the board: how many processes have seen a schedule fail, and who was the first
 _NO_TARGET = "a pipeline in training needs the target of its batch: model(inputs, target=labels) returns the loss"
 
 
@@ -195,10 +198,33 @@ class Line:
             options["target"] = torch.arange(self._chunks) if self._is_last else None
             if "return_outputs" in inspect.signature(run.step).parameters:
                 options["return_outputs"] = False
-        output = run.step(*(tensors if self._is_first else ()), **options)
+        try:
+            output = run.step(*(tensors if self._is_first else ()), **options)
+        except Exception as error:
+            raise self._broken_off(error) from error
         for stage in self._stages[training]:
             stage.clear_runtime_states()  # holds activations
         return output
+
+    def _broken_off(self, error: Exception) -> OrcRuntimeError:
+        """Return what to raise where the schedule itself has failed: neighbours, whose time is up, name who began.
+
+        Nothing makes them fail before: they wait in torch for what this process does not send any more, and gloo can
+        close no connection as long as the group lives.
+        """
+        ctx, board = self._ctx, self._ctx.store
+        reason = f"process {ctx.rank} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        if board is not None:
+            try:
+                if board.add(_BROKEN, 1) == 1:
+                    board.set(f"{_BROKEN}/by", reason)
+                reason = board.get(f"{_BROKEN}/by").decode()
+            except BoardError:  # rank 0 is gone: the connection says so
+                pass
+        return OrcRuntimeError(
+            f"the schedule of the pipeline broke off on {reason}. It cannot go on: let the error end the process, "
+            "because the other processes wait for it until the time-out of collectives (timeout_s)"
+        )
 
     # ---- loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -40,7 +41,14 @@ def device():
 
 @pytest.fixture
 def allocated():
-    """``allocated()``: bytes that tensors take on the device; 0 on the CPU, which does not count them."""
+    """``allocated()``: bytes that tensors take on the device; 0 on the CPU, which does not count them.
+
+    cuBLAS has its workspaces already, that of backward's thread too: they are kept, and on some GPUs take 32 MiB each.
+    """
+    if ON == "cuda":
+        layer = torch.nn.Linear(64, 64, device="cuda")
+        layer(torch.ones(4, 64, device="cuda", requires_grad=True)).sum().backward()
+        del layer
 
     def count():
         if ON != "cuda":
@@ -49,6 +57,18 @@ def allocated():
         return torch.cuda.memory_allocated()
 
     return count
+
+
+@pytest.fixture
+def compiler():
+    """Back end of ``torch.compile``: inductor, where there are triton and the C compiler that it calls."""
+    if ON != "cuda":
+        return "aot_eager"
+    from torch.utils._triton import has_triton
+
+    if not has_triton() or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        pytest.skip("torch.compile needs triton and a C compiler on GPUs")
+    return "inductor"
 
 
 @pytest.fixture

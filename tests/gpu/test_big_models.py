@@ -57,7 +57,7 @@ def test_a_spread_model_computes_as_before_and_holds_its_own_part(device, places
     if device.type == "cuda":
         layer = 4 * WIDTH * (WIDTH + 1)
         assert model[4].weight.is_meta
-        assert 3 * layer <= allocated() - before < 5 * layer + 9 * 2**20, "cuBLAS keeps its workspace"
+        assert 3 * layer <= allocated() - before < 5 * layer
 
 
 @pytest.mark.cuda_only
@@ -113,11 +113,11 @@ def test_layers_are_quantized_on_the_device_and_eight_bits_offloaded(device, pla
     pytest.importorskip("bitsandbytes")
     whole = layers().eval()
     save_model(whole, tmp_path / "weights")
-    with init_empty_weights():
-        empty = layers()
     config = BnbQuantizationConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
     x = torch.randn(4, WIDTH, dtype=torch.float16)
     for spread in (None, places):
+        with init_empty_weights():
+            empty = layers()
         model = load_and_quantize_model(
             empty, config, tmp_path / "weights", device_map=spread, offload_folder=tmp_path / f"away{bits}"
         )

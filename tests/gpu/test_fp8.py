@@ -51,11 +51,11 @@ def test_float8_trains_near_bfloat16_where_the_gpu_has_it(device, tmp_path):
 
 
 @pytest.mark.cuda_only
-def test_float8_compiles_and_pads_sizes(device):
+def test_float8_compiles_and_pads_sizes(device, compiler):
     if torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("the GPU has no fp8")
     plain, *_ = losses("fp8", steps=5)
     padded, *_ = losses("fp8", steps=5, kwargs_handlers=[AORecipeKwargs(pad_inner_dim=True)])
-    compiled, *_ = losses("fp8", steps=5, dynamo_backend="inductor")
+    compiled, *_ = losses("fp8", steps=5, dynamo_backend=compiler)
     assert padded == pytest.approx(plain, rel=0.05)
     assert compiled == pytest.approx(plain, rel=0.05)

@@ -28,12 +28,12 @@ def losses_of(model, parameters, clip):
     return losses
 
 
-def test_a_cut_model_trains_as_a_whole_one():
+def test_a_cut_model_trains_as_a_whole_one(device):
     accelerator = Accelerator()
     accelerator.ctx.set_topology({"tp": 1}, by="this test")
     handler = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
     model = PARALLELIZER.apply(network(), accelerator.ctx, Request(options={"tp": handler}))
-    assert model[0].weight.device_mesh.device_type == "cuda"
+    assert model[0].weight.device_mesh.device_type == device.type
     model = accelerator.prepare(model)
     found = losses_of(model, model.parameters(), accelerator.clip_grad_norm_)
     whole = network().to(accelerator.device)
@@ -43,3 +43,4 @@ def test_a_cut_model_trains_as_a_whole_one():
     torch.testing.assert_close(
         state["0.weight"].to(whole[0].weight.device), whole[0].weight.detach(), rtol=1e-3, atol=1e-4
     )
+    accelerator.end_training()

@@ -137,13 +137,13 @@ def test_fp16_skips_steps_that_overflow_and_halves_the_scale(device):
 
 @pytest.mark.cuda_only
 def test_fp16_learns():
-    losses = train(Accelerator(mixed_precision="fp16"), network(), 40, clip=1.0)
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    losses = train(accelerator, network(), 40, clip=1.0)
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_compiled_model_learns_the_same(device):
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
-    losses = train(Accelerator(dynamo_backend=backend), network())
+def test_a_compiled_model_learns_the_same(device, compiler):
+    losses = train(Accelerator(dynamo_backend=compiler), network())
     assert losses == pytest.approx(by_hand(device, network()), rel=1e-3)
 
 
@@ -188,7 +188,7 @@ def test_memory_comes_back(device, allocated):
         assert allocated() - before > 12 * 2**20, "weights, gradients, two moments"
     model, optimizer = accelerator.free_memory(model, optimizer)
     model, optimizer = release_memory(model, optimizer)
-    assert allocated() - before < 2**20 + 9 * 2**20, "cuBLAS keeps its workspace"
+    assert allocated() - before < 2**20
 
 
 @pytest.mark.cuda_only

@@ -78,9 +78,11 @@ def open_group_of_one(ctx: RunContext) -> None:
     """Open the process group that DeepSpeed needs even where there is one process and no launcher."""
     import torch.distributed as dist
 
-    if ctx.world_size > 1 or dist.is_initialized():
+    if ctx.world_size > 1:
         return
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device there
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device there, whoever has opened the group
+    if dist.is_initialized():
+        return
     backend = "nccl" if ctx.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

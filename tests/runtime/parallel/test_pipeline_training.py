@@ -167,6 +167,16 @@ def test_two_stages_learn_what_one_process_learns(run_ranks, tmp_path):
         assert model(words, target=target).item() == pytest.approx(loss.item(), rel=1e-4)
         accelerator.save_state(tmp_path / "two")
         accelerator.save_model(model, tmp_path / "weights")
+
+        # A schedule that breaks off: neighbours, whose time is up, say where it began.
+        def broken(*args, **kwargs):
+            if accelerator.process_index == 1:
+                raise MemoryError("no memory")
+            accelerator.ctx.store.get("pipeline/broken/by")
+            raise RuntimeError("Timed out waiting for send operation to complete")
+
+        model.line._schedules[True].step = broken
+        fails("schedule", model, words, target=target)
         return own, seen
 
     first, last = run_ranks(2, run, env={"ORC_USE_CPU": "1"}, timeout=240)
@@ -182,6 +192,8 @@ def test_two_stages_learn_what_one_process_learns(run_ranks, tmp_path):
     assert "one element" in first[1]["no scalar"]
     assert "nan values" in last[1]["backward"]
     assert "failed on process 1: RuntimeError" in first[1]["backward"]
+    assert first[1]["schedule"] == last[1]["schedule"]
+    assert "broke off on process 1 (MemoryError: no memory). It cannot go on" in last[1]["schedule"]
     assert (tmp_path / "weights" / "model.safetensors").is_file()
 
     # One process goes on where two have stopped, and four, with shards, where one has.
