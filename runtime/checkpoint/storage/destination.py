@@ -96,6 +96,8 @@ class LocalDestination(Destination):
         self._site = site
         self._numbered = numbered
         self._owned: Ownership | None = None
+        self._before: set[str] | None = None  # what was in the target; nothing: it was not there
+        self._hooked = False  # hooks of this rank have written into the target itself
         self._temporary = temporary_name(target, "" if site is None else f"site-{site}")
         self._mark = f".saving-{token}"  # shows that this directory was made for this save
 
@@ -110,6 +112,7 @@ class LocalDestination(Destination):
         part = "" if self._site is None else f"-site-{self._site}"
         folder, name = record(target.parent) if self._numbered else (target.parent, f"-{target.name}")
         self._owned = own(folder, f"{name}{part}")
+        self._before = {entry.name for entry in target.iterdir()} if target.exists() else None
         remove_tree(self._temporary)
         self._temporary.mkdir()
         (self._temporary / self._mark).touch()
@@ -124,12 +127,31 @@ class LocalDestination(Destination):
             )
 
     def hook_directory(self) -> Path:
-        """The directory that becomes the checkpoint."""
-        return self._temporary
+        """The directory that the script has named; the one that takes its place, where that is a checkpoint already."""
+        # Scripts compare the directory with the one they have named. A checkpoint that is there stays whole until the
+        # new one is, and of numbered ones an interrupted save leaves nothing under a number.
+        if self._site is not None or self._numbered or (locate(self.target) / NAME).exists():
+            return self._temporary
+        self.target.mkdir(exist_ok=True)
+        self._hooked = True
+        return self.target
 
     def hook_files(self) -> dict[str, FileRecord]:
         """They are there already; the commit finds them."""
         return {}
+
+    def _fetch_hooked(self) -> None:
+        """Move what hooks have written into the target to the files of this save."""
+        for entry in list(self.target.iterdir()):
+            if entry.name in (self._before or ()):
+                continue
+            if (self._temporary / entry.name).exists():
+                remove_tree(entry)
+            else:
+                entry.rename(self._temporary / entry.name)
+        if self._before is None:
+            self.target.rmdir()
+        self._hooked = False
 
     def create(self, name: str) -> Hashing:
         """On disk when closed. A name with a folder makes the folder."""
@@ -158,6 +180,8 @@ class LocalDestination(Destination):
                 f"a checkpoint was to be written on every machine, but several machines share {target.parent}: "
                 "turn save_on_each_node off, leave ORC_CHECKPOINT_SHARED at auto, or save to a local disk"
             )
+        if self._hooked:
+            self._fetch_hooked()
         present = {entry.name for entry in temporary.iterdir()}
         unseen = sorted(
             name
@@ -189,8 +213,10 @@ class LocalDestination(Destination):
         self._disown()
 
     def abandon(self) -> None:
-        """Remove the temporary directory."""
+        """Remove the temporary directory, and that of the hooks if it was made for them."""
         if self.leads and self._owned is not None:  # else it may be another run's
+            if self._hooked and self._before is None:
+                remove_tree(self.target)
             remove_tree(self._temporary)
             self._disown()
 

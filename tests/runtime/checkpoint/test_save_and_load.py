@@ -160,7 +160,7 @@ def test_registered_objects_and_hooks_are_saved_and_loaded(tmp_path, make_run):
     run.accelerator.register_for_checkpointing(counter)
 
     def note(models, weights, directory):
-        seen.append((len(models), len(weights)))
+        seen.append((len(models), len(weights), directory))
         (tmp_path / "x").mkdir(exist_ok=True)
         with open(os.path.join(directory, "notes.txt"), "w") as file:
             file.write("hello")
@@ -174,7 +174,7 @@ def test_registered_objects_and_hooks_are_saved_and_loaded(tmp_path, make_run):
     counter.state = None
     run.accelerator.load_state(tmp_path / "s")
     assert counter.state == {"count": 7, "rate": 0.5}
-    assert seen == [(1, 1), ([run.model], str(tmp_path / "s"))]
+    assert seen == [(1, 1, str(tmp_path / "s")), ([run.model], str(tmp_path / "s"))]
     handle.remove()
     run.accelerator.save_state(tmp_path / "s")
     assert not (tmp_path / "s" / "notes.txt").exists()

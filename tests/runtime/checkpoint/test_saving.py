@@ -286,7 +286,7 @@ def test_a_rank_that_does_not_lead_brings_its_generators_alone(tmp_path):
     hook = lambda models, weights, directory: seen.append((len(models), len(weights), directory))  # noqa: E731
     content = capture(context(rank=1), parts(), request(hooks=[hook]), destination)
     assert list(content) == ["random_states_1.pkl"]
-    assert seen == [(2, 2, str(tmp_path / "s.tmp"))]
+    assert seen == [(2, 2, str(tmp_path / "s"))]
 
 
 def test_hooks_may_take_weights_off_the_list_and_models_stay(tmp_path):

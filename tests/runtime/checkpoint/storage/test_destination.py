@@ -66,7 +66,7 @@ def test_a_directory_becomes_a_checkpoint_with_its_last_step(tmp_path):
     where.prepare()
     assert names(target.parent) == [f"{FILE}-s", "s.tmp"]
     assert names(target.parent / "s.tmp") == [".saving-t"]
-    assert where.hook_directory() == where.path() == target.parent / "s.tmp"
+    assert where.path() == target.parent / "s.tmp"
     where.check_visible()
     record = put(where, "model", b"weights")
     assert record == checksum(where.path() / "model")
@@ -80,6 +80,56 @@ def test_a_directory_becomes_a_checkpoint_with_its_last_step(tmp_path):
     assert names(target.parent) == ["s"]
     assert names(target) == ["logs", NAME, "model", "notes"]
     assert read_manifest(target) == replace(MANIFEST, files={"model": record, "notes": checksum(target / "notes")})
+
+
+@pytest.mark.parametrize("before", [None, [], ["mine", "hook"]])
+def test_hooks_write_where_the_script_named_it_and_become_part_of_the_checkpoint(tmp_path, before):
+    target = tmp_path / "s"
+    for name in before or []:
+        target.mkdir(exist_ok=True)
+        (target / name).write_text("before")
+    if before == []:
+        target.mkdir()
+    where = local(target)
+    where.prepare()
+    hooks = where.hook_directory()
+    assert hooks == target
+    for name in ("hook", "model"):  # a name of the checkpoint's own is the checkpoint's
+        (hooks / name).write_text("hooked")
+    (hooks / "unet").mkdir()
+    record = put(where, "model", b"weights")
+    where.seal(replace(MANIFEST, files={"model": record}))
+    where.commit(MANIFEST)
+    mine = set(before or [])
+    assert names(tmp_path) == ["s"]
+    assert set(names(target)) == {NAME, "model", "hook", "unet"} | mine
+    assert ((target / "model").read_bytes(), (target / "hook").read_text()) == (b"weights", "hooked")
+    assert set(read_manifest(target).files) == {"model", "hook"} - mine
+
+    again = local(target)
+    again.prepare()
+    assert again.hook_directory() == again.path()  # the checkpoint stays whole
+    again.abandon()
+    assert "hook" in names(target)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failed_save_removes_only_directories_that_it_made_for_hooks(tmp_path, there):
+    if there:
+        (tmp_path / "s").mkdir()
+    where = local(tmp_path / "s")
+    where.prepare()
+    (where.hook_directory() / "hook").touch()
+    where.abandon()
+    assert names(tmp_path) == (["s"] if there else [])
+
+
+def test_hooks_of_numbered_checkpoints_and_of_sites_write_aside(tmp_path):
+    for options in ({"numbered": True}, {"site": 1}):
+        where = local(tmp_path / "checkpoint_0", **options)
+        where.prepare()
+        assert where.hook_directory() == where.path() != where.target
+        where.abandon()
 
 
 def test_the_folder_of_a_series_is_held_until_the_run_ends(tmp_path):
