@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Bytes of every module, parameter and buffer of *model* by name; ``""`` is the whole model.
 
-    Tensors that are used in several places count once, where they stand first.
+    Tensors that are used in several places count once, where they stand first. A module without any of its own has no
+    entry, and 0 bytes when it is looked up.
 
     Args:
         model: the model.
@@ -122,7 +124,7 @@ def compute_module_sizes(
         for depth in range(len(parts) + 1):
             prefix = ".".join(parts[:depth])
             sizes[prefix] = sizes.get(prefix, 0) + size
-    return {name: int(size) for name, size in sizes.items()}
+    return Counter({name: int(size) for name, size in sizes.items()})
 
 
 def _element_size(tensor: Tensor, wanted: float | None, special: torch.dtype | str | None) -> float:

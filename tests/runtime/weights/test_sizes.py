@@ -101,7 +101,9 @@ def test_buffers_only():
 def test_shared_tensors_count_once():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
-    assert compute_module_sizes(model)[""] == 64
+    sizes = compute_module_sizes(model)
+    assert sizes[""] == 64
+    assert (sizes["1"], "1" in sizes) == (0, False)  # for programs that ask for every module
 
 
 def test_the_largest_layer():
