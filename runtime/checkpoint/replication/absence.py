@@ -40,7 +40,8 @@ class Attendant:
     def __init__(self, context: RunContext, store: Board, number: int) -> None:
         self.prefix = f"orc/standing/{number}"
         self.ranks = context.world_size
-        self.prepared: list[Prepared] = []
+        # Not kept alive: a training that is over leaves its models to the garbage collector.
+        self._prepared: list[weakref.ref[Prepared]] = []
         self._rank = context.rank
         self._context = weakref.ref(context)
         self._store = store.clone(ANSWER_S)
@@ -61,13 +62,17 @@ class Attendant:
                 return None
             _known[context] = cls(context, context.store, next(_numbers))
         attendant = _known[context]
-        if prepared is not None and not any(prepared is one for one in attendant.prepared):
-            attendant.prepared.append(prepared)
+        if prepared is not None and not any(prepared is one for one in attendant.prepared()):
+            attendant._prepared.append(weakref.ref(prepared))
         return attendant
+
+    def prepared(self) -> list[Prepared]:
+        """Return what the Accelerators that are still there have prepared, in order."""
+        return [one for reference in self._prepared if (one := reference()) is not None]
 
     def standing(self) -> Standing:
         """Return that of this rank, now."""
-        return Standing.here(list(self.prepared))
+        return Standing.here(self.prepared())
 
     def _run(self) -> None:
         while not self._closing.wait(self._poll_s) and self._context() is not None:

@@ -1,10 +1,12 @@
 """``if accelerator.is_main_process: accelerator.save_state()``, as published examples do, and ranks that are late."""
 
 import contextlib
+import gc
 import io
 import json
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -165,6 +167,15 @@ def test_machines_without_a_shared_directory_copy_what_the_main_process_saved(tm
 
     assert run_ranks(2, run, str(tmp_path), nodes=2) == [True, True]
     assert listed(tmp_path / "0" / "checkpoints") == listed(tmp_path / "1" / "checkpoints") == ["checkpoint_0"]
+
+
+def test_a_training_that_is_over_leaves_its_models_to_the_garbage_collector(run_ranks):
+    def run():
+        model = weakref.ref(build(None)[1].module)
+        gc.collect()
+        return model() is None
+
+    assert run_ranks(2, run) == [True, True]
 
 
 def test_what_is_spread_over_the_ranks_is_refused_on_the_main_process(tmp_path, run_ranks):
