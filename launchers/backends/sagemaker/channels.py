@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.sagemaker.sections import Channel
     from orc.launchers.backends.sagemaker.settings import Settings
     from orc.launchers.spec import JobSpec
 
@@ -28,7 +29,7 @@ def channels(job: JobSpec, settings: Settings) -> Iterator[dict[str, Any]]:
     for name, entry in settings.inputs.items():
         for what, hint in _wrong(settings, entry):
             raise RenderError(f"inputs: {name}: {what}", where=job.name, hint=hint)
-        yield _file_system(name, entry, settings) if "file_system_id" in entry else _objects(name, entry)
+        yield _file_system(name, entry, settings) if entry.file_system_id else _objects(name, entry)
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -36,51 +37,51 @@ def given(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _wrong(settings: Settings, entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    mode = entry.get("input_mode", settings.input_mode)
-    if str(entry.get("s3_data", "")).startswith("file://") and not settings.local_mode:
+def _wrong(settings: Settings, entry: Channel) -> Iterator[tuple[str, str]]:
+    mode = entry.input_mode or settings.input_mode
+    if (entry.s3_data or "").startswith("file://") and not settings.local_mode:
         yield (
-            f"SageMaker cannot read {entry['s3_data']}, which is on this machine",
+            f"SageMaker cannot read {entry.s3_data}, which is on this machine",
             "Copy it to S3 (`aws s3 sync`), or try the job with --local-contract.",
         )
-    if "file_system_id" in entry and not settings.subnets and not settings.local_mode:
+    if entry.file_system_id and not settings.subnets and not settings.local_mode:
         yield "a file system is reached from a VPC alone", "Set subnets and security_group_ids to those that see it."
-    if entry.get("s3_data_type") == "AugmentedManifestFile" and mode != "Pipe":
+    if entry.s3_data_type == "AugmentedManifestFile" and mode != "Pipe":
         yield f"an AugmentedManifestFile is read with input_mode Pipe, not {mode}", "Set input_mode: Pipe for it."
-    if entry.get("compression") == "Gzip" and mode != "Pipe":
+    if entry.compression == "Gzip" and mode != "Pipe":
         yield f"SageMaker decompresses with input_mode Pipe, not {mode}", "Leave compression out; the job decompresses."
 
 
-def _file_system(name: str, entry: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def _file_system(name: str, entry: Channel, settings: Settings) -> dict[str, Any]:
     return given(
         ChannelName=name,
         DataSource={
             "FileSystemDataSource": {
-                "FileSystemId": entry["file_system_id"],
-                "FileSystemAccessMode": entry.get("file_system_access_mode", "ro"),
-                "FileSystemType": entry["file_system_type"],
-                "DirectoryPath": entry["directory_path"],
+                "FileSystemId": entry.file_system_id,
+                "FileSystemAccessMode": entry.file_system_access_mode,
+                "FileSystemType": entry.file_system_type,
+                "DirectoryPath": entry.directory_path,
             }
         },
-        ContentType=entry.get("content_type"),
+        ContentType=entry.content_type,
         # It is mounted, whatever way the other channels come.
-        InputMode="File" if settings.input_mode != "File" else entry.get("input_mode"),
+        InputMode="File" if settings.input_mode != "File" else entry.input_mode,
     )
 
 
-def _objects(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _objects(name: str, entry: Channel) -> dict[str, Any]:
     source = given(
-        S3DataType=entry.get("s3_data_type", "S3Prefix"),
-        S3Uri=entry["s3_data"],
-        S3DataDistributionType=entry.get("distribution", "FullyReplicated"),
-        AttributeNames=list(entry["attribute_names"]) if "attribute_names" in entry else None,
+        S3DataType=entry.s3_data_type,
+        S3Uri=entry.s3_data,
+        S3DataDistributionType=entry.distribution,
+        AttributeNames=list(entry.attribute_names) if entry.attribute_names else None,
     )
     return given(
         ChannelName=name,
         DataSource={"S3DataSource": source},
-        ContentType=entry.get("content_type"),
-        CompressionType=entry.get("compression"),
-        RecordWrapperType=entry.get("record_wrapping"),
-        InputMode=entry.get("input_mode"),
-        ShuffleConfig={"Seed": entry["shuffle_seed"]} if "shuffle_seed" in entry else None,
+        ContentType=entry.content_type,
+        CompressionType=entry.compression,
+        RecordWrapperType=entry.record_wrapping,
+        InputMode=entry.input_mode,
+        ShuffleConfig=None if entry.shuffle_seed is None else {"Seed": entry.shuffle_seed},
     )

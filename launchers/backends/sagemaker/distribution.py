@@ -85,8 +85,8 @@ def _resources(job: JobSpec, settings: Settings, instance: Instance) -> dict[str
         )
     if count is not None:
         found["nodes"] = count
-    distribution = settings.distribution or {}
-    per_host = distribution.get("processes_per_host")
+    distribution = settings.distribution
+    per_host = distribution.processes_per_host if distribution else None
     if per_host is not None and job.resources.procs_per_node not in (None, per_host):
         raise RenderError(
             f"resources.procs_per_node = {job.resources.procs_per_node}, but processes_per_host = {per_host}",
@@ -96,7 +96,8 @@ def _resources(job: JobSpec, settings: Settings, instance: Instance) -> dict[str
         found["procs_per_node"] = per_host
     elif job.resources.procs_per_node is None and not job.resources.gpus_per_node:
         # One process per GPU is what the instances are for, unless it was said that there is nothing to distribute.
-        single = distribution.get("kind") == "none" or settings.distributed_type == "NO" or settings.use_cpu
+        off = distribution is not None and distribution.kind == "none"
+        single = off or settings.distributed_type == "NO" or settings.use_cpu
         if instance.gpus and single:
             found["procs_per_node"] = 1
         elif instance.gpus:
@@ -115,7 +116,7 @@ def _launcher(job: JobSpec, settings: Settings) -> dict[str, Any]:
             where=job.name,
             hint="Give one of them.",
         )
-    words = (settings.distribution or {}).get("arguments")
+    words = settings.distribution.arguments if settings.distribution else []
     options: Mapping[str, Any] = job.launcher.options if job.launcher.kind == wanted else {}
     if words:
         options = {**options, "arguments": [*options.get("arguments", ()), *words]}
@@ -123,9 +124,8 @@ def _launcher(job: JobSpec, settings: Settings) -> dict[str, Any]:
 
 
 def _distribution(job: JobSpec, settings: Settings) -> str | None:
-    kind = (settings.distribution or {}).get("kind")
-    if settings.distributed_type == "DATA_PARALLEL" and kind is None:
-        kind = "data_parallel"
+    default = "data_parallel" if settings.distributed_type == "DATA_PARALLEL" else None
+    kind = settings.distribution.kind if settings.distribution else default
     if kind == "data_parallel" and settings.instance_type not in (*DATA_PARALLEL, *LOCAL_TYPES):
         raise RenderError(
             f"SageMaker's data parallelism does not run on {settings.instance_type}",

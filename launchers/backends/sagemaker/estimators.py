@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.arguments import ALIASES, REFUSED
-from orc.launchers.backends.sagemaker.settings import cluster_fields, job_fields
+from orc.launchers.backends.sagemaker.settings import TABLES, cluster_fields, job_fields
+from orc.launchers.backends.sagemaker.tables import read_table
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 WHERE = "estimator"
 _PLACE = ("profile", "region")  # must be the cluster's
-_FILES = {"sagemaker_inputs_file": "inputs", "sagemaker_metrics_file": "metric_definitions"}
 # Attributes that estimators have without anybody having asked for them, and methods of the same name.
 _OF_OBJECTS = (
     *("sagemaker_session", "model_channel_name", "container_log_level", "dependencies", "debugger_hook_config"),
@@ -34,7 +34,7 @@ def arguments_of(estimator: object) -> dict[str, Any]:
     """
     if isinstance(estimator, Mapping):
         return {str(name): _plain(value) for name, value in estimator.items()}
-    names: Iterable[str] = (*job_fields(), *_PLACE, *ALIASES, *_FILES, "entry_point", "source_dir", "hyperparameters")
+    names: Iterable[str] = (*job_fields(), *_PLACE, *ALIASES, *TABLES, "entry_point", "source_dir", "hyperparameters")
     names = (*names, *(name for name in REFUSED if name not in _OF_OBJECTS), "additional_args")
     found: dict[str, Any] = {}
     for name in dict.fromkeys(names):
@@ -97,9 +97,9 @@ def job_of(
     script, workdir = _program(given)
     args = _arguments(given.pop("hyperparameters", {}))
     settings = {key: value for key, value in given.items() if key != "max_retries"}
-    for key, proper in _FILES.items():
+    for key, (proper, columns) in TABLES.items():
         if key in settings:
-            settings[proper] = _table(key, str(settings.pop(key)))
+            settings[proper], _ = read_table(str(settings.pop(key)), WHERE, columns)
     if inputs is not None:
         settings["inputs"] = _inputs(inputs)
     job = {
@@ -122,7 +122,7 @@ def _same_place(given: dict[str, Any], cluster: str, options: Mapping[str, Any])
                 hint="Define a cluster for it in clusters.yaml, and name that.",
             )
     for key in cluster_fields():
-        if key in given and key not in _FILES:
+        if key in given and key not in TABLES:
             raise SpecError(f"{key} describes the cluster", where=WHERE, hint="Set it in clusters.yaml.")
 
 
@@ -166,14 +166,6 @@ def _arguments(given: object) -> list[str]:
         if not text.startswith("-"):
             words.append(text)
     return words
-
-
-def _table(key: str, path: str) -> Any:
-    from orc.launchers.backends.sagemaker.tables import read_inputs, read_metrics
-
-    if key == "sagemaker_inputs_file":
-        return {name: entry["s3_data"] for name, entry in read_inputs(path, WHERE).items()}
-    return [dict(entry) for entry in read_metrics(path, WHERE)]
 
 
 def _inputs(given: object) -> Any:

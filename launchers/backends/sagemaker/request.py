@@ -24,6 +24,7 @@ from orc.launchers.errors import RenderError
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.options import FrozenModel
 
 INPUT = "/opt/ml/input/data"
 CHANNEL, ATTEMPT_CHANNEL = "orc", "orc-attempt"
@@ -237,7 +238,7 @@ def _optional(job: JobSpec, settings: Settings) -> dict[str, Any]:
             hint="A VPC needs both.",
         )
     vpc = {"SecurityGroupIds": list(settings.security_group_ids), "Subnets": list(settings.subnets)}
-    profiler = dict(settings.profiler_config) if settings.profiler_config else None
+    profiler = _section(settings.profiler_config)
     if settings.disable_profiler is not None:
         profiler = {**(profiler or {}), "DisableProfiler": settings.disable_profiler}
     retries = settings.max_retry_attempts
@@ -253,8 +254,8 @@ def _optional(job: JobSpec, settings: Settings) -> dict[str, Any]:
     )
 
 
-def _section(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return dict(value) if value else None
+def _section(value: FrozenModel | None) -> dict[str, Any] | None:
+    return value.model_dump(exclude_unset=True) or None if value else None
 
 
 def _switch(name: str, value: bool | None) -> dict[str, bool] | None:

@@ -1,26 +1,17 @@
-"""The two tables that a configuration file may name: channels of data, and metrics. Columns are separated by tabs."""
+"""Tables that a configuration file may name: two columns, separated by a tab, with or without their heading."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from orc.launchers.backends.sagemaker import readers
 from orc.launchers.errors import SpecError
-from orc.launchers.spec.options import Reader
 
 
-def read_inputs(path: str, where: str) -> dict[str, Any]:
-    """Channels by name, from lines ``channel_name <tab> data_location``. Raises `SpecError`."""
-    return dict(_checked(path, where, ("channel_name", "data_location"), readers.inputs))
+def read_table(path: str, where: str, columns: tuple[str, str]) -> tuple[dict[str, str], Path]:
+    """Return the rows of a table, and its file; a relative *path* starts beside the file in *where*.
 
-
-def read_metrics(path: str, where: str) -> tuple[Any, ...]:
-    """Metrics, from lines ``metric_name <tab> metric_regex``. Raises `SpecError`."""
-    return tuple(_checked(path, where, ("metric_name", "metric_regex"), readers.metrics))
-
-
-def _checked(path: str, where: str, columns: tuple[str, str], read: Reader) -> Any:
+    Raises `SpecError`.
+    """
     file = Path(path).expanduser()
     if not file.is_absolute():
         source = where.partition(":")[0]
@@ -39,7 +30,4 @@ def _checked(path: str, where: str, columns: tuple[str, str], read: Reader) -> A
         if cells[0] in rows:
             raise SpecError(f"{cells[0]} is listed twice", where=f"{file}:{number}")
         rows[cells[0]] = cells[1]
-    try:
-        return read(rows)
-    except ValueError as error:
-        raise SpecError(str(error), where=str(file)) from None
+    return rows, file

@@ -51,7 +51,7 @@ class TrainingJobs:
     def __init__(self, service: Service, place: ClusterSettings, region: str, cluster: str, native: str = "") -> None:
         self.service = service
         # Secrets Manager is AWS's; what stays on this machine needs none.
-        self.place = replace(place, secrets="s3") if native else place
+        self.place = place.model_copy(update={"secrets": "s3"}) if native else place
         self.region = region
         self.cluster = cluster
         self.native = native

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from pydantic.fields import FieldInfo
 
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
@@ -33,8 +32,8 @@ def sections() -> dict[str, list[list[str]]]:
     return found
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+def _default(field: FieldInfo) -> str:
+    value = field.default
     if value in (None, (), {}):
         return "–"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -45,7 +44,7 @@ def test_every_key_is_in_the_reference_with_what_becomes_of_it(heading, known, s
     rows = {row[0].strip("`"): row[1:] for row in sections[heading] if len(row) == 4}
     assert list(rows) == list(known)
     for name, (default, becomes, meaning) in rows.items():
-        assert (becomes, meaning) == (known[name].metadata["becomes"], known[name].metadata["doc"]), name
+        assert (becomes, meaning) == (known[name].json_schema_extra["becomes"], known[name].description), name
         assert default.strip("`") == _default(known[name]), name
 
 

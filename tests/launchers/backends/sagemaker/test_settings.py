@@ -40,7 +40,7 @@ def test_environment_and_tags_are_joined(settings) -> None:
 
 def test_a_jobs_distribution_replaces_the_clusters_in_the_other_form_too(settings) -> None:
     found = settings({"distribution": {"torch_distributed": {"enabled": True}}}, distributed_type="DATA_PARALLEL")
-    assert (found.distribution, found.distributed_type) == ({"kind": "torchrun"}, None)
+    assert (found.distribution.kind, found.distributed_type) == ("torchrun", None)
 
 
 def test_a_jobs_versions_replace_the_clusters_image(settings) -> None:
@@ -64,16 +64,16 @@ def test_a_mistake_is_named_with_its_line_and_column(tmp_path, monkeypatch) -> N
     clusters.write_text(
         "sm:\n  kind: sagemaker\n  options:\n    region: us-east-1\n    additional_args:\n      max_run: x\n"
     )
-    with pytest.raises(SpecError, match=r"additional_args\.max_run: ") as caught:
+    with pytest.raises(SpecError, match="max_run: ") as caught:
         read_settings(get_cluster("sm", clusters))
-    assert caught.value.where == f"{clusters}:6:7"
+    assert caught.value.where == f"{clusters}:6:16"
     (tmp_path / "t.py").touch()
     file = tmp_path / "job.yaml"
     file.write_text("name: x\nscript: t.py\nresources:\n  options:\n    sagemaker:\n      max_wait: -1\n")
     clusters.write_text("sm:\n  kind: sagemaker\n  options:\n    region: us-east-1\n")
     with pytest.raises(SpecError, match="max_wait: expected") as caught:
         read_settings(get_cluster("sm", clusters), load_job(file).spec)
-    assert caught.value.where == f"{file}:6:7"
+    assert caught.value.where == f"{file}:6:17"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -187,7 +187,7 @@ PLACES = {"region": "mars", "account": "1", "bucket": "B", "endpoint_url": "x", 
 
 @pytest.mark.parametrize(("name", "value"), PLACES.items())
 def test_a_cluster_that_cannot_be_is_refused_with_its_key(settings, name, value) -> None:
-    with pytest.raises(SpecError, match=f"{name}: "):
+    with pytest.raises(SpecError, match=rf"{name}(\.a)?: "):
         settings(**{name: value})
 
 
@@ -210,7 +210,10 @@ def test_tables_of_inputs_and_metrics_are_read_beside_the_clusters_file(tmp_path
     )
     (tmp_path / "metrics.tsv").write_text("metric_name\tmetric_regex\naccuracy\t'accuracy': (0.[0-9]+)\n")
     found = read_settings(get_cluster("sm", clusters))
-    assert found.inputs == {"train": {"s3_data": "s3://my-data/train"}, "val": {"s3_data": "s3://my-data/v"}}
+    assert {name: channel.s3_data for name, channel in found.inputs.items()} == {
+        "train": "s3://my-data/train",
+        "val": "s3://my-data/v",
+    }
     assert found.metric_definitions == ({"Name": "accuracy", "Regex": "'accuracy': (0.[0-9]+)"},)
     (tmp_path / "inputs.tsv").write_text("train s3://my-data/train\n")
     with pytest.raises(SpecError, match="separated by a tab") as caught:
