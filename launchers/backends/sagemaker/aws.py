@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from orc.launchers.backends.sagemaker.failures import (
     ambiguous,
@@ -28,7 +29,6 @@ _ATTEMPTS = 8  # botocore backs off between them, under throttling too
 _SIDE_BY_SIDE = 16
 _GONE = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 _REFUSED = ("ValidationException", "ValidationError", "ResourceNotFound")
-_T = TypeVar("_T")
 
 
 class AwsService:
@@ -43,9 +43,6 @@ class AwsService:
 
     @cached_property
     def _session(self) -> Any:
-        return self._ask("", self._make_session)
-
-    def _make_session(self) -> Any:
         sdk_module("boto3")  # says what to install
         import boto3
 
@@ -57,11 +54,12 @@ class AwsService:
             def client(self, *args: Any, **settings: Any) -> Any:
                 return super().client(*args, **{"endpoint_url": endpoint_url, **settings})
 
-        session = ClusterSession(profile_name=self._place.profile, region_name=self._region)
-        if session.get_credentials() is None:
-            from botocore.exceptions import NoCredentialsError
+        with self._errors(""):
+            session = ClusterSession(profile_name=self._place.profile, region_name=self._region)
+            if session.get_credentials() is None:
+                from botocore.exceptions import NoCredentialsError
 
-            raise NoCredentialsError
+                raise NoCredentialsError
         return session
 
     def _client(self, name: str) -> Any:
@@ -77,13 +75,20 @@ class AwsService:
                 user_agent_extra="orc-launch",
             )
             session = self._session
-            clients[name] = self._ask("", lambda: session.client(name, config=config))
+            with self._errors(""):
+                clients[name] = session.client(name, config=config)
         return clients[name]
 
-    def _ask(self, asked: str, call: Callable[[], _T]) -> _T:
+    @contextmanager
+    def _errors(self, asked: str, fine: Collection[str] = ()) -> Iterator[None]:
+        """Translate the errors of a call; one whose code is in *fine* ends the context without a word."""
         try:
-            return call()
+            yield
         except aws_errors() as error:
+            if code_of(error) in fine:
+                return
+            if type(error).__name__ == "S3UploadFailedError":  # boto3's own, without the code
+                error = error.__context__ or error  # type: ignore[assignment]
             raise explain(error, self._where, asked=asked, regions=self._regions()) from None
 
     def _regions(self) -> tuple[str, ...]:
@@ -109,8 +114,8 @@ class AwsService:
     def identity(self) -> str:
         """Return the account, from the security token service; asked once."""
         if "_account" not in self.__dict__:
-            found = self._ask("sts:GetCallerIdentity", lambda: self._client("sts").get_caller_identity())
-            self.__dict__["_account"] = str(found["Account"])
+            with self._errors("sts:GetCallerIdentity"):
+                self.__dict__["_account"] = str(self._client("sts").get_caller_identity()["Account"])
         return str(self.__dict__["_account"])
 
     def role_problem(self, arn: str) -> str:
@@ -162,7 +167,8 @@ class AwsService:
         """Only us-east-1 is not named when buckets are made."""
         place = {} if self._region == "us-east-1" else {"LocationConstraint": self._region}
         extra = {"CreateBucketConfiguration": place} if place else {}
-        self._ask("s3:CreateBucket", lambda: self._client("s3").create_bucket(Bucket=bucket, **extra))
+        with self._errors("s3:CreateBucket"):
+            self._client("s3").create_bucket(Bucket=bucket, **extra)
 
     def put(self, uri: str, data: bytes | Path, *, kms_key: str | None = None) -> None:
         """Write an object, encrypted with the KMS key, or else with S3's own."""
@@ -171,19 +177,11 @@ class AwsService:
         if kms_key:
             encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key}
         s3 = self._client("s3")
-
-        def send() -> None:
+        with self._errors("s3:PutObject"):
             if isinstance(data, Path):
                 s3.upload_file(str(data), bucket, key, ExtraArgs=encryption)
             else:
                 s3.put_object(Bucket=bucket, Key=key, Body=data, **encryption)
-
-        try:
-            self._ask("s3:PutObject", send)
-        except aws_errors() as error:
-            if type(error).__name__ == "S3UploadFailedError":  # boto3's own, without the code
-                raise explain(error.__context__ or error, self._where, asked="s3:PutObject") from None  # type: ignore[arg-type]
-            raise
 
     def get(self, uri: str, offset: int = 0) -> bytes | None:
         """Return the content of one object."""
@@ -224,7 +222,8 @@ class AwsService:
     def delete(self, uri: str) -> None:
         """S3 does not mind when there is none."""
         bucket, key = split_uri(uri)
-        self._ask("s3:DeleteObject", lambda: self._client("s3").delete_object(Bucket=bucket, Key=key))
+        with self._errors("s3:DeleteObject"):
+            self._client("s3").delete_object(Bucket=bucket, Key=key)
 
     # -- training jobs
 
@@ -257,8 +256,8 @@ class AwsService:
         resources = sdk_module("sagemaker.core.resources")
         if self.describe(name) is None:
             raise BackendError(f"there is no training job {name} in {self._region}", where=self._where)
-        get = resources.TrainingJob.get
-        return self._ask("sagemaker:DescribeTrainingJob", lambda: get(name, session=self._session, region=self._region))
+        with self._errors("sagemaker:DescribeTrainingJob"):
+            return resources.TrainingJob.get(name, session=self._session, region=self._region)
 
     def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
         """Pages of a hundred."""
@@ -267,85 +266,56 @@ class AwsService:
             query["CreationTimeAfter"] = datetime.fromtimestamp(since, UTC)
         if name_contains:
             query["NameContains"] = name_contains
-        client = self._client("sagemaker")
-        while True:
-            page = self._ask("sagemaker:ListTrainingJobs", lambda: client.list_training_jobs(**query))
-            yield from page["TrainingJobSummaries"]
-            if not page.get("NextToken"):
-                return
-            query["NextToken"] = page["NextToken"]
+        with self._errors("sagemaker:ListTrainingJobs"):
+            for page in self._client("sagemaker").get_paginator("list_training_jobs").paginate(**query):
+                yield from page["TrainingJobSummaries"]
 
     def tags(self, arn: str) -> dict[str, str]:
         """Return all tags of a job: there are fifty at most."""
-        found = self._ask("sagemaker:ListTags", lambda: self._client("sagemaker").list_tags(ResourceArn=arn))
-        return {tag["Key"]: tag["Value"] for tag in found["Tags"]}
+        with self._errors("sagemaker:ListTags"):
+            found = self._client("sagemaker").list_tags(ResourceArn=arn)["Tags"]
+        return {tag["Key"]: tag["Value"] for tag in found}
 
     def stop(self, name: str) -> None:
         """SageMaker refuses to stop what has ended; that is as good."""
-        try:
+        with self._errors("sagemaker:StopTrainingJob", _REFUSED):
             self._client("sagemaker").stop_training_job(TrainingJobName=name)
-        except aws_errors() as error:
-            if code_of(error) in _REFUSED:
-                return
-            raise explain(error, self._where, asked="sagemaker:StopTrainingJob") from None
 
     # -- logs
 
     def streams(self, name: str) -> list[str]:
         """Return the log streams whose names begin with the job's."""
-        client = self._client("logs")
-        query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
+        query = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
         found: list[tuple[int, str]] = []
-        while True:
-            try:
-                page = client.describe_log_streams(**query)
-            except aws_errors() as error:
-                if code_of(error) == "ResourceNotFoundException":
-                    return []
-                raise explain(error, self._where, asked="logs:DescribeLogStreams") from None
-            found += [(int(s.get("creationTime") or 0), str(s["logStreamName"])) for s in page["logStreams"]]
-            if not page.get("nextToken"):
-                return [stream for _, stream in sorted(found)]
-            query["nextToken"] = page["nextToken"]
+        with self._errors("logs:DescribeLogStreams", ("ResourceNotFoundException",)):
+            for page in self._client("logs").get_paginator("describe_log_streams").paginate(**query):
+                found += [(int(s.get("creationTime") or 0), str(s["logStreamName"])) for s in page["logStreams"]]
+        return [stream for _, stream in sorted(found)]
 
     def events(self, stream: str, token: str | None) -> tuple[list[str], str | None]:
         """Return one page of messages, and the token of the next one."""
         query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
         if token:
             query["nextToken"] = token
-        try:
+        page: dict[str, Any] = {"events": ()}
+        with self._errors("logs:GetLogEvents", ("ResourceNotFoundException",)):
             page = self._client("logs").get_log_events(**query)
-        except aws_errors() as error:
-            if code_of(error) == "ResourceNotFoundException":
-                return [], token
-            raise explain(error, self._where, asked="logs:GetLogEvents") from None
         return [str(event["message"]) for event in page["events"]], page.get("nextForwardToken") or token
 
     # -- secrets
 
     def put_secret(self, name: str, text: str, *, kms_key: str | None = None, tags: Mapping[str, str]) -> None:
         """In Secrets Manager."""
-        from botocore.exceptions import ClientError
-
         client = self._client("secretsmanager")
         key = {"KmsKeyId": kms_key} if kms_key else {}
         pairs = [{"Key": each, "Value": value} for each, value in tags.items()]
-        try:
+        with self._errors("secretsmanager:CreateSecret", ("ResourceExistsException",)):
             client.create_secret(Name=name, SecretString=text, Tags=pairs, **key)
-        except ClientError as error:
-            if code_of(error) != "ResourceExistsException":
-                raise explain(error, self._where, asked="secretsmanager:CreateSecret") from None
-            self._ask(
-                "secretsmanager:PutSecretValue", lambda: client.put_secret_value(SecretId=name, SecretString=text)
-            )
-        except aws_errors() as error:
-            raise explain(error, self._where, asked="secretsmanager:CreateSecret") from None
+            return
+        with self._errors("secretsmanager:PutSecretValue"):
+            client.put_secret_value(SecretId=name, SecretString=text)
 
     def delete_secret(self, name: str) -> None:
         """Delete the secret at once, without the days of waiting."""
-        try:
+        with self._errors("secretsmanager:DeleteSecret", ("ResourceNotFoundException",)):
             self._client("secretsmanager").delete_secret(SecretId=name, ForceDeleteWithoutRecovery=True)
-        except aws_errors() as error:
-            if code_of(error) == "ResourceNotFoundException":
-                return
-            raise explain(error, self._where, asked="secretsmanager:DeleteSecret") from None
