@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import select
 import signal
@@ -63,22 +64,23 @@ class Process(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Transport(abc.ABC):
     """Commands and files of one machine."""
 
     name: str  # the host's name in its cluster; ``local`` for this machine
 
+    @abc.abstractmethod
     def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
         """Start a command and return it with its pipes. *timeout_s* limits every single wait, not the whole.
 
         Raises `BackendError` when the program does not exist there, `BackendUnreachable`.
         """
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Close its connections. The transport opens new ones when it is used again."""
-        ...
 
+    @abc.abstractmethod
     def run(
         self,
         argv: Sequence[str],
@@ -96,72 +98,51 @@ class Transport(Protocol):
         seconds, `BackendError` when the program does not exist there, `BackendUnreachable` when the machine cannot
         be reached.
         """
-        ...
 
-    def run_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float, stdin: bytes = b""
-    ) -> Completed:
-        """`run` a program of ours with *python* there (3.9 or newer; may begin with ``~``)."""
-        ...
-
-    def stream_program(
-        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
-    ) -> Process:
-        """`stream` a program of ours with *python* there (3.9 or newer; may begin with ``~``)."""
-        ...
-
+    @abc.abstractmethod
     def expand(self, path: str) -> str:
         """Return *path* with a leading ``~`` replaced by the home directory there."""
-        ...
 
+    @abc.abstractmethod
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a whole file, durably and in one step (a reader sees all of it or the old one); makes parents, 0700.
 
         Raises `BackendError` (no space, no permission), `BackendUnreachable`.
         """
-        ...
 
+    @abc.abstractmethod
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """Make a directory and its parents; one that exists is left as it is."""
-        ...
 
+    @abc.abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file; one that is not there is fine."""
-        ...
 
+    @abc.abstractmethod
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes from *offset* on, at most *limit*. Raises `FileNotFoundError` when there is no such file."""
-        ...
 
+    @abc.abstractmethod
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
         """Return the contents of those of *paths* that exist, in one command."""
-        ...
 
+    @abc.abstractmethod
     def names(self, path: str) -> list[str]:
         """Return the sorted names in a directory; none when it does not exist."""
-        ...
 
-
-class BaseTransport:
-    """Base of transports: programs of ours run in an interpreter that is started for each."""
+    # -- programs of ours, in an interpreter that is started for each
 
     def run_program(
-        self: Transport,
-        program: Program,
-        arguments: Sequence[str] = (),
-        *,
-        python: str,
-        timeout_s: float,
-        stdin: bytes = b"",
+        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float, stdin: bytes = b""
     ) -> Completed:
-        """See `Transport.run_program`."""
+        """`run` a program of ours with *python* there (3.9 or newer; may begin with ``~``)."""
         argv = program.argv(self.expand(python), arguments)
         return self.run(argv, timeout_s=timeout_s, stdin=program.packed + stdin)
 
     def stream_program(
-        self: Transport, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
+        self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float
     ) -> Process:
-        """See `Transport.stream_program`."""
+        """`stream` a program of ours with *python* there (3.9 or newer; may begin with ``~``)."""
         process = self.stream(program.argv(self.expand(python), arguments), timeout_s=timeout_s)
         try:
             process.write(program.packed)
@@ -243,7 +224,7 @@ class LocalProcess:
         return bool(writable)
 
 
-class LocalTransport(BaseTransport):
+class LocalTransport(Transport):
     """This machine."""
 
     name = "local"

@@ -16,7 +16,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.errors import LinkLost, NoSession
 from orc.launchers.remote.ssh.hosts import HostSpec
 from orc.launchers.remote.ssh.pool import ConnectionPool
-from orc.launchers.remote.transport import BaseTransport, CommandTimeout, Completed, Process, disk_hint
+from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport, disk_hint
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.connection import HostConnection
@@ -43,7 +43,7 @@ _NAMES = 'find "$1/" -mindepth 1 -maxdepth 1 -printf "%f\\0"'
 _HOME = 'getent passwd "$1" | cut -d: -f6'
 
 
-class SshTransport(BaseTransport):
+class SshTransport(Transport):
     """Transport to a machine over a connection that all threads share, made when first used and again when needed."""
 
     def __init__(self, spec: HostSpec, pool: ConnectionPool) -> None:
