@@ -22,7 +22,7 @@ from orc.launchers.backends.reports import Leftover as Leftover
 from orc.launchers.backends.reports import PartitionReport as PartitionReport
 from orc.launchers.backends.reports import QueuedJob as QueuedJob
 from orc.launchers.backends.reports import QueueReport as QueueReport
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable
 from orc.launchers.findings import Finding
 from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
@@ -133,6 +133,7 @@ class Backend(abc.ABC):
     """
 
     kind: ClassVar[str]
+    is_remote: bool = True  # the root is on other machines: state and home directory of this one mean nothing there
     programs: ClassVar[tuple[str, ...]] = ()  # that clusters of this kind need on this machine, for `orc doctor`
     local_contract: ClassVar[str] = ""  # KEY=VALUE of a job file that runs the job here as the platform would
     # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
@@ -172,11 +173,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def root(self) -> str:
         """The directory of orc's files on the cluster, as people know it: may begin with ``~``, or be a URL."""
-
-    @property
-    @abc.abstractmethod
-    def is_remote(self) -> bool:
-        """True when the root is on other machines: state and home directory of this one mean nothing there."""
 
     def close(self) -> None:  # noqa: B027 - some have no connections
         """Close all connections; they are made anew when they are needed again."""
@@ -309,6 +305,13 @@ def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:
     if missing := [name for name in plan.secrets if name not in secrets]:
         raise BackendError(f"no value for the secret {', '.join(missing)}", where=plan.marker)
     return {name: secrets[name] for name in plan.secrets}
+
+
+def raise_untold(errors: Mapping[str, LaunchError]) -> None:
+    """Raise `PartlyUnreachable` for the attempts (markers) that could not be told to end, if there are any."""
+    if errors:
+        first = next(iter(errors.values()))
+        raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(errors))
 
 
 def cancel_request(grace: timedelta) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class LocalBackend(Backend):
     """Runs attempts as detached agents on this machine, below the cluster's root directory."""
 
     kind = "local"
+    is_remote = False
     passes_artefacts = True
     self_driving = True
 
@@ -70,11 +71,6 @@ class LocalBackend(Backend):
     def root(self) -> str:
         """The directory in clusters.yaml, or the state directory."""
         return (Path(self.cluster.root).expanduser() if self.cluster.root else self.state_dir).as_posix()
-
-    @property
-    def is_remote(self) -> bool:
-        """False: it is this machine."""
-        return False
 
     # -- before the start
 

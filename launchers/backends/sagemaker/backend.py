@@ -14,10 +14,11 @@ from orc.launchers.backends.base import (
     Observation,
     Placement,
     Snapshot,
+    raise_untold,
 )
 from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
 from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
-from orc.launchers.errors import BackendUnreachable, LaunchError, PartlyUnreachable, SpecError
+from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
 from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
@@ -74,11 +75,6 @@ class SagemakerBackend(Backend):
         from orc.launchers.backends.sagemaker.settings import Settings
 
         return s3_location_of(Settings(place=self.place), self.region).uri
-
-    @property
-    def is_remote(self) -> bool:
-        """True: the containers are somewhere else, or see nothing of this machine."""
-        return True
 
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
         """Return the place in S3, or its stand-in on this machine under the local contract."""
@@ -190,6 +186,4 @@ class SagemakerBackend(Backend):
                 jobs.service.stop(jobs.name_of(handle))
             except BackendUnreachable as error:
                 untold[handle.marker] = error
-        if untold:
-            first = next(iter(untold.values()))
-            raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(untold))
+        raise_untold(untold)

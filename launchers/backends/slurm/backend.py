@@ -73,6 +73,7 @@ class SlurmBackend(Backend):
     def __init__(self, cluster: Cluster, transport: Transport | None = None, *, state_dir: Path | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)
         self._settings = _of_login(read_settings(cluster.options, where=self._options_where), cluster)
+        self.is_remote = self._settings.login is not None
         self._transport = transport or open_transport(cluster, self._settings)
         # Behind SSH the home directory is known over there alone; rendering contacts no machine.
         root = root_of(cluster, self._settings, state_dir)
@@ -89,11 +90,6 @@ class SlurmBackend(Backend):
     def root(self) -> str:
         """The directory that the login node and all nodes share."""
         return str(self.layout.root)
-
-    @property
-    def is_remote(self) -> bool:
-        """True where the login node is another machine."""
-        return self._settings.login is not None
 
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
         """Return who logs in, where the root is in a home directory; any login node of the cluster will do."""

@@ -20,12 +20,13 @@ from orc.launchers.backends.base import (
     Placement,
     Snapshot,
     cancel_request,
+    raise_untold,
     require_secrets,
 )
 from orc.launchers.backends.ssh import placement as placing
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings, read_settings
-from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, PartlyUnreachable
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import brings_python
 from orc.launchers.plan import Plan
@@ -78,11 +79,6 @@ class SshBackend(Backend):
     def root(self) -> str:
         """The root of hosts that have none of their own."""
         return self.settings.root
-
-    @property
-    def is_remote(self) -> bool:
-        """True: the hosts are other machines."""
-        return True
 
     def close(self) -> None:
         """Close the connections; they are made anew when they are needed again."""
@@ -316,9 +312,7 @@ class SshBackend(Backend):
             errors = [result for result in told if isinstance(result, LaunchError)]
             if len(errors) == len(told):
                 untold[handle.marker] = errors[0]
-        if untold:
-            first = next(iter(untold.values()))
-            raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(untold))
+        raise_untold(untold)
 
     def reap(self, handle: Handle) -> None:
         """End whatever an attempt that is over may have left on the hosts that answer."""

@@ -27,6 +27,7 @@ from orc.launchers.backends.base import (
     Phase,
     Placement,
     Snapshot,
+    raise_untold,
     require_secrets,
 )
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
@@ -44,7 +45,6 @@ from orc.launchers.errors import (
     BackendUnreachable,
     LaunchError,
     NoRoom,
-    PartlyUnreachable,
 )
 from orc.launchers.findings import Finding
 from orc.launchers.plan import Plan
@@ -89,11 +89,6 @@ class TpuBackend(Backend):
     def root(self) -> str:
         """The directory on the workers."""
         return self.settings.root
-
-    @property
-    def is_remote(self) -> bool:
-        """True: the workers are other machines."""
-        return True
 
     def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
@@ -338,36 +333,30 @@ class TpuBackend(Backend):
 
     # -- logs
 
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Return the logs on the workers, or in the copy that was made before the TPU was deleted."""
-        from orc.launchers.attempts.reader import log_selectors
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return this machine, and the copy of the attempt's directory, which is made before the TPU is deleted."""
         from orc.launchers.remote.transport import LocalTransport
 
-        local = self._local(handle)
-        if local.has_logs:
-            return log_selectors(LocalTransport(), local.attempt_directory)
+        return LocalTransport(), self._local(handle).attempt_directory
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Return the logs on the workers, or in the copy."""
+        if self._local(handle).has_logs:
+            return super().log_selectors(handle)
         inner = self._reachable(handle)
         return [] if inner is None else inner.log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield a log from the worker that runs the rank, or from the copy."""
-        from orc.launchers.attempts.reader import read_log
-        from orc.launchers.remote.transport import LocalTransport
-
-        local = self._local(handle)
-        if local.has_logs:
-            return read_log(LocalTransport(), local.attempt_directory, selector, offset)
+        if self._local(handle).has_logs:
+            return super().logs(handle, selector, offset)
         inner = self._reachable(handle)
         return iter(()) if inner is None else inner.logs(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
         """Return a file of the job from worker 0, or from the copy."""
-        from orc.launchers.attempts.reader import read_job_file
-        from orc.launchers.remote.transport import LocalTransport
-
-        local = self._local(handle)
-        if local.has_logs:
-            return read_job_file(LocalTransport(), local.attempt_directory, name, offset)
+        if self._local(handle).has_logs:
+            return super().read_file(handle, name, offset)
         inner = self._reachable(handle)
         return b"" if inner is None else inner.read_file(handle, name, offset)
 
@@ -406,10 +395,7 @@ class TpuBackend(Backend):
             return
         listing = self._list([TpuLocation.parse(handle.native_id) for handle in handles])
         results = each({h.marker: h for h in handles}, lambda handle: self._cancel(handle, listing, grace))
-        failed = {marker: error for marker, error in results.items() if isinstance(error, LaunchError)}
-        if failed:
-            first = next(iter(failed.values()))
-            raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(failed))
+        raise_untold({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
     def _cancel(self, handle: Handle, listing: Listing, grace: timedelta) -> None:
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)

@@ -25,7 +25,6 @@ class Lunar(Backend):
 
     kind = "lunar"
     root = "/crater/orc"  # type: ignore[assignment]
-    is_remote = True  # type: ignore[assignment]
 
     def _never(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("not part of this test")
@@ -42,7 +41,7 @@ def test_a_class_that_lacks_a_part_of_the_contract_cannot_be_opened() -> None:
     class Half(Backend):
         kind = "half"
 
-    with pytest.raises(TypeError, match=r"is_remote.*root.*submit"):
+    with pytest.raises(TypeError, match=r"root.*submit"):
         Half(Cluster(name="x", kind="half"))  # type: ignore[abstract]
 
 
