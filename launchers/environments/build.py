@@ -26,6 +26,7 @@ import time
 from orc.launchers.agent.config import load_config
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.procfs import process_stat
+from orc.launchers.agent.records import remove, write_json
 from orc.launchers.environments import container, copied, requirements
 
 TYPE_CHECKING = False
@@ -199,17 +200,12 @@ def built(root: str, digest: str, build: Callable[[str], None], usable: Callable
             os.utime(marker)  # when it was last used
             say(f"environment: {digest} is here already")
             return directory
-        _remove(marker)
+        remove(marker)
         shutil.rmtree(directory, ignore_errors=True)
         began = time.time()
         try:
             build(directory)
-            temporary = f"{marker}.{os.getpid()}.tmp"
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, "built_at": began, "took_s": round(time.time() - began, 3)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, marker)
+            write_json(marker, {"format": FORMAT, "built_at": began, "took_s": round(time.time() - began, 3)})
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, EnvironmentBuildError):
@@ -220,13 +216,6 @@ def built(root: str, digest: str, build: Callable[[str], None], usable: Callable
         return directory
     finally:
         os.close(lock)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 # --- venv ----------------------------------------------------------------------------------------------------------
@@ -495,7 +484,7 @@ def prepare(config: Mapping[str, Any], answer: str) -> None:
     `OSError`.
     """
     spec = config["environment"]
-    _remove(answer)  # an earlier restart's
+    remove(answer)  # an earlier restart's
     try:
         made = PREPARE[spec["kind"]](spec, config)
     except EnvironmentBuildError as error:
@@ -510,11 +499,8 @@ def prepare(config: Mapping[str, Any], answer: str) -> None:
 
 
 def _write(path: str, data: Mapping[str, Any]) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.rename(temporary, path)
+        write_json(path, data, durable=False)
     except OSError as error:  # a full disk: the log has the reason
         say(f"environment: cannot write {path}: {error.strerror}")
 

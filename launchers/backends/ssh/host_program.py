@@ -13,6 +13,7 @@ import time
 
 from orc.launchers.agent import procfs
 from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.records import create_json, read_json, remove
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
@@ -25,16 +26,6 @@ _BEEN = ".prepared-"  # and the name of a host: it has seen this directory
 _RECORDS = ("lease.json", "heartbeat.json", "exit.json")
 
 
-def read_json(path: str) -> dict[str, Any] | None:
-    """Return the JSON object in *path*; `None` when there is none (or, on a crashed disk, no object in it)."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 def write(path: str, text: str, mode: int) -> None:
     """Write a whole file, durably and in one step."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # hosts may share the directory
@@ -45,29 +36,8 @@ def write(path: str, text: str, mode: int) -> None:
             os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
-        unlink(temporary)
+        remove(temporary)
         raise
-
-
-def create(path: str, data: dict[str, Any]) -> bool:
-    """Create a private file, unless it is there; of several who try at once one gets True."""
-    temporary = f"{path}.{os.urandom(4).hex()}.new"
-    write(temporary, json.dumps(data), 0o600)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        unlink(temporary)
-    return True
-
-
-def unlink(path: str) -> None:
-    """Remove a file, if it is there."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 def is_running(lease: dict[str, Any]) -> bool:
@@ -138,11 +108,11 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     # An older file is the only one that differs: a plan for other hosts, which did not get as far as a lease.
     # (But for the link, which the first one to start may have found needless.)
     if {**(before or {}), "link": agent.get("link")} != agent:
-        unlink(os.path.join(directory, "link.json"))
+        remove(os.path.join(directory, "link.json"))
         write(path, json.dumps(agent, indent=2, ensure_ascii=False), request["mode"])
     if request["secrets"]:
         write(os.path.join(directory, "secrets.json"), json.dumps(request["secrets"]), 0o600)
-    create(os.path.join(directory, "link.json"), {"token": request["token"]})
+    create_json(os.path.join(directory, "link.json"), {"token": request["token"]})
     write(os.path.join(directory, f"{_BEEN}{request['host']}"), "", 0o600)
     return {"state": "ready", "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
 
@@ -212,7 +182,7 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
         elif seen["there"] and not seen["alive"]:
             end(directory)
             for name in _CONFIDENTIAL:
-                unlink(os.path.join(directory, name))
+                remove(os.path.join(directory, name))
     return {}
 
 
