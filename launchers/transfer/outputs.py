@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import posixpath
-import shutil
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +15,8 @@ from orc.launchers.remote.transport import LocalTransport
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.launchers.snapshot.scan import SourceTree
 from orc.launchers.snapshot.tree_store import DamagedContent
+from orc.launchers.transfer.fetch import fetch
 from orc.launchers.transfer.output_listing import listing
-from orc.launchers.transfer.wire import CHUNK, ByteSource
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
@@ -54,7 +51,8 @@ def collect(path: str, transport: Transport, python: str, store: ContentStore) -
     if store.use(bundle.digest):
         return bundle
     with tempfile.TemporaryDirectory(prefix="orc-output-") as directory:
-        _fetch(bundle, path, transport, Path(directory))
+        names = {entry.path for entry in bundle.entries if entry.mode != SYMLINK}
+        fetch(names, transport, posixpath.dirname(path), Path(directory), "the output", SILENCE_S)
         return _ingest(bundle, directory, store, f"{transport.name}: {path}")
 
 
@@ -64,30 +62,3 @@ def _ingest(bundle: Bundle, parent: str, store: ContentStore, where: str) -> Bun
         return store.ingest(SourceTree(bundle, sources))
     except DamagedContent as error:
         raise BundleError(f"the output changed while it was collected: {error.where}", where=where) from None
-
-
-def _fetch(bundle: Bundle, path: str, transport: Transport, directory: Path) -> None:
-    """Write the files of *bundle*, which are at *path*, below *directory*, in one stream."""
-    wanted = {entry.path for entry in bundle.entries if entry.mode != SYMLINK}
-    argv = ("tar", "-C", posixpath.dirname(path), "-cf", "-", "--no-recursion", "--null", "--files-from", "-")
-    with transport.stream(argv, timeout_s=SILENCE_S) as process:
-        process.write("".join(f"./{name}\0" for name in sorted(wanted)).encode())
-        process.close_stdin()
-        got = set()
-        try:
-            with tarfile.open(fileobj=io.BufferedReader(ByteSource(process.read), CHUNK), mode="r|") as archive:
-                for member in archive:
-                    name = member.name.removeprefix("./")
-                    content = archive.extractfile(member) if member.isreg() else None
-                    if name not in wanted or content is None:  # names that are wanted are safe: `Bundle` has seen them
-                        raise BundleError(f"the host sent {name!r}, which was not asked for", where=transport.name)
-                    (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                    with (directory / name).open("xb") as file:
-                        shutil.copyfileobj(content, file, CHUNK)
-                    got.add(name)
-        except tarfile.TarError as error:
-            raise BundleError(f"the output came damaged: {error}", where=transport.name) from None
-        ended = process.wait()
-    if got != wanted:
-        reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise BundleError(f"{len(wanted - got)} files of the output are missing: {reason}", where=transport.name)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import shutil
-import tarfile
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +13,7 @@ from orc.launchers.layout import Layout
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.launchers.snapshot.scan import SourceTree
 from orc.launchers.snapshot.tree_store import DamagedContent
-from orc.launchers.transfer.wire import CHUNK, ByteSource
+from orc.launchers.transfer.fetch import fetch
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
@@ -45,7 +41,7 @@ def recall(digest: str, transport: Transport, root: str, store: ContentStore) ->
     missing = {entry.sha256 for entry in store.missing([bundle])}
     with tempfile.TemporaryDirectory(prefix="orc-recall-") as directory:
         if missing:
-            _fetch(missing, transport, str(layout.store / "cas"), Path(directory))
+            fetch(missing, transport, str(layout.store / "cas"), Path(directory), "the snapshot", SILENCE_S)
         contents = {
             entry.path: os.fsencode(f"{directory}/{entry.sha256}")
             for entry in bundle.entries
@@ -57,32 +53,3 @@ def recall(digest: str, transport: Transport, root: str, store: ContentStore) ->
             raise BundleError(
                 f"a content of snapshot {digest[:12]} is damaged: {Path(error.where).name}", where=transport.name
             ) from None
-
-
-def _fetch(hashes: Collection[str], transport: Transport, cas: str, directory: Path) -> None:
-    """Write the contents of *hashes* into files of these names, in one stream."""
-    argv = ("tar", "-C", cas, "-cf", "-", "--files-from", "-")
-    with transport.stream(argv, timeout_s=SILENCE_S) as process:
-        process.write("".join(f"{name}\n" for name in sorted(hashes)).encode())
-        process.close_stdin()
-        got = set()
-        try:
-            with tarfile.open(fileobj=io.BufferedReader(ByteSource(process.read), CHUNK), mode="r|") as archive:
-                for member in archive:
-                    content = archive.extractfile(member)
-                    if member.name not in hashes or content is None:
-                        raise BundleError(
-                            f"the host sent {member.name!r}, which was not asked for", where=transport.name
-                        )
-                    with (directory / member.name).open("xb") as file:
-                        shutil.copyfileobj(content, file, CHUNK)
-                    got.add(member.name)
-        except tarfile.TarError as error:
-            raise BundleError(f"the snapshot came damaged: {error}", where=transport.name) from None
-        ended = process.wait()
-    if got != set(hashes):
-        reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise BundleError(
-            f"{len(set(hashes) - got)} contents of the snapshot are missing: {reason}",
-            where=transport.name,
-        )

@@ -78,13 +78,13 @@ def test_what_cannot_be_passed_on_is_said(
 
 
 def test_a_file_that_changes_on_the_way_is_not_stored(output: Path, tmp_path: Path, monkeypatch) -> None:
-    fetch = outputs._fetch
+    fetch = outputs.fetch
 
     def change_first(*given: object) -> None:
         (output / "-name").write_text("a lash")
         fetch(*given)
 
-    monkeypatch.setattr(outputs, "_fetch", change_first)
+    monkeypatch.setattr(outputs, "fetch", change_first)
     with pytest.raises(BundleError, match="changed while it was collected"):
         collect(output, Elsewhere(), tmp_path / "store")
     assert not list((tmp_path / "store" / "trees").glob("*"))

@@ -71,7 +71,7 @@ def test_a_host_that_lost_a_content_leaves_nothing_half_made(
     snapshot: Bundle, host: ContentStore, here: ContentStore
 ) -> None:
     (host.root / "cas" / snapshot.by_path["big"].sha256).unlink()
-    with pytest.raises(BundleError, match="1 contents of the snapshot are missing"):
+    with pytest.raises(BundleError, match="1 files of the snapshot are missing"):
         bring(snapshot, host, here)
     assert not here.has(snapshot.digest)
 
