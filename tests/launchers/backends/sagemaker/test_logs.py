@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orc.launchers.backends.base import LogSelector
-from orc.launchers.backends.sagemaker.logs import Logs
-from orc.launchers.backends.sagemaker.logtext import text_of
+from orc.launchers.backends.sagemaker.logs import Logs, text_of
 
 JOB = "orc-digits-k3f9a2-a1"
 
