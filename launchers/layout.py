@@ -50,11 +50,3 @@ class Layout:
     def node(self, attempt: AttemptId, node: int) -> PurePosixPath:
         """The records of one node's agent."""
         return self.attempt(attempt) / f"node-{node}"
-
-    def rank_log(self, attempt: AttemptId, rank: int) -> PurePosixPath:
-        """Standard output and standard error of one rank, in order of arrival."""
-        return self.attempt(attempt) / "logs" / f"rank-{rank}.log"
-
-    def node_log(self, attempt: AttemptId, node: int) -> PurePosixPath:
-        """Return the log of the agent, the setup commands and the launcher of one node."""
-        return self.attempt(attempt) / "logs" / f"node-{node}.log"

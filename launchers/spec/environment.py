@@ -15,7 +15,6 @@ from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import Flag, FrozenModel, Text
 
 KINDS = ("venv", "conda", "copy", "container")
-RUNTIMES = ("docker", "podman", "apptainer")
 
 
 def _path(value: Any) -> str:

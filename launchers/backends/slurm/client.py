@@ -42,7 +42,6 @@ _CUT_OFF = re.compile(
 _NO_SUCH_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _GONE = re.compile(r"Invalid job id|already completing or completed|invalid job state|no active step", re.IGNORECASE)
 _NO_SUCH_FIELD = re.compile(r"Invalid field requested", re.IGNORECASE)
-_NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.IGNORECASE)
 
 # What Slurm says when it refuses a job, and what can be done about it.
 _HINTS = (

@@ -36,7 +36,6 @@ from orc.launchers.spec.source import Document, KeyPath, Origin, Placed, documen
 _OPTION = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = frozenset({"mem", "mem_per_cpu", "mem_per_gpu"})  # one replaces the others
-GPU_SPELLINGS = ("gres", "gpus-per-node", "gpus-per-task")
 EXCLUSIVE = ("user", "mcs", "topo")
 EARLIEST_S = 65535  # before the time limit, that Slurm can send a signal
 _Mount = Annotated[str, matching(r"[^:,]+(?::[^:,]+){0,2}", "a mount", "/data:/data:ro")]
