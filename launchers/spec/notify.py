@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from orc.launchers.spec import grammar
-from orc.launchers.spec.options import FrozenModel
+from orc.launchers.spec.options import FrozenModel, several
 
 EventWord = Literal["start", "end", "success", "failure", "cancelled", "requeue", "stall"]
 TARGET_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
@@ -105,20 +104,7 @@ class Notify(FrozenModel):
     to: Annotated[str, BeforeValidator(_address)] = Field(
         description="A target of notifications.yaml, https://..., slack:${secret:NAME} or email:me@example.org."
     )
-    on: Annotated[tuple[EventWord, ...], Field(min_length=1)] = Field(("end",), description="What is told.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, data: Any) -> Any:
-        """Expand ``on: failure`` to ``on: [failure]``."""
-        if isinstance(data, Mapping) and isinstance(data.get("on"), str):
-            return {**data, "on": [data["on"]]}
-        return data
+    on: Annotated[tuple[EventWord, ...], several, Field(min_length=1)] = Field(("end",), description="What is told.")
 
 
-def subscriptions(value: Any) -> Any:
-    """Return one subscription alone as a list of one."""
-    return [value] if isinstance(value, (str, Mapping)) else value
-
-
-Subscriptions = Annotated[tuple[Notify, ...], BeforeValidator(subscriptions), Field(max_length=20)]
+Subscriptions = Annotated[tuple[Notify, ...], several, Field(max_length=20)]

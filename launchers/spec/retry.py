@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from orc.launchers.spec import grammar
-from orc.launchers.spec.options import Duration, FrozenModel, Whole
+from orc.launchers.spec.options import Duration, FrozenModel, Whole, several
 
 _LONGEST_PATTERN = 500
 
@@ -56,7 +55,7 @@ class Retry(FrozenModel):
     """Policy for the attempts after a failed one."""
 
     max_attempts: Whole = Field(3, ge=1, le=1000, description="Attempts in all.")
-    on: tuple[Literal["crash", "node_failure", "preempted", "timeout"], ...] = Field(
+    on: Annotated[tuple[Literal["crash", "node_failure", "preempted", "timeout"], ...], several] = Field(
         ("node_failure", "preempted"), description="Causes that are worth another attempt."
     )
     backoff: Duration = Field(10, description="Seconds before the second attempt; doubles each time, 600 at most.")
@@ -64,11 +63,3 @@ class Retry(FrozenModel):
     on_log: tuple[LogRule, ...] = Field(
         (), max_length=32, description="Rules about what a failed attempt has logged; the first that matches decides."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, data: Any) -> Any:
-        """Expand ``on: crash`` to ``on: [crash]``."""
-        if isinstance(data, Mapping) and isinstance(data.get("on"), str):
-            return {**data, "on": [data["on"]]}
-        return data
