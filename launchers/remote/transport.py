@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import abc
+import errno
 import os
 import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol, Self, cast
@@ -269,24 +270,18 @@ class LocalTransport(Transport):
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Transport.write`."""
-        try:
+        with _refused(f"cannot write {path}"):
             files.write_file(path, data, mode)
-        except OSError as error:
-            raise BackendError(f"cannot write {path}: {error.strerror}", hint=disk_hint(error)) from error
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""
-        try:
+        with _refused(f"cannot make {path}"):
             files.make_directories(path, mode)
-        except OSError as error:
-            raise BackendError(f"cannot make {path}: {error.strerror}", hint=disk_hint(error)) from error
 
     def remove(self, path: str) -> None:
         """See `Transport.remove`."""
-        try:
+        with _refused(f"cannot remove {path}"):
             files.remove(path)
-        except OSError as error:
-            raise BackendError(f"cannot remove {path}: {error.strerror}", hint=disk_hint(error)) from error
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """See `Transport.read`."""
@@ -299,6 +294,14 @@ class LocalTransport(Transport):
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""
         return files.names(path)
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(f"{what}: {error.strerror}", hint=disk_hint(error.errno)) from error
 
 
 def kill_group(popen: subprocess.Popen[bytes]) -> None:
@@ -335,13 +338,11 @@ def _start(
         raise BackendError(f"{argv[0]} could not be started: {error.strerror}") from error
 
 
-def disk_hint(error: OSError) -> str:
-    """Return the hint for a file that could not be written."""
-    import errno
-
+def disk_hint(number: int | None) -> str:
+    """Return the hint for a file that could not be written, by its error number."""
     return {
         errno.ENOSPC: "the disk is full: free some space, or set `root:` of the cluster to another file system",
         errno.EDQUOT: "your disk quota is used up: free some space, or set `root:` of the cluster elsewhere",
         errno.EACCES: "check the permissions, or set `root:` of the cluster to a directory that you can write",
         errno.EROFS: "the file system is read-only; set `root:` of the cluster to a directory that you can write",
-    }.get(error.errno or 0, "")
+    }.get(number or 0, "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.programs import Program
+from orc.launchers.remote.transport import disk_hint
 from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ _PROGRAM = Program(
     "backends.ssh.host_program",
     ("strict_modes", "attempts.home", *(f"agent.{name}" for name in ("procfs", "cleanup", "records", "signals"))),
 )
-_ENOSPC, _EACCES, _EDQUOT, _EROFS = 28, 13, 122, 30
 
 
 def call(
@@ -58,14 +58,5 @@ def call(
         raise BackendError(f"{do} failed: {what}", where=transport.name)
     if "error" in answer:
         path = f"{answer['path']}: " if answer.get("path") else ""
-        raise BackendError(f"{path}{answer['error']}", where=transport.name, hint=_hint(answer.get("errno")))
+        raise BackendError(f"{path}{answer['error']}", where=transport.name, hint=disk_hint(answer.get("errno")))
     return {**answer, "status": done.status}
-
-
-def _hint(number: int | None) -> str:
-    return {
-        _ENOSPC: "The disk is full: free some space, or set `root:` to another file system.",
-        _EDQUOT: "Your disk quota is used up: free some space, or set `root:` elsewhere.",
-        _EACCES: "Check the permissions, or set `root:` to a directory that you can write.",
-        _EROFS: "The file system is read-only; set `root:` to a directory that you can write.",
-    }.get(number or 0, "")

@@ -146,7 +146,7 @@ class SshTransport(Transport):
         try:
             self._script(script, *arguments, stdin=stdin)
         except OSError as error:
-            raise BackendError(f"{what}: {error.strerror}", where=self.name, hint=disk_hint(error)) from error
+            raise BackendError(f"{what}: {error.strerror}", where=self.name, hint=disk_hint(error.errno)) from error
 
     def _script(self, script: str, *arguments: str, stdin: bytes = b"", fine: Collection[int] = ()) -> bytes:
         """Return the output of a file operation. What fails with an error number in *fine* does not matter.
