@@ -287,12 +287,20 @@ class SshBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH command lines, with the options of the cluster."""
-        from orc.launchers.backends.ssh.exec import entry
+        from orc.launchers.remote.ssh.client import ssh_argv
 
-        directories = [self.hosts.directory(name, handle.marker) for name in handle.hosts]
+        access = self.settings.options.access
         return [
-            entry(self.settings, name, node, directory)
-            for node, (name, directory) in enumerate(zip(handle.hosts, directories, strict=True))
+            NodeEntry(
+                node,
+                name,
+                self.hosts.directory(name, handle.marker),
+                self.settings.python_of(name) or DEFAULT_PYTHON,
+                ssh_argv(self.settings.spec(name), access, terminal=False),
+                ssh_argv(self.settings.spec(name), access, terminal=True),
+                through_shell=True,
+            )
+            for node, name in enumerate(handle.hosts)
         ]
 
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
