@@ -30,12 +30,13 @@ from orc.launchers.backends.base import (
     raise_untold,
     require_secrets,
 )
+from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
 from orc.launchers.backends.tpu.pods import Pods
 from orc.launchers.backends.tpu.poller import Poller
 from orc.launchers.backends.tpu.provision import own_statuses, request_tpu
-from orc.launchers.backends.tpu.rendering import hosts_of, render_plan
+from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import Settings, read_settings
 from orc.launchers.backends.tpu.workers import directory_of, has_started, worker_name

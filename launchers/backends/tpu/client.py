@@ -84,32 +84,39 @@ class TpuApi:
 
     def queued(self, zone: str) -> list[QueuedResource]:
         """Return all queued resources of a zone."""
-        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
-        with self._errors(zone):
-            pages = self._client.list_queued_resources(request=request, **self._reading)
-            return [_queued(item) for item in pages]
+        return [_queued(item) for item in self._all("list_queued_resources", zone)]
 
     def nodes(self, zone: str) -> list[Node]:
         """Return all nodes of a zone."""
+        return [_node(item) for item in self._all("list_nodes", zone)]
+
+    def runtime_versions(self, zone: str) -> list[str]:
+        """Return the runtime versions of a zone."""
+        return sorted(item.version for item in self._all("list_runtime_versions", zone))
+
+    def accelerator_types(self, zone: str) -> list[str]:
+        """Return the types that a zone has."""
+        return sorted(item.type_ for item in self._all("list_accelerator_types", zone))
+
+    def _all(self, method: str, zone: str) -> list[Any]:
         request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
         with self._errors(zone):
-            return [_node(item) for item in self._client.list_nodes(request=request, **self._reading)]
+            return list(getattr(self._client, method)(request=request, **self._reading))  # its pager asks for the rest
 
     def node(self, zone: str, name: str) -> Node | None:
         """Return a node; `None` when there is none of that name."""
-        where = f"{parent(self.options.project, zone)}/nodes/{name}"
-        try:
-            with self._errors(where):
-                return _node(self._client.get_node(name=where, **self._reading))
-        except NotFound:
-            return None
+        found = self._one("get_node", f"{parent(self.options.project, zone)}/nodes/{name}")
+        return None if found is None else _node(found)
 
     def queued_resource(self, zone: str, name: str) -> QueuedResource | None:
         """Return a queued resource; `None` when there is none of that name."""
-        where = f"{parent(self.options.project, zone)}/queuedResources/{name}"
+        found = self._one("get_queued_resource", f"{parent(self.options.project, zone)}/queuedResources/{name}")
+        return None if found is None else _queued(found)
+
+    def _one(self, method: str, name: str) -> Any:
         try:
-            with self._errors(where):
-                return _queued(self._client.get_queued_resource(name=where, **self._reading))
+            with self._errors(name):
+                return getattr(self._client, method)(name=name, **self._reading)
         except NotFound:
             return None
 
@@ -159,18 +166,6 @@ class TpuApi:
                 )
             found += [{item.key: item.value for item in one.query_value.items} for one in attributes]
         return found
-
-    def runtime_versions(self, zone: str) -> list[str]:
-        """Return the runtime versions of a zone."""
-        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
-        with self._errors(zone):
-            return sorted(v.version for v in self._client.list_runtime_versions(request=request, **self._reading))
-
-    def accelerator_types(self, zone: str) -> list[str]:
-        """Return the types that a zone has."""
-        request = {"parent": parent(self.options.project, zone), "page_size": _PAGE}
-        with self._errors(zone):
-            return sorted(a.type_ for a in self._client.list_accelerator_types(request=request, **self._reading))
 
     # -- ordering
 
@@ -341,13 +336,13 @@ def _node(item: Any) -> Node:
     )
 
 
-def in_zones(zones: Sequence[str], request_tpu: Callable[[str], T]) -> dict[str, T]:
+def in_zones(zones: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
     """Return the result of *ask* for each zone, side by side. Raises the first error."""
     from orc.launchers.errors import LaunchError
     from orc.launchers.remote.ssh.fanout import each
 
     found: dict[str, T] = {}
-    for zone, answer in each({zone: zone for zone in zones}, request_tpu).items():
+    for zone, answer in each({zone: zone for zone in zones}, ask).items():
         if isinstance(answer, LaunchError):
             raise answer
         found[zone] = answer

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.records import read_json
 from orc.launchers.attempts.reader import log_selectors, read_log
 from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import Cause, Handle, LogChunk, Observation, Phase
-from orc.launchers.backends.tpu.workers import read_json
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -72,13 +72,13 @@ class LocalState:
 
     def end(self) -> tuple[Observation, float] | None:
         """Return the attempt's end and the time of its recording; the deletion may still have to follow."""
-        found = read_json(self.directory / "end.json")
+        found = read_json(str(self.directory / "end.json"))
         return None if found is None else (_observation(found["observation"]), float(found["at"]))
 
     @property
     def handle(self) -> Handle | None:
         """Handle of an attempt that has ended; its TPU may be gone."""
-        found = read_json(self.directory / "end.json")
+        found = read_json(str(self.directory / "end.json"))
         return None if found is None else Handle.from_dict(found["handle"])
 
     def record_end(self, handle: Handle, seen: Observation) -> None:

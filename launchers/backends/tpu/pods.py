@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.backends.tpu.rendering import hosts_of, on_workers
+from orc.launchers.backends.ssh.rendering import hosts_of
+from orc.launchers.backends.tpu.rendering import on_workers
 from orc.launchers.backends.tpu.workers import directory_of, ssh_cluster
 from orc.launchers.errors import BackendError
 

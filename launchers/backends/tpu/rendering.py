@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.base import Placement
-from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.ssh.rendering import render_plan as render_on_hosts
 from orc.launchers.backends.ssh.settings import read_settings as read_ssh_settings
 from orc.launchers.backends.tpu import accelerators, request
@@ -115,6 +114,3 @@ def on_workers(plan: Plan, workers: Workers) -> Plan:
             host["address"] = internal[host["name"]]
         made.append(replace(file, content=agent_file(AgentConfig(config)).content))
     return replace(plan, backend="ssh", files=tuple(made))
-
-
-__all__ = ["hosts_of", "on_workers", "render_plan", "slice_of"]

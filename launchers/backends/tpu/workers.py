@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from orc.launchers.agent.records import read_json
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote import files
 
@@ -70,7 +71,7 @@ def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -
     config = directory / "ssh_config"
     this = {"name": node.name, "serial": node.serial, "created_at": node.created_at}
     this["machines"] = [asdict(machine) for machine in machines]
-    if read_json(known) != this or not config.exists():
+    if read_json(str(known)) != this or not config.exists():
         keys = api.host_keys(node)
         for machine, own in zip(machines, keys, strict=True):
             if not _plain(own):
@@ -87,7 +88,7 @@ def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -
 
 def saved_workers(directory: Path) -> Workers:
     """Return the workers as they were last time, without any call. Raises `BackendError` when there were none."""
-    known = read_json(directory / "workers.json")
+    known = read_json(str(directory / "workers.json"))
     if known is None:
         raise BackendError("its TPU has not come up yet", hint="`orc status` shows what it waits for.")
     return Workers(tuple(Worker(**machine) for machine in known["machines"]), str(directory / "ssh_config"))
@@ -203,15 +204,6 @@ def directory_of(cluster: Cluster, name: str, state_dir: Path | None) -> Path:
     from orc.launchers.paths import state_dir as default
 
     return (state_dir or default()) / "tpu" / cluster.name / name
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file of ours; `None` when there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _alias(node: Node, machine: Worker) -> str:

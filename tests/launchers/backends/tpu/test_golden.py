@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Snapshot
+from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import TpuBackend
-from orc.launchers.backends.tpu.rendering import hosts_of, on_workers
+from orc.launchers.backends.tpu.rendering import on_workers
 from orc.launchers.backends.tpu.request import API, TpuLocation, read_requests, tpu_id
 from orc.launchers.backends.tpu.workers import Worker, Workers
 from orc.launchers.errors import RenderError
