@@ -119,11 +119,7 @@ class SlurmClient:
         return rows
 
     def _squeue(self, which: str) -> list[JobRow]:
-        flags = ("--noheader", "--array", "--states=all", f"--format={SQUEUE_FORMAT}")
-        done = self._run((self._settings.program("squeue"), *flags, which), self._settings.query_timeout)
-        if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):
-            raise BackendUnreachable(f"squeue failed: {_stderr_of(done)}", where=self._where)
-        return parse_squeue(done.stdout)
+        return parse_squeue(self._ask("squeue", "--array", "--states=all", f"--format={SQUEUE_FORMAT}", which))
 
     def accounted(self, job_ids: Iterable[str]) -> list[JobRow] | None:
         """Return accounting's rows of the jobs, which may lag by seconds; `None` when it cannot be queried."""
@@ -187,40 +183,23 @@ class SlurmClient:
 
     def partitions(self) -> dict[str, Partition]:
         """Return the partitions by name; the default one is under ``""`` too."""
-        done = self._run(
-            (self._settings.program("sinfo"), "--noheader", "--exact", "--format=%P|%a|%D|%l|%c"),
-            self._settings.query_timeout,
-        )
-        if done.status != 0:
-            raise BackendUnreachable(f"sinfo failed: {_stderr_of(done)}", where=self._where)
-        return read_partitions(done.stdout)
+        return read_partitions(self._ask("sinfo", "--exact", "--format=%P|%a|%D|%l|%c"))
 
     def inventory(self) -> list[PartitionReport]:
         """Return the partitions as they are now, in sinfo's order."""
-        argv = (self._settings.program("sinfo"), "--noheader", f"--format={SINFO_FORMAT}")
-        done = self._run(argv, self._settings.query_timeout)
-        if done.status != 0:
-            raise BackendUnreachable(f"sinfo failed: {_stderr_of(done)}", where=self._where)
-        return parse_sinfo(done.stdout)
+        return parse_sinfo(self._ask("sinfo", f"--format={SINFO_FORMAT}"))
 
     def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Return the pending and running ones of the jobs, with their expected start."""
         found: list[QueuedJob] = []
         for some in _chunks(job_ids):
             which = f"--jobs={','.join(some)}"
-            argv = (self._settings.program("squeue"), "--noheader", "--array", f"--format={START_FORMAT}", which)
-            done = self._run(argv, self._settings.query_timeout)
-            if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):
-                raise BackendUnreachable(f"squeue failed: {_stderr_of(done)}", where=self._where)
-            found += parse_expected(done.stdout)
+            found += parse_expected(self._ask("squeue", "--array", f"--format={START_FORMAT}", which))
         return found
 
     def config(self) -> dict[str, str]:
         """Return the output of ``scontrol show config``, by key. Raises `BackendError`."""
-        done = self._run((self._settings.program("scontrol"), "show", "config"), self._settings.query_timeout)
-        if done.status != 0:
-            raise BackendUnreachable(f"scontrol failed: {_stderr_of(done)}", where=self._where)
-        pairs = (line.partition("=") for line in done.stdout.splitlines() if "=" in line)
+        pairs = (line.partition("=") for line in self._ask("scontrol", "show", "config").splitlines() if "=" in line)
         return {key.strip(): value.strip() for key, _, value in pairs}
 
     def accounts(self, user: str) -> tuple[str, tuple[str, ...]]:
@@ -240,6 +219,14 @@ class SlurmClient:
             return "", ()
         names = tuple(sorted({name.strip() for name in all_of_them.stdout.split("\n") if name.strip()}))
         return default.stdout.strip().split("\n")[0], names
+
+    def _ask(self, program: str, *words: str) -> str:
+        """Return what a program says; a job that it does not know is no error. Raises `BackendUnreachable`."""
+        plain = ("--noheader",) if program != "scontrol" else ()
+        done = self._run((self._settings.program(program), *plain, *words), self._settings.query_timeout)
+        if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):
+            raise BackendUnreachable(f"{program} failed: {_stderr_of(done)}", where=self._where)
+        return done.stdout
 
     def _run(self, argv: Sequence[str], timeout_s: float, *, stdin: bytes | None = None) -> Completed:
         env = {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
