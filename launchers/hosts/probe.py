@@ -113,15 +113,15 @@ def torch_directory() -> str | None:
     return next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
 
 
-def gpu_count() -> int | None:
+def gpu_count(root: str = "") -> int | None:
     """Return the number of GPUs that NVIDIA's or AMD's drivers know; `None` where only a library can tell (WSL)."""
     import glob
 
-    if os.path.exists("/dev/dxg"):
+    if os.path.exists(f"{root}/dev/dxg"):
         return None
-    nvidia = glob.glob("/proc/driver/nvidia/gpus/*") or glob.glob("/dev/nvidia[0-9]*")
+    nvidia = glob.glob(f"{root}/proc/driver/nvidia/gpus/*") or glob.glob(f"{root}/dev/nvidia[0-9]*")
     amd = 0
-    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
+    for path in glob.glob(f"{root}/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
         with open(path) as file:
             amd += file.read().strip() != "0"  # processors are in that list, too
     return len(nvidia) + amd

@@ -161,7 +161,9 @@ class LocalBackend(Backend):
 
     def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
         """Yield what the job asks for and this machine does not have."""
-        gpus = _gpu_count()
+        from orc.launchers.hosts.probe import gpu_count
+
+        gpus = gpu_count()
         if gpus is not None and asked.get("gpus", 0) > gpus:
             what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
             yield Finding("error", what, self.cluster.name, "Lower resources.gpus_per_node, or choose another cluster.")
@@ -315,16 +317,6 @@ class LocalBackend(Backend):
 
 
 _STARTING = Observation(Phase.PENDING, reason="starting")
-
-
-def _gpu_count(root: Path = Path("/")) -> int | None:
-    """Return the number of GPUs with a driver, NVIDIA's or AMD's; `None` where counting needs a library (WSL)."""
-    if (root / "dev/dxg").exists():
-        return None
-    nvidia = list(root.glob("proc/driver/nvidia/gpus/*")) or list(root.glob("dev/nvidia[0-9]*"))
-    # The topology lists processors too; those have the id 0.
-    amd = [node for node in root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id") if node.read_text().strip() != "0"]
-    return len(nvidia) + len(amd)
 
 
 def _is_starting(marker: str, directory: str) -> bool:

@@ -21,8 +21,9 @@ import pytest
 from orc.launchers.agent.procfs import marked_processes, process_start
 from orc.launchers.agent.records import read_json
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
-from orc.launchers.backends.local.backend import LocalBackend, _gpu_count, _python_problem
+from orc.launchers.backends.local.backend import LocalBackend, _python_problem
 from orc.launchers.errors import BackendError
+from orc.launchers.hosts.probe import gpu_count
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
@@ -311,18 +312,18 @@ def test_preflight_says_that_memory_is_not_limited(backend, plan):
 
 
 def test_gpus_are_counted_without_a_library(tmp_path):
-    assert _gpu_count(tmp_path) == 0
+    assert gpu_count(str(tmp_path)) == 0
     for number in range(2):
         (tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True)
-    assert _gpu_count(tmp_path) == 2
+    assert gpu_count(str(tmp_path)) == 2
     for number, gpu in enumerate(("0", "4098")):
         node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
         (node / "gpu_id").write_text(f"{gpu}\n")
-    assert _gpu_count(tmp_path) == 3
+    assert gpu_count(str(tmp_path)) == 3
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/dxg").touch()
-    assert _gpu_count(tmp_path) is None
+    assert gpu_count(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
