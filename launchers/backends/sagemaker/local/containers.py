@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import selectors
@@ -9,40 +10,42 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 _CHECK_S = 60.0  # far more than a Python start takes, on a machine that swaps
 
 
-class Containers(Protocol):
+class Containers(abc.ABC):
     """Hosts that run until they end or are told to. Leaving the context ends what is left."""
 
-    running: set[str]  # names of hosts
-    ended: dict[str, int]  # status by host, in the order of the ends
-    error: str  # why they could not be run
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def send(self, command: str) -> None:
-        """``term`` or ``kill`` to every host that runs."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Take note of what has happened, waiting for *timeout_s* at most."""
-        ...
-
-
-class NamespaceContainers:
-    """`Containers` made of namespaces of this machine; one process holds them all, see `namespaces`."""
-
     def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
+        """Write *spec* to *path*, for whoever runs the hosts."""
         path.write_text(json.dumps(spec))
         path.chmod(0o600)
         self.running = {str(host["name"]) for host in spec["hosts"]}
         self.ended: dict[str, int] = {}  # status by host, in the order of the ends
-        self.error = ""
+        self.error = ""  # why they could not be run
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abc.abstractmethod
+    def send(self, command: str) -> None:
+        """``term`` or ``kill`` to every host that runs."""
+
+    @abc.abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Take note of what has happened, waiting for *timeout_s* at most."""
+
+
+class NamespaceContainers(Containers):
+    """`Containers` made of namespaces of this machine; one process holds them all, see `namespaces`."""
+
+    def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
+        super().__init__(path, spec)
         machine = Path(__file__).with_name("namespaces.py")
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", machine, path],
@@ -54,9 +57,6 @@ class NamespaceContainers:
         self._selector = selectors.DefaultSelector()
         assert self.process.stdout is not None  # both are pipes
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Nothing survives this: without its standard input the machine ends, and with it all that it holds."""

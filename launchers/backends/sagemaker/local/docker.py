@@ -8,7 +8,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from orc.launchers.backends.sagemaker.local.containers import Containers
 
 _COMMAND_S = 120.0
 
@@ -51,16 +53,12 @@ def kill_command(job: str, host: str, signal: str) -> list[str]:
     return ["docker", "kill", "--signal", signal, f"{job}-{host}"]
 
 
-class DockerContainers:
+class DockerContainers(Containers):
     """`Containers` in docker."""
 
     def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
-        path.write_text(json.dumps(spec))
-        path.chmod(0o600)
+        super().__init__(path, spec)
         self.job = str(spec["job"])
-        self.running = {str(host["name"]) for host in spec["hosts"]}
-        self.ended: dict[str, int] = {}
-        self.error = ""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._run(network_command(spec))
         for host in spec["hosts"]:
@@ -74,9 +72,6 @@ class DockerContainers:
                     stderr=log,
                     start_new_session=True,
                 )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Nothing stays: neither containers nor their network."""
