@@ -159,11 +159,6 @@ def options_document(cluster: Cluster) -> Document:
     return source.document_of(cluster.options, f"cluster {cluster.name}: options")
 
 
-def option_place(cluster: Cluster, path: KeyPath = (), *, key: bool = False) -> str:
-    """Return the place of an option of *cluster*: file, line and column, or at least the cluster's name."""
-    return options_document(cluster).origin(path, key=key).where
-
-
 def builtin_local() -> Cluster:
     """Return the cluster that needs no configuration: this machine."""
     return Cluster.model_construct(name=LOCAL, kind=LOCAL)  # needs no validator: start-up time

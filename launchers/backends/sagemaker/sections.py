@@ -98,7 +98,7 @@ class Distribution(FrozenModel):
 
     @property
     def kind(self) -> Literal["torchrun", "mpi", "data_parallel", "none"]:
-        """What it comes to."""
+        """Return the form that is enabled, as a kind of launcher."""
         if self.smdistributed:
             return "data_parallel" if self.smdistributed.dataparallel.enabled else "none"
         on = self._enabled()
