@@ -72,6 +72,7 @@ coverage: unit  ## The tests, and which lines they run
 testbeds-down:  ## End the Slurm cluster and the SSH hosts of the tests, and remove their files
 	$(SLURM_TESTBED)/down.sh --purge
 	$(HOSTS_TESTBED)/down.sh
+	HOSTS_TESTBED_DIR="$${HOSTS_TESTBED_DIR:-/tmp/hosts-testbed}-e2e" $(HOSTS_TESTBED)/down.sh
 
 bench: $(INSTALLED)  ## Benchmarks: one table against peers and budgets (minutes; on a quiet machine)
 	$(BIN)/python tests/benchmarks/harness.py $(BENCH)

@@ -20,10 +20,12 @@ pytest_plugins = (
 )
 
 _HERE = Path(__file__).parent
-# Where the tests are that need a testbed: the parts of tests/run.sh that run them look nowhere else.
+# Where the tests are that need a testbed: the parts of tests/run.sh that run them look nowhere else. A part is called
+# by the mark of its tests. Those on SSH hosts mostly wait: they are two parts, with hosts of their own.
 _ON_TESTBEDS = {
+    "hosts-e2e": ("e2e",),
     "hosts": (
-        *("e2e", "orchestrator/cli/commands", "orchestrator/engine"),
+        *("orchestrator/cli/commands", "orchestrator/engine"),
         *(f"launchers/{room}" for room in ("agent", "conformance", "hosts", "remote", "transfer")),
     ),
     "slurm": (
@@ -32,6 +34,7 @@ _ON_TESTBEDS = {
     ),
 }
 _ROOMS = ("orchestrator", "runtime")  # a part each
+PARTS = ("main", *_ROOMS, *_ON_TESTBEDS)  # which tests/run.sh runs
 
 collect_ignore = ["gpu"]  # `make test-gpu` runs them, with an environment and settings of their own
 
@@ -93,8 +96,7 @@ def _signals_as_before() -> Generator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parts = ("main", *_ROOMS, *_ON_TESTBEDS)
-    parser.addoption("--part", choices=parts, help="without paths: look for tests only where this part has some")
+    parser.addoption("--part", choices=PARTS, help="without paths: look for tests only where this part has some")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -117,8 +119,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         if place.parts[0] in _ROOMS:
             item.add_marker(place.parts[0])
     yield
+    by_mark: dict[str, list[str]] = {}
+    for part, places in _ON_TESTBEDS.items():
+        by_mark.setdefault(part.partition("-")[0], []).extend(places)
     for item, place in collected:
-        for mark, places in _ON_TESTBEDS.items():
+        for mark, places in by_mark.items():
             if item.get_closest_marker(mark) and not any(place.is_relative_to(known) for known in places):
                 raise pytest.UsageError(f"{item.nodeid} is marked `{mark}`: name its directory in tests/conftest.py")
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests, in four processes: those on SSH hosts; those on Slurm, then the runtime's; those of the
-#                        orchestrator; the others
+# run.sh [PYTEST ARGS]   all tests, in five processes: those on SSH hosts, on two testbeds; those on Slurm, then the
+#                        runtime's; those of the orchestrator; the others
 #
 # COVERAGE=1 measures which lines they run, and takes about a fifth longer.
 #
 # Most tests wait for something, so what runs side by side takes little longer than the longest of it. What a part beside
 # prints comes in one piece after the others'.
 #
-# Four at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
+# Five at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
 # themselves: those that fail again fail the run; those that pass are named as UNSTEADY, for each of them is a defect of
 # the test or of orc that somebody has to look for.
 #
@@ -67,6 +67,7 @@ part() { # part NAME COVERAGE [PYTEST ARGS]
     runtime) command+=(-m "runtime and not hosts and not slurm") ;;
     slurm) command+=(-m "slurm and not hosts") ;;
     hosts) command=(tests/testbed/hosts/pytest.sh) ;;
+    hosts-e2e) command=(env HOSTS_TESTBED_DIR="${HOSTS_TESTBED_DIR:-/tmp/hosts-testbed}-e2e" tests/testbed/hosts/pytest.sh) ;;
   esac
   [ -z "${COVERAGE:-}" ] || command+=(--cov --cov-report=)
   COVERAGE_FILE=.coverage.$2 "${command[@]}" --part="$1" -o cache_dir="$output/cache-$1" "${@:3}"
@@ -90,7 +91,7 @@ failures() { # failures NAME: the tests of this part that failed, a line each
 
 rm -f .coverage .coverage.*
 set -m # a process group each, so that it can be ended as a whole
-for parts in hosts "slurm runtime" orchestrator; do
+for parts in hosts-e2e hosts "slurm runtime" orchestrator; do
   lane "$parts" "$@" &
   beside[$parts]=$!
 done
@@ -98,7 +99,7 @@ set +m
 
 declare -A ended=([main]=0)
 part main main "$@" || ended[main]=$?
-for parts in orchestrator "slurm runtime" hosts; do
+for parts in orchestrator hosts hosts-e2e "slurm runtime"; do
   wait "${beside[$parts]}" || true
   unset "beside[$parts]"
   for name in $parts; do

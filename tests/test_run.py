@@ -1,4 +1,4 @@
-"""tests/run.sh ends what it starts: here with programs that only look like Python and Slurm."""
+"""tests/run.sh runs all parts and ends what it starts: here with programs that only look like Python and Slurm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ HERE = Path(__file__).parent
 PR_SET_CHILD_SUBREAPER = 36
 PYTHON = """#!/bin/bash
 # The tests on Slurm start a cluster, which is a daemon; then they wait to be interrupted, if they are asked to.
+echo "$*" >>"$TREE/calls"
 [[ "$*" == *"slurm and not hosts"* ]] || exit 0
 "$TREE/tests/testbed/slurm/up.sh"
 [ -n "$WAITS" ] || exit 0
@@ -32,6 +35,9 @@ file=$SLURM_TESTBED_DIR/run/slurmctld.pid
 # Like a daemon: who reads its number may be sure that it has left this process group.
 setsid bash -c 'echo "$$ 0" >"$0.new" && mv "$0.new" "$0" && exec sleep 300' "$file" </dev/null >/dev/null 2>&1 &
 until [ -e "$file" ]; do sleep 0.01; done
+"""
+HOSTS = """#!/bin/bash
+echo "$* on $HOSTS_TESTBED_DIR" >>"$TREE/calls"
 """
 DOWN = """#!/bin/bash
 read -r pid _ <"$SLURM_TESTBED_DIR/run/slurmctld.pid" && kill "$pid" && rm "$SLURM_TESTBED_DIR/run/slurmctld.pid"
@@ -56,7 +62,7 @@ class Tree:
             (".venv/bin/python", PYTHON),
             ("tests/testbed/slurm/up.sh", UP),
             ("tests/testbed/slurm/down.sh", DOWN),
-            ("tests/testbed/hosts/pytest.sh", "#!/bin/bash\n"),
+            ("tests/testbed/hosts/pytest.sh", HOSTS),
         ):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(text)
@@ -119,3 +125,26 @@ def test_a_cluster_that_was_up_before_stays(tree: Tree) -> None:
     assert tree.start().wait(60) == 0
     pid = int(tree.pid_file.read_text().split()[0])
     os.kill(pid, 0)
+
+
+def test_every_part_that_tests_are_divided_into_is_run_once(tree: Tree, pytestconfig: pytest.Config) -> None:
+    assert tree.start(HOSTS_TESTBED_DIR="/hosts").wait(60) == 0
+    calls = (tree.directory / "calls").read_text().splitlines()
+    ran = [word.removeprefix("--part=") for call in calls for word in call.split() if word.startswith("--part=")]
+    divided = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+    assert divided is not None
+    assert sorted(ran) == sorted(divided.PARTS)
+    # Two parts on the same hosts would wait for each other's turns.
+    testbeds = [call.rpartition(" on ")[2] for call in calls if " on " in call]
+    assert len(testbeds) == len(set(testbeds)) == 2
+
+
+@pytest.mark.parametrize("mark", ["hosts", "slurm"])
+def test_a_test_on_a_testbed_where_no_part_looks_is_refused(mark: str) -> None:
+    with tempfile.TemporaryDirectory(dir=HERE) as directory:
+        path = Path(directory) / "test_lost.py"
+        path.write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_it() -> None:\n    pass\n")
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(path)]
+        refused = subprocess.run(command, cwd=HERE.parent, text=True, capture_output=True)
+    assert refused.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "name its directory in tests/conftest.py" in refused.stderr
