@@ -91,7 +91,10 @@ def test_a_submission_killed_at_any_point_runs_exactly_once_or_was_never_promise
         eventually(lambda: not list((orc_home / "state" / "job-secrets").iterdir()))
 
 
-@pytest.fixture(params=["local", "slurm"])
+SLURM = pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")])
+
+
+@pytest.fixture(params=["local", SLURM])
 def cluster(request, orc_home) -> str:
     """The name of a cluster that is real."""
     if request.param == "local":

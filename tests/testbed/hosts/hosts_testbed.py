@@ -263,8 +263,9 @@ def hosts_testbed() -> HostsTestbed:
 
 
 @pytest.fixture
-def hosts(hosts_testbed: HostsTestbed) -> Iterator[HostsTestbed]:
+def hosts(hosts_testbed: HostsTestbed, request: pytest.FixtureRequest) -> Iterator[HostsTestbed]:
     """The hosts, healthy and for this test alone, homes empty. Fails a test that leaves something running."""
+    assert request.node.get_closest_marker("hosts"), "mark the test, or the parameter that asks for hosts, with `hosts`"
     with (hosts_testbed.directory / ".turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         yield hosts_testbed

@@ -100,6 +100,13 @@ class SlurmTestbed:
         return int((self.directory / "run" / "slurmctld.pid").read_text().split()[0])
 
     @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have the cluster for oneself; other test sessions wait."""
+        with (self.directory / ".turn").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
     def silent_controller(self, *, at_once: bool = True) -> Iterator[None]:
         """slurmctld takes connections and does not answer, like one that is swapping or waits for its disk.
 
@@ -183,8 +190,10 @@ def slurm_testbed() -> SlurmTestbed:
     if not required and shutil.which("slurmctld", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is None:
         pytest.skip("Slurm is not installed; tests/testbed/slurm/up.sh --install-only does it on Debian and Ubuntu")
     testbed = SlurmTestbed(Path(os.environ.get("SLURM_TESTBED_DIR", "/tmp/slurm-testbed")))
+    testbed.directory.mkdir(parents=True, exist_ok=True)
     try:
-        testbed.up()
+        with testbed.turn():  # the test of another session may have shut the controller down just now
+            testbed.up()
     except RuntimeError as error:
         if required:
             raise
@@ -193,10 +202,11 @@ def slurm_testbed() -> SlurmTestbed:
 
 
 @pytest.fixture
-def slurm(slurm_testbed: SlurmTestbed) -> Iterator[SlurmTestbed]:
+def slurm(slurm_testbed: SlurmTestbed, request: pytest.FixtureRequest) -> Iterator[SlurmTestbed]:
     """The cluster, idle and for this test alone: test sessions that run side by side take turns."""
-    with (slurm_testbed.directory / ".turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    # One that asks for it as it runs carries the mark by hand; else it would run beside those that have it.
+    assert request.node.get_closest_marker("slurm"), "mark the test, or the parameter that asks for Slurm, with `slurm`"
+    with slurm_testbed.turn():
         slurm_testbed.ready()
         before = set(slurm_testbed.run("squeue", "--noheader", "--format=%A").split())
         yield slurm_testbed
