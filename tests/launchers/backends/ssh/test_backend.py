@@ -149,11 +149,9 @@ def lab(tmp_path: Path, orc_home: Path) -> Iterator[Lab]:
     for host in made.hosts.values():
         host.silent, host.lose = False, None
     left = made.left()
-    for path in made.directories():
-        handle = Handle(
-            "lab", "ssh", AttemptId(path.parent.name, int(path.name[1:])).marker, str(path), 0, ("a", "b", "c")
-        )
-        made.backend.cancel([handle], timedelta(0))
+    # One question to each host, for all attempts.
+    attempts = dict.fromkeys(AttemptId(path.parent.name, int(path.name[1:])).marker for path in made.directories())
+    made.backend.cancel([Handle("lab", "ssh", one, "", 0, ("a", "b", "c")) for one in attempts], timedelta(0))
     deadline = time.monotonic() + 60
     while made.left() and time.monotonic() < deadline:
         time.sleep(0.02)
