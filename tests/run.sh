@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests, in five processes: those on SSH hosts, on two testbeds; those on Slurm, then the
-#                        runtime's; those of the orchestrator; the others
+# run.sh [PYTEST ARGS]   all tests, in five processes: those on SSH hosts, on two testbeds, with those of the runtime after the
+#                        shorter half; those on Slurm; those of the orchestrator; the others
 #
 # COVERAGE=1 measures which lines they run, and takes about a fifth longer.
 #
@@ -91,7 +91,7 @@ failures() { # failures NAME: the tests of this part that failed, a line each
 
 rm -f .coverage .coverage.*
 set -m # a process group each, so that it can be ended as a whole
-for parts in hosts-e2e hosts "slurm runtime" orchestrator; do
+for parts in hosts-e2e "hosts runtime" slurm orchestrator; do
   lane "$parts" "$@" &
   beside[$parts]=$!
 done
@@ -99,7 +99,7 @@ set +m
 
 declare -A ended=([main]=0)
 part main main "$@" || ended[main]=$?
-for parts in orchestrator hosts hosts-e2e "slurm runtime"; do
+for parts in orchestrator slurm hosts-e2e "hosts runtime"; do
   wait "${beside[$parts]}" || true
   unset "beside[$parts]"
   for name in $parts; do
