@@ -49,7 +49,7 @@ for epoch in range(resumed.epoch if resumed else 0, 2):
                 break
             turn += 1
             print("turn", turn, flush=True)
-            time.sleep(0.02)
+            time.sleep(0.1)
 weights = [parameter.tolist() for parameter in accelerator.unwrap_model(model).parameters()]
 print("weights", json.dumps(weights), flush=True)
 accelerator.end_training()

@@ -45,7 +45,7 @@ for x in loader:
         if accelerator.is_main_process and pathlib.Path(os.environ["ORC_JOB_DIR"], "fail").exists():
             os._exit(3)
         accelerator.gather(torch.zeros(1))
-        time.sleep(0.02)
+        time.sleep(0.1)
 print("schedule", schedule.last_epoch, flush=True)
 accelerator.end_training()
 """
