@@ -13,6 +13,7 @@ import pytest
 from orc.runtime import HOMES
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(400)  # the first test builds the site, which takes long on a busy machine
 
 
 @pytest.fixture(scope="module")
