@@ -200,7 +200,7 @@ HOMES: dict[str, str] = {
     "load": "checkpoint.saving",
     "load_and_quantize_model": "weights.quantization.load",
     "load_checkpoint_and_dispatch": "weights.load_and_dispatch",
-    "load_checkpoint_in_model": "weights.loading",
+    "load_checkpoint_in_model": "weights.load_in_model",
     "load_fsdp_model": "checkpoint.fsdp",
     "load_fsdp_optimizer": "checkpoint.fsdp",
     "load_offloaded_weight": "weights.offload",

@@ -262,7 +262,7 @@ from orc.runtime.weights.hooks import add_hook_to_module as add_hook_to_module
 from orc.runtime.weights.hooks import remove_hook_from_module as remove_hook_from_module
 from orc.runtime.weights.hooks import remove_hook_from_submodules as remove_hook_from_submodules
 from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from orc.runtime.weights.loading import load_checkpoint_in_model as load_checkpoint_in_model
+from orc.runtime.weights.load_in_model import load_checkpoint_in_model as load_checkpoint_in_model
 from orc.runtime.weights.model_offload import CpuOffload as CpuOffload
 from orc.runtime.weights.model_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from orc.runtime.weights.model_offload import cpu_offload_with_hook as cpu_offload_with_hook

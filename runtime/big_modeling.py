@@ -7,7 +7,7 @@ from orc.runtime.weights.device_map import check_device_map, infer_auto_device_m
 from orc.runtime.weights.dispatch import cpu_offload, disk_offload, dispatch_model
 from orc.runtime.weights.empty_weights import init_empty_weights, init_on_device
 from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch
-from orc.runtime.weights.loading import load_checkpoint_in_model
+from orc.runtime.weights.load_in_model import load_checkpoint_in_model
 from orc.runtime.weights.model_offload import cpu_offload_with_hook
 
 __all__ = [

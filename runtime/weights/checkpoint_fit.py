@@ -42,6 +42,7 @@ def check_fit(
     ties: Sequence[Sequence[str]],
     checkpoint: str | os.PathLike[str],
     strict: bool,
+    may_lack: bool = False,
 ) -> None:
     """Refuse a checkpoint whose names, shapes or kinds of numbers are not the model's, before anything is changed.
 
@@ -51,6 +52,7 @@ def check_fit(
         ties: names that the model has for one and the same weight.
         checkpoint: its name, for messages.
         strict: refuse weights that the model does not have, and any weight of the model that the checkpoint lacks.
+        may_lack: unless *strict*, say it only where the model has no values for what the checkpoint lacks.
 
     Raises:
         CheckpointError: it does not fit; all names are listed.
@@ -72,6 +74,9 @@ def check_fit(
         )
     if wrong:
         raise CheckpointError(f"{checkpoint} is of another model: {_listed(sorted(wrong))}")
+    if missing and may_lack and not strict:
+        logger.warning("%s lacks %s, which stay without values", checkpoint, _listed(missing))
+        missing = []
     if missing or (strict and unexpected):
         parts = []
         if missing:

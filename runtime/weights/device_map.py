@@ -33,8 +33,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     """Bytes that may be used on each device: accelerators by number, then ``cpu``.
 
     Args:
-        max_memory: limits, in bytes or as text (``"10GiB"``). Without them: what is free now, nine tenths of it on the
-            accelerators.
+        max_memory: limits, in bytes or as text (``"10GiB"``), which becomes bytes in *max_memory* itself, because
+            Transformers goes on with that one. Without them: what is free now, nine tenths of it on the accelerators.
 
     Raises:
         ValueError: a limit cannot be read, or belongs to no device.
@@ -54,7 +54,10 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     order = [*sorted(key for key in max_memory if isinstance(key, int)), *(key for key in last if key in max_memory)]
     # Libraries compute limits as fractions of what is free.
     limits = {key: int(limit) if isinstance(limit, float) else limit for key, limit in max_memory.items()}
-    return {key: convert_file_size_to_int(limits[key]) for key in order}
+    found = {key: convert_file_size_to_int(limits[key]) for key in order}
+    if isinstance(max_memory, dict):
+        max_memory.update(found)
+    return found
 
 
 def _free_memory() -> list[int]:
@@ -205,6 +208,14 @@ class _Plan:
         limit = self.limits.get(device, float("inf"))
         return limit - self.used.get(device, 0) - (reserve if device in self.main else 0)
 
+    def account(self, reserve: int) -> str:
+        """Return what is on each device, in words."""
+        return "; ".join(
+            f"{device}: {self.used.get(device, 0)} of {limit} bytes used"
+            + (f", {reserve} kept free for the largest layer" if device in self.main else "")
+            for device, limit in self.limits.items()
+        )
+
     def put(self, size: int, *names: str) -> None:
         """Put the modules *names* on the device being filled."""
         device = self.devices[0]
@@ -298,7 +309,10 @@ def _fill(
             else:
                 plan.devices.popleft()
                 if not plan.devices:
-                    raise ValueError(f"no device has room for {name} ({alone} bytes); raise the limits in max_memory")
+                    raise ValueError(
+                        f"no device has room for {name}, which needs {alone} bytes ({plan.account(reserve)}); "
+                        "raise the limits in max_memory"
+                    )
 
 
 def _children(module: Any) -> list[tuple[str, nn.Module]]:

@@ -52,8 +52,10 @@ def cpu_offload(
     """
     device = _device_of(model) if execution_device is None else execution_device
     check_device(device, "execution_device: the model")
-    kept = {name: value.detach().to("cpu") for name, value in model.state_dict().items()}
-    weights: Mapping[str, Tensor] = kept if state_dict is None else state_dict
+    if state_dict is None:
+        _check_values(model.state_dict())
+        state_dict = {name: value.detach().to("cpu") for name, value in model.state_dict().items()}
+    weights: Mapping[str, Tensor] = state_dict
     return _offload(model, device, weights, offload_buffers, preload_module_classes)
 
 
@@ -81,11 +83,10 @@ def disk_offload(
     device = _device_of(model) if execution_device is None else execution_device
     check_device(device, "execution_device: the model")
     if not (folder / INDEX_NAME).is_file():
+        _check_values(model.state_dict())
         offload_state_dict(folder, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=folder)
-    lacking = [name for name, _ in model.named_parameters() if name not in weights.all_keys]
-    if lacking:
-        raise ValueError(f"{folder} holds the weights of another model: it lacks {', '.join(lacking[:5])}")
+    _check_kept(weights, dict(model.named_parameters()), folder)
     return _offload(model, device, weights, offload_buffers, preload_module_classes)
 
 
@@ -141,6 +142,7 @@ def dispatch_model(
     main = main_device if main_device is not None else computing_device(device_map)
     check_device(main, "main_device: the model")
     if len(places) == 1 and places[0] != "disk" and not force_hooks:
+        _check_values(dict(model.named_parameters()))
         tied = find_tied_parameters(model)
         model.to(as_device(places[0]))
         retie_parameters(model, tied)
@@ -197,12 +199,47 @@ def _weights_away(
                 "offload_dir (or offload_index)"
             )
         if not (folder / INDEX_NAME).is_file():
-            offload_state_dict(
-                folder, {name: value for name, value in state.items() if module_device(name, device_map) == "disk"}
-            )
+            for_the_disk = {name: value for name, value in state.items() if module_device(name, device_map) == "disk"}
+            _check_values(for_the_disk)
+            offload_state_dict(folder, for_the_disk)
     if folder is not None and offload_index is None and not (folder / INDEX_NAME).is_file():
         folder = None
-    return OffloadedWeightsLoader(in_memory, folder, offload_index)
+    weights = OffloadedWeightsLoader(in_memory, folder, offload_index)
+    away_now = {name: value for name, value in model.named_parameters() if module_device(name, device_map) in away}
+    _check_kept(weights, away_now, "the offload_index" if offload_index else offload_dir)
+    return weights
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to take weights from a model that has none.
+
+    Raises:
+        ValueError: some of *tensors* are on the meta device.
+    """
+    without = [name for name, value in tensors.items() if value.is_meta]
+    if without:
+        raise ValueError(
+            f"{', '.join(without[:5])} have no values (they are on the meta device): load_checkpoint_and_dispatch "
+            "gives an empty model the weights of a checkpoint"
+        )
+
+
+def _check_kept(weights: OffloadedWeightsLoader, parameters: Mapping[str, Tensor], where: Any) -> None:
+    """Refuse *weights* that are not those of *parameters*.
+
+    Raises:
+        ValueError: some are missing, or of another shape.
+    """
+    lacking = [name for name in parameters if name not in weights.all_keys]
+    if lacking:
+        raise ValueError(f"{where} holds the weights of another model: it lacks {', '.join(lacking[:5])}")
+    for name, parameter in parameters.items():
+        shape = weights.index.get(name, {}).get("shape")
+        if shape is not None and list(shape) != list(parameter.shape):
+            raise ValueError(
+                f"{where} holds the weights of another model: {name} has shape {tuple(shape)}, "
+                f"the model's has {tuple(parameter.shape)}"
+            )
 
 
 def _read_ahead_on(model: nn.Module, device: Device) -> None:

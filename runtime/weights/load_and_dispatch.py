@@ -22,7 +22,7 @@ from orc.runtime.weights.device_map import (
 )
 from orc.runtime.weights.dispatch import check_plan, dispatch_model, module_device
 from orc.runtime.weights.empty_weights import as_dtype
-from orc.runtime.weights.loading import load_checkpoint_in_model
+from orc.runtime.weights.load_in_model import load_checkpoint_in_model
 from orc.runtime.weights.placing import Placement
 
 S = TypeVar("S")

@@ -59,6 +59,9 @@ def test_a_name_that_begins_like_another_covers_nothing():
 def test_limits_as_text():
     assert get_max_memory({0: "10GiB", 1: "10GB", "cpu": "30GIB"}) == {0: 10 * 2**30, 1: 10**10, "cpu": 30 * 2**30}
     assert list(get_max_memory({"cpu": 5, 1: 1, 0: 1})) == [0, 1, "cpu"]
+    limits = {"cpu": "1MB", 0: 7}
+    get_max_memory(limits)
+    assert limits == {"cpu": 10**6, 0: 7}, "Transformers compares with what it gave"
     with pytest.raises(ValueError, match="max_memory: 'gpu' is no device"):
         get_max_memory({"gpu": 1})
     with pytest.raises(ValueError, match="not in a valid format"):
@@ -212,3 +215,13 @@ def test_a_hundred_billion_parameters_take_no_memory():
     assert all(parameter.is_meta for parameter in model.parameters())
     found = infer_auto_device_map(model, {0: "100GiB", 1: "150GiB", "cpu": "100GB"})
     assert list(dict.fromkeys(found.values())) == [0, 1, "cpu", "disk"]
+
+
+def test_where_nothing_has_room_it_says_what_each_device_has():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    message = (
+        r"no device has room for 2, which needs 16640 bytes \(cpu: 16640 of 40000 bytes used, 16640 kept free .*; "
+        r"disk: 16640 of 20000 bytes used\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        infer_auto_device_map(model, {"cpu": 40000, "disk": "20KB"})

@@ -334,6 +334,40 @@ def test_a_device_that_is_not_there_is_refused_before_anything_moves(model, tmp_
     assert not (tmp_path / "away").exists()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, folder: cpu_offload(model),
+        disk_offload,
+        lambda model, folder: dispatch_model(model, {"": "cpu"}),
+        lambda model, folder: dispatch_model(model, MAP, offload_dir=folder),
+        lambda model, folder: dispatch_model(model, MAP, offload_index={"head.weight": {"safetensors_file": "x"}}),
+    ],
+    ids=["cpu", "disk", "one", "map", "index"],
+)
+def test_a_model_without_values_is_refused(tmp_path, use):
+    target = empty()
+    with pytest.raises(ValueError, match=r"have no values|offload_index holds the weights of another model: it lacks"):
+        use(target, tmp_path / "away")
+    assert not any(hasattr(one, "_hf_hook") for one in target.modules())
+    assert not (tmp_path / "away").exists()
+
+
+@pytest.mark.parametrize(
+    "use", [disk_offload, lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder)]
+)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(nn.Linear(8, 16), r"weight has shape \(16, 8\)"), (nn.Linear(16, 8, bias=False), "lacks bias")],
+)
+def test_the_offload_folder_of_another_model_is_refused(tmp_path, use, other, message):
+    disk_offload(copy.deepcopy(other), tmp_path)
+    target = nn.Linear(16, 8)
+    with pytest.raises(ValueError, match=message):
+        use(target, tmp_path)
+    assert not on_meta(target)
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "index"])
 def test_a_damaged_offload_folder_is_found_before_it_is_used(model, tmp_path, damage):
     disk_offload(copy.deepcopy(model), tmp_path)

@@ -74,7 +74,38 @@ def test_options_that_cannot_be_are_refused(tmp_path):
     for option in ({"offload_8bit_bnb": True}, {"full_state_dict": False}, {"broadcast_from_rank0": True}):
         with pytest.raises(ValueError, match="is not supported"):
             load_checkpoint_in_model(Net(), tmp_path, **option)
-    with pytest.raises(ValueError, match=r"names no device for (last|norm)"):
+    with pytest.raises(ValueError, match=r"does not give any device for .*norm\.weight.*last\.bias"):
         load_checkpoint_in_model(Net(), saved(tmp_path, Net()), {"first": "cpu"})
     with pytest.raises(CheckpointError, match="shape"):
         load_checkpoint_in_model(nn.ModuleDict({"first": nn.Linear(2, 4)}), saved(tmp_path, Net()))
+
+
+@pytest.mark.parametrize("fault", ["lacks", "holds", "shape", "cut", "device", "module"])
+def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path, fault):
+    model, other = Net(), Net()
+    places, strict, message = None, False, {
+        "lacks": r"lacks last\.weight, last\.bias",
+        "holds": r"holds more\.bias, more\.weight, which",
+        "shape": r"last\.weight has shape \(2, 4\)",
+        "cut": r"model-0000.-of-0000.\.safetensors cannot be loaded",
+        "device": "which this machine does not have",
+        "module": r"has no module 'frist'; did you mean 'first'",
+    }[fault]  # fmt: skip
+    if fault == "lacks":
+        other.last, strict = nn.Identity(), True
+    elif fault == "holds":
+        other.more, strict = nn.Linear(2, 2), True
+    elif fault == "shape":
+        other.last = nn.Linear(4, 2)
+    elif fault in ("device", "module"):
+        places = (
+            {"first": "cpu", "norm": "cpu", "last": "cuda:99"} if fault == "device" else {"": "cpu", "frist": "cpu"}
+        )
+    Accelerator().save_model(other, str(tmp_path / "saved"), max_shard_size="40B")
+    if fault == "cut":
+        last = max((tmp_path / "saved").glob("*.safetensors"))
+        last.write_bytes(last.read_bytes()[:-4])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        load_checkpoint_in_model(model, tmp_path / "saved", places, strict=strict)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -70,6 +70,10 @@ def from_pretrained(place: str) -> dict[str, Any]:
     )
     _run(on_disk)
     on_disk.save_pretrained(folder / "from_disk")  # its tied weights too are on the disk
+    limited = LlamaForCausalLM.from_pretrained(
+        folder / "model", device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=folder / "rest", dtype="float32"
+    )
+    found |= {"limited": _run(limited), "limited places": _places(limited)}
     found["from disk"] = _run(LlamaForCausalLM.from_pretrained(folder / "from_disk", dtype="float32").eval())
     try:
         spread.to("cpu")
