@@ -52,7 +52,9 @@ def _of_config(path: Path, trust_remote_code: bool) -> nn.Module:
     if not isinstance(config, dict):
         raise ModelNotFound(f"{file} is no configuration of a model")
     if "architecture" in config and "model_type" not in config:
-        return _of_timm(str(config["architecture"]), config.get("model_args") or {})
+        # Where the model was trained further, its number of classes stands beside the arguments.
+        classes = {"num_classes": config["num_classes"]} if "num_classes" in config else {}
+        return _of_timm(str(config["architecture"]), classes | (config.get("model_args") or {}))
     transformers = _library("transformers", str(file))
     try:
         loaded = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)

@@ -34,7 +34,8 @@ HUB = {
     "someone/voice": ("speechbrain", {}),
     "timm/resnet50.a1_in1k": ("timm", {"config.json": json.dumps({"architecture": "resnet50"})}),
 }
-# timm 1.0.31 as far as it is called: with PyPI's torchvision it does not load beside a torch for CPUs alone.
+# timm 1.0.31 as far as it is called: with PyPI's torchvision it does not load beside a torch for CPUs alone. Where
+# torchvision's operators are declared by hand, the real one gives the same rows.
 TIMM = """
 from torch import nn
 def conv(i, o, k=1, s=1):
@@ -110,7 +111,9 @@ def test_models_are_made_of_what_the_hub_says(tmp_path):
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
-    bert, untold, told, own, trusted, voice, resnet, gone = ask(
+    local = tmp_path / "config.json"
+    local.write_text(json.dumps({"architecture": "resnet50", "num_classes": 10}))
+    bert, untold, told, own, trusted, voice, resnet, tuned, gone = ask(
         ["google-bert/bert-base-cased"],
         ["someone/untold"],
         ["someone/untold", "transformers"],
@@ -118,6 +121,7 @@ def test_models_are_made_of_what_the_hub_says(tmp_path):
         ["someone/own", None, True],
         ["someone/voice"],
         ["timm/resnet50.a1_in1k"],
+        [str(local)],
         ["someone/nothing"],
     )
     assert bert == told
@@ -127,6 +131,7 @@ def test_models_are_made_of_what_the_hub_says(tmp_path):
     assert trusted == ["float32", "1.0 MB", "1.0 MB", "4.0 MB"]
     assert "speechbrain" in voice
     assert resnet == ["float32", "9.0 MB", "97.7 MB", "390.78 MB"]
+    assert tuned == ["float32", "9.0 MB", "89.96 MB", "359.83 MB"], "it has 10 classes"
     assert "someone/nothing" in gone
     assert "config.json" in gone
     server.shutdown()
