@@ -43,7 +43,10 @@ class _Record(NamedTuple):
 
 
 def agree(objects: Sequence[Any], engine: Engine, options: Options) -> None:
-    """Compare on all ranks how they train, and the *objects* of one `prepare`; a collective.
+    """Compare on all ranks how they train, and the *objects* of one `prepare`.
+
+    A collective where something is trained. A loader or a model for evaluation is prepared without the others: by one
+    rank alone, or while they wait in `main_process_first`.
 
     Raises:
         ContextError: two ranks differ; the same on every rank, with the first difference.
@@ -52,6 +55,8 @@ def agree(objects: Sequence[Any], engine: Engine, options: Options) -> None:
     if ctx.mirrored or ctx.group is None:
         return
     models = [_tensors(one, engine) for one in objects if isinstance(one, nn.Module)]
+    if not any(models) and not any(isinstance(one, Optimizer) for one in objects):
+        return
     digests = [hashlib.blake2b(repr(one).encode(), digest_size=16).digest() for one in models]
     mine = _Record(_settings(engine, options), _kinds(objects), ctx.topology.place("pp"), digests)
     told: list[_Record] = all_gather_pickled(mine, ctx, "prepare")

@@ -74,6 +74,8 @@ def each_way():
     ignoring = nn.ModuleDict({"shared": nn.Linear(2, 2), "own": nn.Linear(size, size)})
     ignoring._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
     accelerator.prepare(ignoring)
+    if accelerator.is_main_process:  # by one rank alone
+        accelerator.prepare(torch.utils.data.DataLoader(range(4)), nn.Linear(2, 2).requires_grad_(False))
     accelerator.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     return found
