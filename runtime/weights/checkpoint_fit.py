@@ -17,7 +17,7 @@ from orc.runtime.weights.loading import weight_files
 from orc.runtime.weights.weights_map import mapped_weights
 
 logger = logging.getLogger(__name__)
-_SHOWN = 20
+_SHOWN = 20  # names in a warning, or compared with those that are not expected; an error has all of them
 
 
 def checkpoint_weights(checkpoint: str | os.PathLike[str]) -> dict[str, tuple[Path | None, Tensor]]:
@@ -69,23 +69,23 @@ def check_fit(
     quantized = [name for name in own.keys() & found.keys() if _is_quantized(own[name], found[name])]
     if quantized and not wrong:
         raise CheckpointError(
-            f"{checkpoint} holds quantized weights ({_listed(sorted(quantized))}): "
+            f"{checkpoint} holds quantized weights ({', '.join(sorted(quantized))}): "
             "load_and_quantize_model with load_in_8bit=True loads them"
         )
     if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model: {_listed(sorted(wrong))}")
+        raise CheckpointError(f"{checkpoint} is of another model: {', '.join(sorted(wrong))}")
     if missing and may_lack and not strict:
-        logger.warning("%s lacks %s, which stay without values", checkpoint, _listed(missing))
+        logger.warning("%s lacks %s, which stay without values", checkpoint, _shortened(missing))
         missing = []
     if missing or (strict and unexpected):
         parts = []
         if missing:
-            parts.append(f"it lacks {_listed(_with_nearest(missing, unexpected))}")
+            parts.append(f"it lacks {', '.join(_with_nearest(missing, unexpected))}")
         if unexpected:
-            parts.append(f"it holds {_listed(unexpected)}, which the model does not have")
+            parts.append(f"it holds {', '.join(unexpected)}, which the model does not have")
         raise CheckpointError(f"{checkpoint} does not fit the model: {'; '.join(parts)}")
     if unexpected:
-        logger.warning("%s holds %s, which the model does not have", checkpoint, _listed(unexpected))
+        logger.warning("%s holds %s, which the model does not have", checkpoint, _shortened(unexpected))
 
 
 def _is_quantized(own: Tensor, found: Tensor) -> bool:
@@ -97,6 +97,6 @@ def _with_nearest(missing: Sequence[str], unexpected: Sequence[str]) -> list[str
     return [f"{name} (is it {near[name][0]}?)" if near.get(name) else name for name in missing]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -219,7 +219,7 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
     without = [name for name, value in tensors.items() if value.is_meta]
     if without:
         raise ValueError(
-            f"{', '.join(without[:5])} have no values (they are on the meta device): load_checkpoint_and_dispatch "
+            f"{', '.join(without)} have no values (they are on the meta device): load_checkpoint_and_dispatch "
             "gives an empty model the weights of a checkpoint"
         )
 
@@ -232,7 +232,7 @@ def _check_kept(weights: OffloadedWeightsLoader, parameters: Mapping[str, Tensor
     """
     lacking = [name for name in parameters if name not in weights.all_keys]
     if lacking:
-        raise ValueError(f"{where} holds the weights of another model: it lacks {', '.join(lacking[:5])}")
+        raise ValueError(f"{where} holds the weights of another model: it lacks {', '.join(lacking)}")
     for name, parameter in parameters.items():
         shape = weights.index.get(name, {}).get("shape")
         if shape is not None and list(shape) != list(parameter.shape):

@@ -88,7 +88,7 @@ def save_model(
     state = dict(state)
     absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if absent:
-        raise CheckpointError(f"{', '.join(absent[:5])} cannot be saved: on the meta device a weight has no values")
+        raise CheckpointError(f"{', '.join(absent)} cannot be saved: on the meta device a weight has no values")
     directory.mkdir(parents=True, exist_ok=True)
     aliases: dict[str, str] = {}
     if safe_serialization:

@@ -141,7 +141,7 @@ def _read_index(folder: Path) -> Mapping[str, Entry]:
         raise CheckpointError(f"{path} is no index of offloaded weights: {error}") from None
     if wrong:
         raise CheckpointError(
-            f"{folder} is damaged: of {', '.join(wrong[:5])} the file is missing or cut off; remove the folder, "
+            f"{folder} is damaged: of {', '.join(wrong)} the file is missing or cut off; remove the folder, "
             "and the weights are written there again"
         )
     return found

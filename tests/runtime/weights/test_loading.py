@@ -109,3 +109,11 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path, fault):
     with pytest.raises((CheckpointError, ValueError), match=message):
         load_checkpoint_in_model(model, tmp_path / "saved", places, strict=strict)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_every_name_that_does_not_fit_is_listed(tmp_path):
+    layers = {f"layer{number}": nn.Linear(1, 1, bias=False) for number in range(30)}
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint_in_model(nn.ModuleDict(layers), saved(tmp_path, Net()), strict=True)
+    names = [f"{name}.weight" for name in layers] + list(Net().state_dict())
+    assert [name for name in names if name not in str(error.value)] == []
