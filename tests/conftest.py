@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
@@ -126,6 +127,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         for mark, places in by_mark.items():
             if item.get_closest_marker(mark) and not any(place.is_relative_to(known) for known in places):
                 raise pytest.UsageError(f"{item.nodeid} is marked `{mark}`: name its directory in tests/conftest.py")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected (and torch) out of garbage collections, each of which took longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
