@@ -34,7 +34,7 @@ _PLACES = ("path", "dir")  # in names of settings: where a machine keeps its fil
 
 
 class _Record(NamedTuple):
-    """What one rank says: its settings in words, the kinds of its objects, and a digest of each of its models."""
+    """Record of one rank: its settings in words, the kinds of its objects, and a digest of each of its models."""
 
     settings: Sequence[tuple[str, str]]
     objects: Sequence[str]

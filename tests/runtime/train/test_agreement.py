@@ -25,7 +25,7 @@ WAYS = {
 
 
 def prepared(way):
-    """What the ranks get from prepare; rank 1 goes its own *way*."""
+    """Return what the ranks get from prepare; rank 1 goes its own *way*."""
     from orc.runtime import Accelerator, AcceleratorState, DataLoaderConfiguration, ParallelismConfig, PartialState
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
