@@ -157,6 +157,20 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     return report
 
 
+@pytest.fixture(scope="session")
+def _agent_files() -> dict[str, bytes]:
+    from orc.launchers.snapshot.runtime_tree import runtime_files
+
+    package = "orc/runtime/__init__.py"
+    return {path: file for path, file in runtime_files().items() if path == package or "orc/runtime/" not in path}
+
+
+@pytest.fixture
+def bare_runtime(_agent_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs bring the agent and nothing else of orc.runtime: most of a small submission is storing its 300 files."""
+    monkeypatch.setattr("orc.launchers.snapshot.runtime_tree.runtime_files", lambda: _agent_files)
+
+
 _FILE = re.compile(r"^```\w+\n# ([\w./-]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -22,7 +22,7 @@ from orc.orchestrator.client import Client  # noqa: E402
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock(bare_runtime: None) -> Clock:
     return Clock()
 
 

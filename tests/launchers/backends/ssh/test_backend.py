@@ -143,7 +143,7 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, orc_home: Path) -> Iterator[Lab]:
+def lab(tmp_path: Path, orc_home: Path, bare_runtime: None) -> Iterator[Lab]:
     made = Lab(tmp_path, orc_home / "state")
     yield made
     for host in made.hosts.values():
