@@ -96,7 +96,7 @@ class LocalDestination(Destination):
         self._site = site
         self._numbered = numbered
         self._owned: Ownership | None = None
-        self._before: set[str] | None = None  # what was in the target; nothing: it was not there
+        self._before: dict[str, object] | None = None  # what was in the target; nothing: it was not there
         self._hooked = False  # hooks of this rank have written into the target itself
         self._temporary = temporary_name(target, "" if site is None else f"site-{site}")
         self._mark = f".saving-{token}"  # shows that this directory was made for this save
@@ -112,7 +112,7 @@ class LocalDestination(Destination):
         part = "" if self._site is None else f"-site-{self._site}"
         folder, name = record(target.parent) if self._numbered else (target.parent, f"-{target.name}")
         self._owned = own(folder, f"{name}{part}")
-        self._before = {entry.name for entry in target.iterdir()} if target.exists() else None
+        self._before = {entry.name: _stamp(entry) for entry in target.iterdir()} if target.exists() else None
         remove_tree(self._temporary)
         self._temporary.mkdir()
         (self._temporary / self._mark).touch()
@@ -143,7 +143,8 @@ class LocalDestination(Destination):
     def _fetch_hooked(self) -> None:
         """Move what hooks have written into the target to the files of this save."""
         for entry in list(self.target.iterdir()):
-            if entry.name in (self._before or ()):
+            # A file that an interrupted save has left, and that is written again, is one of this save.
+            if self._before is not None and self._before.get(entry.name) == _stamp(entry):
                 continue
             if (self._temporary / entry.name).exists():
                 remove_tree(entry)
@@ -293,3 +294,9 @@ class RemoteDestination(Destination):
         one = self.target / (self._prefix + name)
         self._created.append(one)
         return one
+
+
+def _stamp(path: Path) -> object:
+    """Return what tells two states of a file, or of all that a directory holds, apart."""
+    files = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+    return [(file, status.st_mtime_ns, status.st_size) for file in files for status in [file.lstat()]]
