@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,20 +91,31 @@ class Orc:
 
     def until_log(self, job: str, rank: int, text: str, timeout_s: float = 240) -> None:
         """Wait until a rank of a running job has said so."""
-
-        def said(view: dict[str, Any]) -> bool:
-            assert view["state"] not in ("FAILED", "SUCCEEDED", "CANCELLED"), view
-            return view["state"] == "RUNNING" and text in self.log(job, rank)
-
-        self.until(job, said, timeout_s)
+        self._until_said(job, rank, lambda said: text in said, timeout_s)
 
     def until_epoch(self, job: str, epoch: int, timeout_s: float = 240) -> None:
         """Wait until rank 0 has trained that many epochs."""
+        self._until_said(job, 0, lambda said: max(map(int, EPOCH.findall(said)), default=0) >= epoch, timeout_s)
 
-        def reached(view: dict[str, Any]) -> bool:
+    def _until_said(self, job: str, rank: int, is_enough: Callable[[str], bool], timeout_s: float) -> None:
+        """Follow a rank's log until there *is_enough* of it: one process, however long that takes."""
+
+        def runs(view: dict[str, Any]) -> bool:
             assert view["state"] not in ("FAILED", "SUCCEEDED", "CANCELLED"), view
-            if view["state"] != "RUNNING":
-                return False
-            return max(map(int, EPOCH.findall(self.log(job, 0))), default=0) >= epoch
+            return view["state"] == "RUNNING"
 
-        self.until(job, reached, timeout_s)
+        self.until(job, runs, timeout_s)
+        said = ""
+        with self.start("logs", job, "--rank", str(rank), "--follow") as follower:
+            late = threading.Timer(timeout_s, follower.kill)
+            late.start()
+            try:
+                assert follower.stdout is not None
+                for line in follower.stdout:
+                    said += line
+                    if is_enough(said):
+                        return
+            finally:
+                late.cancel()
+                follower.kill()
+            raise AssertionError(f"rank {rank} of {job} said only {said!r}\n{follower.communicate()[1]}")

@@ -42,7 +42,7 @@ class TracedJob:
                 found[host] = times
         return found
 
-    def check_one_after_the_other(self, lost: str, broken_at: float) -> tuple[float, float]:
+    def check_one_after_the_other(self, lost: str, broken_at: float = 0) -> tuple[float, float]:
         """The second attempt has trained alone, although the host *lost* trained on after *broken_at* in the first.
 
         Returns when the first attempt trained its last sample and the second one its first.

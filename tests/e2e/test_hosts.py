@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import EPOCH, Orc
+from command_line import Orc
 from hosts_testbed import HostsTestbed, eventually
 
 from orc.orchestrator.engine import fault_points
@@ -56,25 +56,6 @@ def runs(hosts: HostsTestbed, job: str) -> list[str]:
     """What the ranks of a job with the script `ONCE` have written, over all hosts: attempt and rank."""
     files = [hosts.root(name) / "jobs" / job / "ran" for name in hosts.names]
     return sorted(line for file in files if file.exists() for line in file.read_text().split())
-
-
-@pytest.mark.slow
-def test_digits_trains_on_two_hosts_and_everything_can_be_seen(laptop: Orc, hosts: HostsTestbed) -> None:
-    laptop.init("digits")
-    shown = laptop("submit", "job.yaml", "--cluster", "lab", *SIZE, "--follow")
-    accuracy = re.search(r"test accuracy (0\.\d+)", shown)
-    assert accuracy, shown
-    assert float(accuracy[1]) >= 0.9
-
-    view = laptop.job("@last")
-    (attempt,) = view["attempts"]
-    assert (view["state"], view["backend"], attempt["state"]) == ("SUCCEEDED", "ssh", "SUCCEEDED")
-    assert attempt["hosts"] == ["node1", "node2"]
-    assert sorted(attempt["exit"]["ranks"]) == ["0", "1"]
-    assert EPOCH.findall(laptop.log("@last", 0)) == [str(epoch) for epoch in range(1, 13)]
-    assert "succeeded" in laptop("logs", "@last", "--node", "1")
-    assert "node1, node2" in laptop("status", "@last")
-    assert not list((hosts.root("node3") / "jobs").glob("*"))
 
 
 def test_a_failing_rank_is_named_with_its_host_and_traceback(laptop: Orc) -> None:

@@ -44,11 +44,15 @@ def test_digits_trains_alike_on_hosts_by_torchrun_mpirun_and_deepspeed(laptop: O
         assert float(accuracy[1]) >= 0.9
         view = laptop.job("@last")
         (attempt,) = view["attempts"]
-        assert (view["state"], attempt["hosts"]) == ("SUCCEEDED", list(hosts.names[:2]))
+        assert (view["state"], view["backend"], attempt["state"]) == ("SUCCEEDED", "ssh", "SUCCEEDED")
+        assert attempt["hosts"] == list(hosts.names[:2])
         assert {rank: end["exit_code"] for rank, end in attempt["exit"]["ranks"].items()} == dict.fromkeys("01", 0)
         log = laptop.log("@last", 0)
         assert EPOCH.findall(log) == [str(epoch) for epoch in range(1, 13)]
         trained[launcher] = re.findall(r"^epoch +\d+/\d+ +loss ([0-9.]+)", log, re.MULTILINE), accuracy[1]
+    assert "succeeded" in laptop("logs", "@last", "--node", "1")
+    assert "node1, node2" in laptop("status", "@last")
+    assert not list((hosts.root("node3") / "jobs").glob("*"))
     assert trained["mpirun"] == trained["torchrun"]
     assert trained["deepspeed"] == trained["torchrun"]
 

@@ -63,7 +63,6 @@ def test_four_hosts_then_three_then_two_then_four_see_every_sample_once(
     laptop = Orc(tmp_path / "job", hosts.cluster(connect_timeout=8, peer_timeout=5))
     laptop.write_job(
         SCRIPT,
-        launcher="torchrun",
         resources={"nodes": "2:4", "procs_per_node": 1},
         runtime={"use_cpu": True},
         checkpoint={"every": 5, "keep": 2},

@@ -160,55 +160,6 @@ def test_a_training_goes_on_exactly_without_a_host_that_is_cut_off_whatever_the_
         assert attempt["started_at"] <= attempt["ended_at"]
 
 
-@pytest.mark.slow
-def test_a_training_goes_on_exactly_when_a_host_reboots(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
-) -> None:
-    training = Training(laptop, retry=RETRY)
-    training.until_it_holds()
-    watch.broken()
-    hosts.fault("crash", "node2")
-    hosts.fault("boot", "node2")
-    laptop("wait", training.job)
-    training.check(expected, attempts=2)
-    watch.resumed(training)
-    first, second = training.attempts
-    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node2"])
-    assert "the agent on node2 was killed or the host restarted" in first["reason"]
-    assert sorted(second["hosts"]) == ["node1", "node3"]
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_exactly_when_an_agent_is_killed(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
-) -> None:
-    training = Training(laptop, retry=RETRY)
-    training.until_it_holds()
-    watch.broken()
-    hosts.fault("kill-procs", "node1", "store/trees/[^ ]* start")
-    laptop("wait", training.job)
-    training.check(expected, attempts=2)
-    watch.resumed(training)
-    first, _ = training.attempts
-    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node1"])
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_exactly_when_an_agent_is_frozen(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
-) -> None:
-    """Its ranks are not frozen, and would train beside those of the next attempt."""
-    training = Training(laptop, retry=RETRY)
-    training.until_it_holds()
-    watch.broken()
-    hosts.agent(training.job, "node1").suspend()
-    laptop("wait", training.job)
-    training.check(expected, attempts=2)
-    watch.resumed(training)
-    first, _ = training.attempts
-    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", ["node1"])
-
-
 def link_cut(hosts: HostsTestbed, job: str, host: str) -> None:
     hosts.fault("cut", host)
 
@@ -229,19 +180,49 @@ def file_system_hung(hosts: HostsTestbed, job: str, host: str) -> None:
     eventually(in_its_way, every_s=0.001)
 
 
+def agent_frozen(hosts: HostsTestbed, job: str, host: str) -> None:
+    hosts.agent(job, host).suspend()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [link_cut, file_system_hung])
-def test_a_host_that_is_cut_off_or_whose_files_hang_trains_nothing_beside_the_next_attempt(
-    laptop: Orc, hosts: HostsTestbed, watch: Watch, fault: Callable[[HostsTestbed, str, str], None]
+@pytest.mark.parametrize(("fault", "host"), [(link_cut, "node2"), (file_system_hung, "node2"), (agent_frozen, "node1")])
+def test_a_host_that_is_cut_off_frozen_or_whose_files_hang_trains_nothing_beside_the_next_attempt(
+    laptop: Orc, hosts: HostsTestbed, watch: Watch, fault: Callable[[HostsTestbed, str, str], None], host: str
 ) -> None:
-    """Its agent lives, and its rank needs nobody: it trains on until the fence ends it."""
+    """Its rank needs nobody: it trains on until the fence ends it."""
     job = TracedJob(Orc(laptop.directory, hosts.cluster(connect_timeout=4, peer_timeout=4)), hosts)
-    fault(hosts, job.id, "node2")
+    fault(hosts, job.id, host)
     watch.broken()
     laptop("wait", job.id)
-    assert "node2" not in job.trained(2)
-    last, begin = job.check_one_after_the_other("node2", watch.began)
+    assert host not in job.trained(2)
+    last, begin = job.check_one_after_the_other(host, watch.began)
     watch.note("fenced_s", last)
+    watch.note("goes_on_s", begin)
+
+
+def agent_killed(hosts: HostsTestbed, job: str, host: str) -> None:
+    hosts.fault("kill-procs", host, "store/trees/[^ ]* start")
+
+
+def rebooted(hosts: HostsTestbed, job: str, host: str) -> None:
+    hosts.fault("crash", host)
+    hosts.fault("boot", host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "host"), [(agent_killed, "node1"), (rebooted, "node2")])
+def test_a_host_that_says_itself_that_its_agent_is_gone_is_left_out_without_a_fence(
+    laptop: Orc, hosts: HostsTestbed, watch: Watch, fault: Callable[[HostsTestbed, str, str], None], host: str
+) -> None:
+    job = TracedJob(laptop, hosts)
+    watch.broken()
+    fault(hosts, job.id, host)
+    laptop("wait", job.id)
+    first, second = laptop.job(job.id)["attempts"]
+    assert (first["state"], first["cause"], first["failed_hosts"]) == ("LOST", "node_failure", [host])
+    assert f"the agent on {host} was killed or the host restarted" in first["reason"]
+    assert sorted(second["hosts"]) == sorted({"node1", "node2", "node3"} - {host})
+    _, begin = job.check_one_after_the_other(host)
     watch.note("goes_on_s", begin)
 
 

@@ -82,7 +82,7 @@ def node(job: str, attempt: int = 1) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # eight processes import torch, scikit-learn and boto3
+@pytest.mark.timeout(600)  # four processes import torch, scikit-learn and boto3
 def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothing_is_left(
     tpu_pods: Pods, laptop: Callable[..., Orc], bucket: Bucket
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothi
     assert hold in text
     script.write_text(text)
     changes = {
-        "resources.nodes": 4,
+        "resources.nodes": 2,
         "resources.procs_per_node": 1,
         "args.epochs": 4,
         "args.batch-size": 64,
@@ -125,7 +125,7 @@ def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothi
     assert epochs[0] >= 2
     asked = [request["queued_resource_id"] for request in tpu_pods.calls("CreateQueuedResource")]
     assert asked == [f"orc-{job}-a1", f"orc-{job}-a2"]
-    assert [host for attempt in (first, second) for host in attempt["hosts"]] == [f"worker-{n % 4}" for n in range(8)]
+    assert [host for attempt in (first, second) for host in attempt["hosts"]] == [f"worker-{n % 2}" for n in range(4)]
 
 
 @pytest.mark.slow
