@@ -21,8 +21,7 @@ pytest_plugins = (
 )
 
 _HERE = Path(__file__).parent
-# Where the tests are that need a testbed: the parts of tests/run.sh that run them look nowhere else. A part is called
-# by the mark of its tests. Those on SSH hosts mostly wait: they are two parts, with hosts of their own.
+# Where the tests are that need a testbed. Those on SSH hosts mostly wait: they are two parts, with hosts of their own.
 _ON_TESTBEDS = {
     "hosts-e2e": ("e2e",),
     "hosts": (
@@ -34,8 +33,16 @@ _ON_TESTBEDS = {
         *("launchers/backends/slurm", "launchers/conformance"),
     ),
 }
-_ROOMS = ("orchestrator", "runtime")  # a part each
-PARTS = ("main", *_ROOMS, *_ON_TESTBEDS)  # which tests/run.sh runs
+# Where the others are; `main` is what no other part has.
+_ELSEWHERE = {
+    "main": (".",),
+    "e2e": ("e2e", "templates"),
+    "orchestrator": ("orchestrator",),
+    "runtime": ("runtime",),
+    "runtime-parallel": ("runtime/parallel", "runtime/stand_ins", "runtime/engine"),
+}
+_MARKS = {"hosts-e2e": "hosts", "hosts": "hosts", "slurm": "slurm and not hosts"}
+PARTS = (*_ON_TESTBEDS, *_ELSEWHERE)  # which tests/run.sh runs
 
 collect_ignore = ["gpu"]  # `make test-gpu` runs them, with an environment and settings of their own
 
@@ -97,28 +104,34 @@ def _signals_as_before() -> Generator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=PARTS, help="without paths: look for tests only where this part has some")
+    parser.addoption("--part", choices=PARTS, help="the tests of one part; without paths: look only where it has some")
+
+
+def _places(part: str) -> list[str]:
+    """Return the directories and files below which *part* has its tests."""
+    if part in _ON_TESTBEDS:
+        return [str(_HERE / place) for place in _ON_TESTBEDS[part]]
+    others = {_HERE / place for name, places in _ELSEWHERE.items() if name != part for place in places}
+    found = []
+    for place in _ELSEWHERE[part]:
+        inside = [path for path in sorted((_HERE / place).iterdir()) if path.is_dir() or path.match("test_*.py")]
+        found += [str(path) for path in inside if path not in others and path.name not in collect_ignore]
+    return found
 
 
 def pytest_configure(config: pytest.Config) -> None:
     part = config.getoption("--part")
-    if part is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if part is None:
         return
-    if part == "main":
-        rest = [path for path in _HERE.iterdir() if path.is_dir() or path.match("test_*.py")]
-        places = sorted(path.name for path in rest if path.name not in (*_ROOMS, *collect_ignore))
-    else:
-        places = list(_ON_TESTBEDS.get(part, (part,)))
-    config.args = [str(_HERE / place) for place in places]
+    config.option.markexpr = _MARKS.get(part, "not hosts and not slurm")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = _places(part)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Mark what tests/run.sh selects its parts by; refuse a test that no part would find."""
+    """Refuse a test that no part would find."""
     collected = [(item, item.path.relative_to(_HERE)) for item in items if item.path.is_relative_to(_HERE)]
-    for item, place in collected:
-        if place.parts[0] in _ROOMS:
-            item.add_marker(place.parts[0])
     yield
     by_mark: dict[str, list[str]] = {}
     for part, places in _ON_TESTBEDS.items():

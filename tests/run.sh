@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# run.sh [PYTEST ARGS]   all tests, in five processes: those on SSH hosts, on two testbeds, with those of the runtime after the
-#                        shorter half; those on Slurm; those of the orchestrator; the others
+# run.sh [PYTEST ARGS]   all tests, in five lanes: processes beside each other, each of which runs one part after the other
 #
 # COVERAGE=1 measures which lines they run, and takes about a fifth longer.
 #
-# Most tests wait for something, so what runs side by side takes little longer than the longest of it. What a part beside
-# prints comes in one piece after the others'.
+# What runs side by side takes little longer than the longest of it, as most tests on testbeds wait. What a lane beside the
+# part `main` prints comes in one piece after the others'.
 #
 # Five at a time on two cores disturb each other. So when all have ended, up to three tests that failed are run once more, by
 # themselves: those that fail again fail the run; those that pass are named as UNSTEADY, for each of them is a defect of
@@ -60,12 +59,7 @@ trap 'exit 143' TERM
 
 part() { # part NAME COVERAGE [PYTEST ARGS]
   local command=("$python" -m pytest)
-  # --part: where each looks for its tests is written in conftest.py
-  case $1 in
-    main) command+=(-m "not hosts and not slurm and not runtime and not orchestrator") ;;
-    orchestrator) command+=(-m "orchestrator and not hosts and not slurm") ;;
-    runtime) command+=(-m "runtime and not hosts and not slurm") ;;
-    slurm) command+=(-m "slurm and not hosts") ;;
+  case $1 in # --part: which tests that is, is written in conftest.py
     hosts) command=(tests/testbed/hosts/pytest.sh) ;;
     hosts-e2e) command=(env HOSTS_TESTBED_DIR="${HOSTS_TESTBED_DIR:-/tmp/hosts-testbed}-e2e" tests/testbed/hosts/pytest.sh) ;;
   esac
@@ -90,8 +84,9 @@ failures() { # failures NAME: the tests of this part that failed, a line each
 }
 
 rm -f .coverage .coverage.*
+lanes=("hosts-e2e e2e" hosts "slurm runtime-parallel" "orchestrator runtime") # beside main: about as long as it
 set -m # a process group each, so that it can be ended as a whole
-for parts in hosts-e2e "hosts runtime" slurm orchestrator; do
+for parts in "${lanes[@]}"; do
   lane "$parts" "$@" &
   beside[$parts]=$!
 done
@@ -99,7 +94,7 @@ set +m
 
 declare -A ended=([main]=0)
 part main main "$@" || ended[main]=$?
-for parts in orchestrator slurm hosts-e2e "hosts runtime"; do
+for parts in "${lanes[@]}"; do
   wait "${beside[$parts]}" || true
   unset "beside[$parts]"
   for name in $parts; do

@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PYTHON = """#!/bin/bash
 # The tests on Slurm start a cluster, which is a daemon; then they wait to be interrupted, if they are asked to.
 echo "$*" >>"$TREE/calls"
-[[ "$*" == *"slurm and not hosts"* ]] || exit 0
+[[ "$*" == *--part=slurm* ]] || exit 0
 "$TREE/tests/testbed/slurm/up.sh"
 [ -n "$WAITS" ] || exit 0
 sleep 300 & # in the background: what comes while a command in the foreground starts would be lost

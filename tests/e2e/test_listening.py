@@ -77,9 +77,7 @@ def addresses(text: str) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("launcher", "script"), [("torchrun", "plain torch"), ("python", "plain torch"), ("torchrun", "orc.runtime")]
-)
+@pytest.mark.parametrize(("launcher", "script"), [("python", "plain torch"), ("torchrun", "orc.runtime")])
 def test_a_job_on_this_machine(launcher, script, tmp_path, orc_home, monkeypatch):
     scratch = tmp_path / "tmp"
     scratch.mkdir()

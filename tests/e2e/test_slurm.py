@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from command_line import EPOCH, Orc
+from exact_training import JOB, Training, undisturbed
 from slurm_testbed import SlurmTestbed
 
 from orc.launchers.spec.clusters import Cluster
 
 SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=2")
-TWO = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=1")  # where a second process shows nothing more
 
 
 @pytest.fixture
@@ -126,48 +126,25 @@ def test_a_misspelt_option_is_found_before_anything_is_sent(orc: Orc) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_training_resumes_from_its_checkpoint(digits: Orc, slurm: SlurmTestbed) -> None:
-    digits.take_time("ORC_RESTART", "0")
-    spot = ("--set", "resources.options.slurm.partition=spot", "--set", "args=[--epochs, '20']")
-    job = digits.submit(*TWO, *spot)
-    digits.until_epoch(job, 2)
-    slurm.preempt()
-    digits("wait", job)
-    view = digits.job(job)
-    (attempt,) = view["attempts"]
-    assert (view["state"], attempt["restarts"]) == ("SUCCEEDED", 1)
-    assert_resumed(digits.log(job, 0), epochs=20)
-
-
-@pytest.mark.slow
-def test_a_training_that_loses_a_node_goes_on_in_a_new_attempt(digits: Orc, slurm: SlurmTestbed) -> None:
-    digits.take_time("ORC_ATTEMPT", "1")
-    options = ("--set", "resources.options.slurm.requeue=false", "--set", "args=[--epochs, '20']")
-    job = digits.submit(*TWO, *options)
-    digits.until_epoch(job, 2)
-    lost = digits.job(job)["attempts"][0]["hosts"][1]
+def test_a_training_that_loses_a_node_goes_on_exactly_in_a_new_attempt(
+    orc: Orc, slurm: SlurmTestbed, tmp_path: Path
+) -> None:
+    """For one that Slurm preempts and requeues: test_trainer.py."""
+    (tmp_path / "undisturbed").mkdir()
+    expected = undisturbed(tmp_path / "undisturbed")
+    training = Training(orc, resources={**JOB["resources"], "options": {"slurm": {"requeue": False}}})
+    training.until_it_holds()
+    lost = training.attempts[0]["hosts"][1]
     slurm.set_down(lost)
     try:
-        digits("wait", job)
+        orc("wait", training.job)
     finally:
         slurm.resume(lost)
-    view = digits.job(job)
-    first, second = view["attempts"]
-    assert (view["state"], first["cause"], second["state"]) == ("SUCCEEDED", "node_failure", "SUCCEEDED")
+    training.check(expected, attempts=2)
+    first, second = training.attempts
+    assert (first["cause"], second["state"]) == ("node_failure", "SUCCEEDED")
     assert lost in first["reason"]
     assert lost not in second["hosts"]
-    assert_resumed(digits.log(job, 0, "--attempt", "1") + digits.log(job, 0, "--attempt", "2"), epochs=20)
-
-
-def assert_resumed(log: str, epochs: int) -> None:
-    """The second run went on where the first had saved: no epoch is missing, none was trained again from the start."""
-    before, resumed, after = log.partition("resumed from ")
-    assert resumed, log
-    first = [int(epoch) for epoch in EPOCH.findall(before)]
-    second = [int(epoch) for epoch in EPOCH.findall(after)]
-    assert first == list(range(1, len(first) + 1)), log
-    assert second[0] in (first[-1], first[-1] + 1), log
-    assert second == list(range(second[0], epochs + 1)), log
 
 
 def test_a_launch_below_srun_is_one_process_of_its_step(slurm: SlurmTestbed, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def need(tmp_path: Path):
     return need
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+# Over pdsh on real hosts: tests/e2e/test_hosts_commands.py.
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "deepspeed over pdsh"])
 def test_ranks_know_who_they_are_and_get_their_arguments_untouched(name, need, run) -> None:
     job, seen = run(
         """
@@ -220,29 +221,20 @@ def test_oneccl_and_the_jobs_own_variables_reach_every_node(name, need, run) -> 
     assert [job.log(rank) for rank in range(2)] == ["2 ofi a 'b\n"] * 2
 
 
-def test_deepspeed_reads_its_environment_file_and_passes_local_rank_when_asked(run, tmp_path) -> None:
+def test_deepspeed_reads_its_environment_file_passes_local_rank_when_asked_and_uses_the_devices_of_the_node(
+    run, tmp_path
+) -> None:
     (tmp_path / "workdir").mkdir()
     (tmp_path / "workdir" / ".deepspeed_env").write_text("FROM_FILE=a b\n# a comment\nLAST=1")
     job, seen = run(
-        "import os, sys; print(os.environ['FROM_FILE'], os.environ['LAST'], *sys.argv[1:])",
+        "import os, sys; print(*map(os.environ.get, ('FROM_FILE', 'LAST', 'CUDA_VISIBLE_DEVICES')), *sys.argv[1:])",
         procs=2,
         args=["x y"],
-        env={"DS_ACCELERATOR": "cpu"},
+        env={"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "3,5"},
         launcher={"kind": "deepspeed", "options": {"local_rank": True}},
     )
     assert seen.phase is Phase.SUCCEEDED, job.all_logs()
-    assert [job.log(rank) for rank in range(2)] == [f"a b 1 --local_rank={rank} x y\n" for rank in range(2)]
-
-
-def test_deepspeed_uses_the_devices_that_the_node_was_given(run) -> None:
-    job, seen = run(
-        "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])",
-        procs=2,
-        env={"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "3,5"},
-        launcher=DEEPSPEED,
-    )
-    assert seen.phase is Phase.SUCCEEDED, job.all_logs()
-    assert job.log(1) == "3,5\n"
+    assert [job.log(rank) for rank in range(2)] == [f"a b 1 3,5 --local_rank={rank} x y\n" for rank in range(2)]
 
 
 def test_a_node_that_cannot_start_its_part_is_named_when_the_launcher_waits_for_it(need, run, tmp_path) -> None:
