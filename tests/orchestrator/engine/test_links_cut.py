@@ -25,6 +25,8 @@ from orc.launchers.spec.clusters import Cluster
 from orc.orchestrator.client import Client
 from orc.orchestrator.views import JobView
 
+pytestmark = pytest.mark.usefixtures("bare_runtime")
+
 # A line for each rank that has run, in a file beside the working copy; each host has its own.
 ONCE = """
 import os, pathlib

@@ -20,7 +20,7 @@ OWN = "Host node1\n IdentityFile {}\n IdentitiesOnly yes\n"
 
 
 def make_key(path: Path, *options: str, passphrase: str = "") -> Path:
-    subprocess.run(["ssh-keygen", "-q", "-N", passphrase, *options, "-f", str(path)], check=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, *options, "-f", str(path)], check=True)
     return path
 
 
