@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import errno
+import json
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self, cast
 
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote import files
@@ -139,6 +140,18 @@ class Transport(abc.ABC):
         """`run` a program of ours with *python* there (3.9 or newer; may begin with ``~``)."""
         argv = program.argv(self.expand(python), arguments)
         return self.run(argv, timeout_s=timeout_s, stdin=program.packed + stdin)
+
+    def ask_program(
+        self, program: Program, question: Mapping[str, Any], *, python: str, timeout_s: float
+    ) -> tuple[dict[str, Any] | None, Completed]:
+        """`run_program` with a JSON object as its input; return the one on its last line of output, if that is one."""
+        stdin = json.dumps(question).encode()
+        done = self.run_program(program, python=python, timeout_s=timeout_s, stdin=stdin)
+        try:
+            answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        except ValueError:
+            answer = None
+        return (answer if isinstance(answer, dict) else None), done
 
     def stream_program(
         self, program: Program, arguments: Sequence[str] = (), *, python: str, timeout_s: float

@@ -166,9 +166,11 @@ class _Delivery:
     def _deliver(self, report: SyncReport, transport: Transport, root: str) -> SyncReport:
         host, python = report.host, self._pythons.get(report.host, "python3")
         request = {"root": root, "trusted": os.environ.get(VARIABLE, ""), "dry_run": self._dry_run}
-        question = json.dumps({**request, "digests": list(self.bundles)}).encode()
-        have, clean = self._presence(transport, python, question)
-        report = replace(report, sent=len(question))
+        question = {**request, "digests": list(self.bundles)}
+        answer, _ = transport.ask_program(PRESENCE, question, python=python, timeout_s=ANSWER_S)
+        # Mostly all is there, which ends a delivery. Without an answer, the receiver reports what is wrong.
+        have, clean = set((answer or {}).get("have", ())), bool((answer or {}).get("clean"))
+        report = replace(report, sent=len(json.dumps(question)))
         lacking = tuple(digest for digest in self.bundles if digest not in have)
         if not lacking and (clean or self._dry_run):
             return report
@@ -187,15 +189,6 @@ class _Delivery:
                     raise self._damage()
             source = "laptop" if missing else "" if report.new or not lacking else "shared"
             return replace(report, source=source, sent=report.sent + session.sent)
-
-    def _presence(self, transport: Transport, python: str, question: bytes) -> tuple[set[str], bool]:
-        """Return the digests that a host has, and whether its store is clean: mostly all, and that ends a delivery."""
-        done = transport.run_program(PRESENCE, python=python, timeout_s=ANSWER_S, stdin=question)
-        try:
-            answer = json.loads(done.stdout.strip().rpartition("\n")[2])
-            return set(answer["have"]), bool(answer["clean"])
-        except (ValueError, KeyError, TypeError):
-            return set(), False  # the receiver reports what is wrong
 
     def _send(self, session: ReceiverSession, missing: Sequence[str], size: int) -> None:
         where, done = str(self._store.root), 0

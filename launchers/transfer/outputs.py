@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import tempfile
@@ -39,12 +38,11 @@ def collect(path: str, transport: Transport, python: str, store: ContentStore) -
     if type(transport) is LocalTransport:  # a kind of its own may have other files
         bundle, parent = listing(path), posixpath.dirname(path)
         return _ingest(bundle, parent, store, path)
-    done = transport.run_program(LISTER, python=python, timeout_s=LISTING_S, stdin=json.dumps({"path": path}).encode())
+    answer, done = transport.ask_program(LISTER, {"path": path}, python=python, timeout_s=LISTING_S)
     try:
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
-        if failure := answer.get("error"):
+        if failure := (answer or {}).get("error"):
             raise BundleError(str(failure["what"]), where=f"{transport.name}: {failure['where']}")
-        bundle = Bundle.from_dict(answer["manifest"])
+        bundle = Bundle.from_dict((answer or {})["manifest"])
     except (ValueError, KeyError, TypeError, AttributeError):
         last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.status}"
         raise BackendError(f"the listing of an output failed: {last}", where=transport.name) from None

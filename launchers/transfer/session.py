@@ -99,15 +99,9 @@ class ReceiverSession:
             self._silent = True
             return cut
         last = ended.stderr.strip().rpartition("\n")[2]
-        if ended.status == 127:
-            return BackendError(
-                f"{self._python}: command not found",
-                where=self.host,
-                hint="Set `python:` of the cluster or the host to a Python 3.9 or newer that is there.",
-            )
-        if last.startswith("orc: this is Python"):
-            hint = "Set `python:` of the cluster or the host."
-            return BackendError(last.removeprefix("orc: "), where=self.host, hint=hint)
+        if ended.status == 127:  # a wrapper around an interpreter that is gone
+            hint = "Set `python:` of the cluster or the host to a Python 3.9 or newer that is there."
+            return BackendError(f"{self._python}: command not found", where=self.host, hint=hint)
         if ended.status > 0 and last and not last.startswith("orc: "):
             return BackendError(f"the sync failed: {last}", where=self.host)
         return BackendUnreachable(f"the sync was cut off: {last.removeprefix('orc: ') or what}", where=self.host)

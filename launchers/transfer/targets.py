@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -79,14 +78,13 @@ def _collect_on(targets: Targets, host: str, request: GcRequest) -> GcReport:
         except OSError as error:
             what = f"cannot collect: {error.strerror or error}"
             raise BundleError(what, where=error.filename or request.root) from None
-    python, question = targets.pythons.get(host, "python3"), json.dumps(request.to_dict()).encode()
-    done = transport.run_program(COLLECTOR, python=python, timeout_s=COLLECT_S, stdin=question)
+    python = targets.pythons.get(host, "python3")
+    answer, done = transport.ask_program(COLLECTOR, request.to_dict(), python=python, timeout_s=COLLECT_S)
     try:
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
-        if failure := answer.get("error"):
+        if failure := (answer or {}).get("error"):
             where = f"{host}: {failure['where']}"
             raise BundleError(str(failure["what"]), where=where, hint=str(failure["hint"]))
-        return GcReport.from_dict(answer["report"])
+        return GcReport.from_dict((answer or {})["report"])
     except (ValueError, KeyError, TypeError, AttributeError):
         last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.status}"
         raise BackendError(f"the collection failed: {last.removeprefix('orc: ')}", where=host) from None

@@ -329,7 +329,7 @@ class SshBackend(Backend):
     def _on_each(
         self, handles: Sequence[Handle], do: str, request: Mapping[str, Any]
     ) -> dict[str, dict[str, Any] | LaunchError]:
-        from orc.launchers.backends.ssh.rpc import WRITE_TIMEOUT_S
+        from orc.launchers.backends.ssh.hosts import WRITE_TIMEOUT_S
 
         wanted: dict[str, list[str]] = {}
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Program that runs on a host, once for each request of `rpc`. Standard library only, Python >= 3.9.
+"""Program that runs on a host, once for each request of `HostConnections.call`. Standard library only, Python >= 3.9.
 
 This file is sent, with `strict_modes`, to each host that is asked something (`calls`), so nothing has to be on the host
 and it always fits the one who asks. A request and its answer are one JSON object each.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.backends.ssh import rpc
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.backends.ssh.status import HostStatus
-from orc.launchers.errors import BackendError, LaunchError
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
+from orc.launchers.remote.programs import Program
+from orc.launchers.remote.transport import disk_hint
+from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
@@ -20,6 +24,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Open = Callable[[], Mapping[str, "Transport"]]
+STATUS_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
+_PROGRAM = Program(
+    "backends.ssh.host_program",
+    ("strict_modes", "attempts.home", *(f"agent.{name}" for name in ("procfs", "cleanup", "records", "signals"))),
+)
 
 
 class HostConnections:
@@ -58,8 +69,30 @@ class HostConnections:
         return {name: r.of(name) if isinstance(r, LaunchError) else r for name, r in results.items()}
 
     def call(self, name: str, do: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one request to `host_program` on one host. Raises `BackendUnreachable`, `BackendError`."""
-        return rpc.call(self.transport(name), self.settings, do, request, timeout_s=timeout_s)
+        """Return the answer of `host_program` on one host to a request.
+
+        Raises `BackendUnreachable` (`CommandTimeout` when it may have been done), `BackendError` when it cannot be
+        done.
+        """
+        # The request goes to standard input: it may hold secrets, and a command line is there for everybody to see.
+        question = {"do": do, "host": name, "trusted": os.environ.get(VARIABLE, ""), **request}
+        python = self.settings.python_of(name) or DEFAULT_PYTHON
+        answer, done = self.transport(name).ask_program(_PROGRAM, question, python=python, timeout_s=timeout_s)
+        if answer is None:
+            said = done.stderr.strip()[-2000:]
+            if done.status in (126, 127) and do != "start":  # a wrapper around an interpreter that is gone
+                hint = "Set `python:` of the cluster, or of the host, to an interpreter (3.9 or later) that is there."
+                what = f"{python} cannot be run there: {said or f'exit status {done.status}'}"
+                raise BackendError(what, where=name, hint=hint)
+            if done.status <= 0:  # it was killed, or cut off: it may have done its work
+                what = f"{do} was cut off there (status {done.status}) {said}".rstrip()
+                raise BackendUnreachable(what, where=name)
+            what = said or done.stdout.strip()[-2000:] or f"no answer, exit status {done.status}"
+            raise BackendError(f"{do} failed: {what}", where=name)
+        if "error" in answer:
+            path = f"{answer['path']}: " if answer.get("path") else ""
+            raise BackendError(f"{path}{answer['error']}", where=name, hint=disk_hint(answer.get("errno")))
+        return {**answer, "status": done.status}
 
     def directory(self, name: str, marker: str) -> str:
         """Return the attempt's directory on that host; may begin with ``~``."""
@@ -86,7 +119,7 @@ class HostConnections:
         def ask(name: str) -> tuple[dict[str, Any], float]:
             directories = {marker: self.directory(name, marker) for marker in wanted[name]}
             began = time.time()
-            answer = self.call(name, "status", {"directories": list(directories.values())}, rpc.STATUS_TIMEOUT_S)
+            answer = self.call(name, "status", {"directories": list(directories.values())}, STATUS_TIMEOUT_S)
             ahead = float(answer["now"]) - (began + time.time()) / 2
             return {marker: answer["attempts"][directory] for marker, directory in directories.items()}, ahead
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.ssh import rpc
+from orc.launchers.backends.ssh.hosts import START_TIMEOUT_S, WRITE_TIMEOUT_S
 from orc.launchers.backends.ssh.rendering import file_for, hosts_of, start_command
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
 
@@ -75,7 +75,7 @@ def prepare(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> s
             "secrets": {key: secrets[key] for key in plan.secrets},
             "token": token,
         }
-        return hosts.call(name, "prepare", request, rpc.WRITE_TIMEOUT_S)
+        return hosts.call(name, "prepare", request, WRITE_TIMEOUT_S)
 
     written = hosts.each(names, write)
     failed = [result for result in written.values() if isinstance(result, LaunchError)]
@@ -123,7 +123,7 @@ def undo(hosts: HostConnections, marker: str, names: Sequence[str], *, only_unst
 
     def remove(name: str) -> None:
         request = {"directory": hosts.directory(name, marker), "only_unstarted": only_unstarted}
-        hosts.call(name, "undo", request, rpc.WRITE_TIMEOUT_S)
+        hosts.call(name, "undo", request, WRITE_TIMEOUT_S)
 
     return [name for name, result in hosts.each(names, remove).items() if isinstance(result, LaunchError)]
 
@@ -160,9 +160,9 @@ def _start_one(hosts: HostConnections, command: PlanCommand, node: int, marker: 
     """Start one agent, and return its answer. Raises `NoRoom`, `BackendError`, `BackendUnreachable`."""
     name = str(command.host)
     request = {"directory": hosts.directory(name, marker), "node": node, "argv": command.argv, "link": link}
-    deadline = time.monotonic() + rpc.START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
-        answer = hosts.call(name, "start", request, rpc.START_TIMEOUT_S)
+        answer = hosts.call(name, "start", request, START_TIMEOUT_S)
         state = answer.get("state")
         holders = [str(holder) for holder in answer.get("holders", ())]
         if state != _BUSY or marker not in holders or time.monotonic() > deadline:

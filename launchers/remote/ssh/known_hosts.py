@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import fcntl
 import fnmatch
-import hashlib
 import hmac
 import os
 from collections.abc import Iterator, Sequence
@@ -61,22 +60,17 @@ def check(route: Route, key: PKey, *, accept_new: bool) -> None:
         raise HostAccessError(
             f"it is known by its certificate authority alone ({authorities[0].where}), which orc cannot check",
             where=route.where,
-            hint=f"Its key is {key.get_name()} {fingerprint(key)}. When that is right, add it to {_own(route)}; "
+            hint=f"Its key is {key.get_name()} {key.fingerprint}. When that is right, add it to {_own(route)}; "
             f"`ssh-keyscan -p {route.port} {route.address}` prints the line.",
         )
     if not accept_new:
         raise HostAccessError(
-            f"its host key is not known: {key.get_name()} {fingerprint(key)}",
+            f"its host key is not known: {key.get_name()} {key.fingerprint}",
             where=route.where,
             hint=f"Connect once with `ssh {route.name}` and compare the fingerprint, "
             "or set `host_keys: accept-new` in the options of the cluster.",
         )
     _remember(route, key)
-
-
-def fingerprint(key: PKey) -> str:
-    """Return the fingerprint of a key as ssh-keygen prints it."""
-    return "SHA256:" + base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
 
 
 def _is_known(route: Route, key: PKey) -> bool:
@@ -86,7 +80,7 @@ def _is_known(route: Route, key: PKey) -> bool:
     for entry in known:
         if entry.marker == "revoked" and entry.key == blob:
             raise HostAccessError(
-                f"its host key is revoked: {fingerprint(key)}, see {entry.where}",
+                f"its host key is revoked: {key.fingerprint}, see {entry.where}",
                 where=route.where,
                 hint="Somebody who must not have it has this key. Do not connect; ask who runs the host.",
             )
@@ -96,7 +90,7 @@ def _is_known(route: Route, key: PKey) -> bool:
     if plain:
         entry = next((e for e in plain if e.kind == key.get_name()), plain[0])
         raise HostAccessError(
-            f"its host key has changed: {key.get_name()} {fingerprint(key)} is not the one in {entry.where}",
+            f"its host key has changed: {key.get_name()} {key.fingerprint} is not the one in {entry.where}",
             where=route.where,
             hint="Either somebody is listening in, or the host was installed anew. Ask who runs it; if it was, forget "
             f"the old key with `ssh-keygen -R '{route.host_key_name}' -f {entry.file}` and connect again.",
@@ -106,6 +100,8 @@ def _is_known(route: Route, key: PKey) -> bool:
 
 def _remember(route: Route, key: PKey) -> None:
     """Add the key of a new host, once, however many processes do the same now."""
+    from paramiko import HostKeys
+
     file = _own(route)
     if file == os.devnull:
         return
@@ -121,7 +117,7 @@ def _remember(route: Route, key: PKey) -> None:
             if size:
                 opened.seek(size - 1)
             ends_well = not size or opened.read(1) == b"\n"
-            name = _hashed(route.host_key_name) if route.hash_known_hosts else route.host_key_name
+            name = HostKeys.hash_host(route.host_key_name) if route.hash_known_hosts else route.host_key_name
             line = f"{name} {key.get_name()} {key.get_base64()}\n"
             os.write(descriptor, (line if ends_well else f"\n{line}").encode())
             os.fsync(descriptor)
@@ -162,7 +158,12 @@ def _read(name: str, file: str) -> Iterator[Entry]:
 def _matches(name: str, patterns: str) -> bool:
     """Return whether the first field of a line is about *name*."""
     if patterns.startswith("|"):
-        return hmac.compare_digest(_hashed(name, patterns).encode(), patterns.encode())
+        from paramiko import HostKeys
+
+        try:
+            return hmac.compare_digest(HostKeys.hash_host(name, salt=patterns).encode(), patterns.encode())
+        except (AssertionError, ValueError):  # its salt is damaged
+            return False
     found = False
     for pattern in patterns.lower().split(","):
         negated = pattern.startswith("!")
@@ -172,14 +173,3 @@ def _matches(name: str, patterns: str) -> bool:
                 return False
             found = True
     return found
-
-
-def _hashed(name: str, like: str = "") -> str:
-    """Return *name* as ``HashKnownHosts`` writes it, with the salt of *like* or a new one."""
-    parts = like.split("|")
-    try:
-        salt = base64.b64decode(parts[2], validate=True) if len(parts) == 4 and parts[1] == "1" else os.urandom(20)
-    except ValueError:
-        salt = os.urandom(20)  # damaged: equal to nothing
-    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
-    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"

@@ -99,13 +99,11 @@ class SshProcess:
         while not self._finished():
             if not self._receive(self._timeout_s):
                 raise self._late(f"did not end within {self._timeout_s:g} s")
-        status, out, err = self._outcome()
-        return Completed(self._argv, status, out.decode(errors="replace"), err.decode(errors="replace"))
+        return self._completed(*self._outcome())
 
     def finish(self, stdin: bytes | None) -> Completed:
         """Give it all its input and wait for its end, *timeout_s* seconds in all."""
-        status, out, err = self.gather(stdin or b"")
-        return Completed(self._argv, status, out.decode(errors="replace"), err.decode(errors="replace"))
+        return self._completed(*self.gather(stdin or b""))
 
     def gather(self, stdin: bytes, *, patient: bool = False) -> tuple[int, bytes, bytes]:
         """See `finish`; return status and outputs. When *patient*, the time counts from when something happened."""
@@ -248,6 +246,9 @@ class SshProcess:
         """Raise `LinkLost` when the end of the session is that of the connection."""
         if self._channel.exit_status < 0 and not self._link.outlives(_UNTIL_CUT_S):
             raise self._link.failure()
+
+    def _completed(self, status: int, out: bytes, err: bytes) -> Completed:
+        return Completed(self._argv, status, out.decode(errors="replace"), err.decode(errors="replace"))
 
     def _outcome(self) -> tuple[int, bytes, bytes]:
         self._check_start()

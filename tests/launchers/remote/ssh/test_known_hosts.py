@@ -68,7 +68,7 @@ def test_lines_about_other_hosts_do_not_count(tmp_path: Path, names: str) -> Non
 def test_an_unknown_host_is_refused_with_its_fingerprint_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(HostAccessError) as refused:
         known_hosts.check(route(tmp_path, ""), KEY, accept_new=False)
-    assert known_hosts.fingerprint(KEY) in refused.value.what
+    assert KEY.fingerprint in refused.value.what
     assert refused.value.where == "node1 (10.0.0.1:22)"
     assert "`ssh node1`" in refused.value.hint
     assert "host_keys: accept-new" in refused.value.hint
