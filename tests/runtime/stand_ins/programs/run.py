@@ -5,6 +5,7 @@ What they return is in FOLDER/results.json, by number of processes and program.
 Importing the libraries costs seconds, so one process imports them and forks the ranks.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -90,6 +91,8 @@ def main():
     both = [name for name in programs if name not in ALONE]
     if which == "reference":  # on two processes without a GPU it fails in the middle of the streams
         both = [name for name in both if name.startswith(("with_trl", "with_peft", "with_trainer"))]
+    gc.collect()
+    gc.freeze()  # the libraries' objects: each collection of a rank took longer than its training
     results = {}
     for size, names in ((1, programs), (2, both)):
         results[size] = {}
