@@ -26,6 +26,7 @@ from orc.launchers.errors import BackendError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ATTEMPTS = 8  # botocore backs off between them, under throttling too
+_ATTEMPTS_ELSEWHERE = 2  # in a region that botocore does not know: mostly there is none, and 8 would take 40 s
 _SIDE_BY_SIDE = 16
 _GONE = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 _REFUSED = ("ValidationException", "ValidationError", "ResourceNotFound")
@@ -67,14 +68,15 @@ class AwsService:
         if name not in clients:
             from botocore.config import Config
 
+            session = self._session
+            attempts = _ATTEMPTS_ELSEWHERE if self._regions() else _ATTEMPTS
             config = Config(
-                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+                retries={"mode": "standard", "total_max_attempts": attempts},
                 connect_timeout=10,
                 read_timeout=60,
                 max_pool_connections=_SIDE_BY_SIDE,
                 user_agent_extra="orc-launch",
             )
-            session = self._session
             with self._errors(""):
                 clients[name] = session.client(name, config=config)
         return clients[name]

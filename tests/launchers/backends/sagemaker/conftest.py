@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -111,3 +112,14 @@ def request_for(plan: Callable[..., Plan]) -> Callable[..., dict[str, Any]]:
 def agents_for(plan: Callable[..., Plan]) -> Callable[..., dict[str, Any]]:
     """The ``agent.json`` of such a plan."""
     return lambda *args, **spec: json.loads(plan(*args, **spec).files[0].content)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _botocore_reads_its_files_once() -> Iterator[None]:
+    """A session reads the descriptions of services once; here all sessions together do, of which a test makes some."""
+    from botocore.loaders import JSONFileLoader
+
+    read = functools.cache(functools.partial(JSONFileLoader._load_file, JSONFileLoader()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "_load_file", lambda _, path, open_method: read(path, open_method))
+        yield
