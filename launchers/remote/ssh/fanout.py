@@ -12,6 +12,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 LIMIT = 32
+_LOOK_S = 0.5  # a Ctrl-C that comes between Python's last look at its signals and the wait does not wake the wait
 
 
 def each(items: Mapping[str, A], work: Callable[[A], T], *, limit: int = LIMIT) -> dict[str, T | LaunchError]:
@@ -49,7 +50,8 @@ def each(items: Mapping[str, A], work: Callable[[A], T], *, limit: int = LIMIT) 
         threading.Thread(target=run, name=f"orc-hosts-{number}", daemon=True).start()
     with changed:
         try:
-            changed.wait_for(lambda: broken or len(results) == len(items))
+            while not changed.wait_for(lambda: broken or len(results) == len(items), _LOOK_S):
+                pass
         except BaseException as error:  # Ctrl-C
             broken.append(error)
             raise
