@@ -97,6 +97,8 @@ def test_four_hosts_then_three_then_two_then_four_see_every_sample_once(
         [first, second, third, fourth],
     ]
     assert [attempt["failed_hosts"] for attempt in attempts] == [[fourth], [third], [], []]
+    assert [attempt["cause"] for attempt in attempts] == ["node_failure", "node_failure", "crash", None]
+    assert fourth in attempts[0]["reason"]
     logs = [laptop.log(job, 0, "--attempt", str(number)) for number in (1, 2, 3, 4)]
     begins = [json.loads(BEGIN.findall(log)[0]) for log in logs]
     assert [(step, ranks) for step, ranks, _ in begins] == [(0, 4), (5, 3), (10, 2), (15, 4)]

@@ -142,9 +142,11 @@ REPRESENTATIVE = {
         "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
     },
 }
-# `local` shows each behaviour with each launcher. On clusters ranks start, meet and reduce with each of them, and
-# the rest is shown with one: both backends and launchers differ in how they start and end ranks, not in pairs.
+# `local` shows each behaviour with each launcher. On clusters ranks start and meet with each of them (and train, in
+# tests/e2e), and the rest is shown with one: both backends and launchers differ in how they start and end ranks, not
+# in pairs.
 LAUNCHER_ON_CLUSTERS = {
+    "test_four_ranks_on_two_nodes_reduce_a_tensor_together": "mpirun",
     "test_cancelling_lets_the_ranks_save": "mpirun",
     "test_cancelling_kills_what_ignores_the_signal_when_the_grace_is_over": "torchrun",
     "test_the_first_failing_rank_is_named_with_its_status_and_traceback": "mpirun",
@@ -426,3 +428,8 @@ def run(make_job: Callable[..., Job]) -> Callable[..., tuple[Job, Observation]]:
 
 
 __all__ = ["BACKENDS", "LAUNCHERS", "Job", "Phase"]
+
+
+@pytest.fixture(autouse=True)
+def _small_stores(bare_runtime: None) -> None:
+    """What ranks import of the runtime is none of these tests' business, and each brings it to hosts of its own."""
