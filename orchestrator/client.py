@@ -227,6 +227,9 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         *estimator* is a mapping of the documented configuration keys and arguments of the SageMaker SDK's estimators,
         or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for arguments
         that cannot be carried (docs/reference/sagemaker-options.md). *name* is the job's, *on_progress* as of `submit`.
+
+        Returns:
+            The new job.
         """
         from orc.launchers.backends.sagemaker.estimators import load_estimator
 

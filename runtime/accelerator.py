@@ -224,7 +224,7 @@ class Accelerator(AcceleratorAttributes):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The model as the script wrote it.
+        """Return the model as the script wrote it.
 
         Args:
             keep_fp32_wrapper: leave the conversion of the outputs to float32 in place.
@@ -245,7 +245,7 @@ class Accelerator(AcceleratorAttributes):
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`.
+        """Return the same as `free_memory`.
 
         Args:
             objects: what is to be dropped; as many `None` come back.
@@ -391,7 +391,7 @@ class Accelerator(AcceleratorAttributes):
     # ---- collectives
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all processes, joined along the first dimension; any nesting.
+        """Return the tensors of all processes, joined along the first dimension; any nesting.
 
         Args:
             tensor: a tensor, or any nesting of them; the same structure on all processes.
@@ -399,7 +399,7 @@ class Accelerator(AcceleratorAttributes):
         return collectives.gather(tensor, ctx=self.ctx)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the samples that were repeated to fill up the last batch.
+        """Return `gather` without the samples that were repeated to fill up the last batch.
 
         Args:
             input_data: tensors in any nesting, one row per sample; or other objects.
@@ -409,7 +409,7 @@ class Accelerator(AcceleratorAttributes):
         return collectives.gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``).
+        """Return the tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``).
 
         Args:
             tensor: a tensor, or any nesting of them; the same structure on all processes.
@@ -419,7 +419,7 @@ class Accelerator(AcceleratorAttributes):
         return collectives.reduce(tensor, reduction, scale, ctx=self.ctx)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along *dim* to the largest size on any process.
+        """Return tensors padded along *dim* to the largest size on any process.
 
         Args:
             tensor: a tensor, or any nesting of them.

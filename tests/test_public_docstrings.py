@@ -1,4 +1,4 @@
-"""Docstrings of what users call: every parameter is named, and so are the errors that a function raises itself."""
+"""Docstrings of what users call: every parameter is named, and so are the result and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -73,4 +73,16 @@ def test_docstrings_of_public_functions_name_the_errors_that_they_raise() -> Non
             and node.exc.func.id[0].isupper()
         }
         missing += [f"{name}: {error}" for error in sorted(raised - {"NotImplementedError"}) if error not in text]
+    assert missing == []
+
+
+def test_docstrings_of_public_functions_name_what_they_return() -> None:
+    missing = []
+    for name, found, text in callables():
+        result = str(inspect.signature(found).return_annotation)
+        block = "ContextManager" in result or hasattr(found, "__wrapped__")  # what it is good for is in the block
+        if found.__name__ == "__init__" or block or result in ("None", "Self"):
+            continue
+        if not re.search(r"\b(returns?|yields?|gives?)\b", text, re.IGNORECASE):
+            missing.append(f"{name} -> {result}")
     assert missing == []

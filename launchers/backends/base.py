@@ -199,10 +199,18 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def preflight(self, plan: Plan) -> list[Finding]:
-        """Check what the plan needs: reachability, programs, disk. Changes nothing."""
+        """Check what the plan needs: reachability, programs, disk. Changes nothing.
+
+        Returns:
+            Everything that was found, errors and warnings; empty when all is well.
+        """
 
     def check(self) -> list[Finding]:
-        """Check the cluster itself, before there is a job for it. Changes nothing."""
+        """Check the cluster itself, before there is a job for it. Changes nothing.
+
+        Returns:
+            As of `preflight`.
+        """
         return []
 
     def stores(self, plan: Plan | None = None) -> Targets:
@@ -233,6 +241,9 @@ class Backend(abc.ABC):
         """Do exactly what the plan says. The snapshot was staged before; *secrets* are values by name.
 
         Raises `BackendError` when the job certainly was not started, `AmbiguousSubmit` when that cannot be known.
+
+        Returns:
+            The handle by which the attempt is polled.
         """
 
     @abc.abstractmethod
@@ -248,7 +259,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Observe the attempts *handles* in one batch; each gets an answer. Raises `BackendUnreachable`."""
+        """Return an observation of each of *handles*, all asked for in one batch. Raises `BackendUnreachable`."""
 
     @abc.abstractmethod
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:

@@ -169,6 +169,9 @@ class JobsClient(Protocol):
             group_id: Id of the group.
             grace_s: Seconds between SIGTERM and SIGKILL; the jobs' own unless given.
 
+        Returns:
+            The group after the call.
+
         Raises:
             GroupNotFound: There is no such group.
         """
@@ -179,6 +182,9 @@ class JobsClient(Protocol):
 
         Args:
             group_id: Id of the group.
+
+        Returns:
+            The group after the call.
 
         Raises:
             GroupNotFound: There is no such group.
@@ -207,6 +213,9 @@ class JobsClient(Protocol):
             overlap: What happens while the job before still runs: ``skip`` or ``allow``.
             on_progress: As of `submit`.
 
+        Returns:
+            The new schedule.
+
         Raises:
             SpecError: One of the values is wrong.
         """
@@ -217,7 +226,11 @@ class JobsClient(Protocol):
         ...
 
     def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
-        """Resume the schedule *schedule_id* where *enabled* is True, or pause it."""
+        """Resume the schedule *schedule_id* where *enabled* is True, or pause it.
+
+        Returns:
+            The schedule after the call.
+        """
         ...
 
     def delete_schedule(self, schedule_id: str) -> None:
@@ -230,6 +243,9 @@ class JobsClient(Protocol):
         Args:
             job_id: Id of the job.
             tags: Values by their keys; other tags stay.
+
+        Returns:
+            The job with its tags after the call.
 
         Raises:
             JobNotFound: There is no such job.

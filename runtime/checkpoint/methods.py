@@ -139,7 +139,7 @@ class Checkpointing(StateSaving):
             )
 
     def resume(self) -> Resumed | None:
-        """Load the newest complete checkpoint of this run, if there is one; `None` otherwise.
+        """Load the newest complete checkpoint of this run; return `None` where there is none.
 
         Call it after `prepare`, and start the loop at its ``epoch``: the prepared loader goes on in the middle of that
         epoch, with the next batch. With ``resume: never`` (ORC_RESUME=never) it does nothing.

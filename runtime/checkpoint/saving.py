@@ -39,7 +39,7 @@ class StateSaving:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state dict of *model*, with *unwrap* under the names of the model that the script wrote.
+        """Return the full state dict of *model*, with *unwrap* under the names of the model that the script wrote.
 
         Of a sharded model it is gathered on the CPU of the main process; every process calls it, the others get an
         empty one.
@@ -81,15 +81,23 @@ class StateSaving:
         self.prepared.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before each `save_state`; it may take weights off the list."""
+        """Call ``hook(models, weights, output_dir)`` before each `save_state`; it may take weights off the list.
+
+        Returns:
+            A handle whose ``remove`` ends that.
+        """
         return _register(self.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before each `load_state`; it may take models off the list."""
+        """Call ``hook(models, input_dir)`` before each `load_state`; it may take models off the list.
+
+        Returns:
+            A handle whose ``remove`` ends that.
+        """
         return _register(self.load_hooks, hook)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader like *dataloader* whose passes leave out the first *num_batches* batches."""
+        """Return a loader like *dataloader* whose passes leave out the first *num_batches* batches."""
         from orc.runtime.data.prepare import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
@@ -154,6 +162,9 @@ def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
     Args:
         f: a path or an open binary file.
         map_location: where tensors go, as for `torch.load`.
+
+    Returns:
+        The object that was saved; for a safetensors file the tensors by their names.
     """
     if isinstance(f, (str, os.PathLike)) and Path(f).suffix == ".safetensors":
         from safetensors.torch import load_file

@@ -45,7 +45,7 @@ _PIECE_BYTES, _PIECES_AT_ONCE = 16 << 20, 2
 
 
 def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
-    """The tensors of all processes, joined along the first dimension, on every process.
+    """Return the tensors of all processes, joined along the first dimension, on every process.
 
     A tensor of shape ``[n, ...]`` becomes ``[world * n, ...]`` in order of rank; one without dimensions becomes
     ``[world]``. All processes must pass the same structure, shapes and dtypes. Gradients do not flow through.
@@ -279,6 +279,9 @@ def pad_across_processes(
         pad_index: the value of the new elements.
         pad_first: put them at the beginning instead of the end.
         ctx: the process context.
+
+    Returns:
+        A structure like *tensor* with the padded tensors.
 
     Raises:
         TypeError: an element is no tensor.

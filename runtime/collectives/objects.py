@@ -19,7 +19,7 @@ _capacity: WeakKeyDictionary[RunContext, int] = WeakKeyDictionary()
 
 
 def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
-    """The objects of all processes in one list, in order of rank, on every process.
+    """Return the objects of all processes in one list, in order of rank, on every process.
 
     Lists and tuples are joined: ``["a"]`` and ``["b"]`` become ``["a", "b"]``. Other objects become the elements.
     With one process the object is returned as it is. Objects are pickled, so tensors are better gathered with `gather`.

@@ -40,23 +40,23 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The elements of *generator* in a list, tuple or named tuple of the type of *obj*."""
+    """Return the elements of *generator* in a list, tuple or named tuple of the type of *obj*."""
     kind = type(obj)
     return kind(*generator) if is_namedtuple(obj) else kind(generator)
 
 
 def get_data_structure(data: Any) -> Any:
-    """*data* with a `TensorInformation` in place of every tensor."""
+    """Return *data* with a `TensorInformation` in place of every tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """*data* with the shape, as a list, in place of every tensor."""
+    """Return *data* with the shape, as a list, in place of every tensor."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """*data_structure* with a new, uninitialised tensor in place of every `TensorInformation`."""
+    """Return *data_structure* with a new, uninitialised tensor in place of every `TensorInformation`."""
 
     def empty(information: TensorInformation) -> Tensor:
         return torch.empty(information.shape, dtype=information.dtype)
@@ -66,12 +66,12 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in *data*; `None` when there is no tensor."""
+    """Return the device of the first tensor in *data*; `None` when there is no tensor."""
     return next((value.device for _, value in elements(data) if isinstance(value, Tensor)), None)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """The same as `find_batch_size`, which never raises.
+    """Return the same as `find_batch_size`, which never raises.
 
     Args:
         data: a batch: any nesting of tensors.
@@ -80,7 +80,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with *batch_size* rows along *dim*, the last row repeated until *num_processes* divides their number.
+    """Return tensors of *batch_size* rows along *dim* with the last row repeated until *num_processes* divides them.
 
     Args:
         tensor: a tensor, or any nesting of them.

@@ -183,7 +183,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """*data* with ``func(element, *args, **kwargs)`` in place of every element that passes *test_type*.
+    """Return *data* with ``func(element, *args, **kwargs)`` in place of every element that passes *test_type*.
 
     Other elements stay, or raise `TypeError` with *error_on_other_type*.
     """
@@ -212,7 +212,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """*tensor* (any nesting) on *device*. What already is there is not copied; what is no tensor stays.
+    """Return *tensor* (any nesting) on *device*. What already is there is not copied; what is no tensor stays.
 
     Args:
         tensor: a structure of tensors, or an object with a ``to`` method of its own.
@@ -246,14 +246,14 @@ def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[st
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The first dimension of the first tensor in *data* that has one."""
+    """Return the first dimension of the first tensor in *data* that has one."""
     return next((value.shape[0] for _, value in elements(data) if isinstance(value, Tensor) and value.ndim), None)
 
 
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Every tensor of *data* cut to *tensor_slice* along its first dimension.
+    """Return every tensor of *data* cut to *tensor_slice* along its first dimension.
 
     *process_index* and *num_processes* are what a slicing function for dispatched loaders is given; not used here.
     """
@@ -261,7 +261,7 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Structures of the same shape joined tensor by tensor along *dim*. Raises `TypeError` for other elements.
+    """Return structures of the same shape joined tensor by tensor along *dim*. Raises `TypeError` for other elements.
 
     Args:
         data: the structures, in order.
@@ -274,7 +274,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """*data* with every tensor as nested Python lists."""
+    """Return *data* with every tensor as nested Python lists."""
 
     def to_list(tensor: Tensor) -> Any:
         return tensor.detach().cpu().tolist()
@@ -283,7 +283,7 @@ def listify(data: Any) -> Any:
 
 
 def convert_to_fp32(data: Any) -> Any:
-    """*data* with its half-precision tensors in float32."""
+    """Return *data* with its half-precision tensors in float32."""
     return recursively_apply(Tensor.float, data, test_type=_is_half)
 
 

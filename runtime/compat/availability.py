@@ -167,7 +167,7 @@ def _package(name: str, what: str) -> Callable[[], bool]:
     def available() -> bool:
         return is_package(name)
 
-    available.__doc__ = f"Whether {what} is installed."
+    available.__doc__ = f"Return whether {what} is installed."
     return available
 
 

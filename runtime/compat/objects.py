@@ -29,7 +29,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The qualified name of a class or function; that of its class for another object.
+    """Return the qualified name of a class or function; that of its class for another object.
 
     Args:
         obj: any object.
@@ -39,7 +39,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """``recursive_getattr(model, "encoder.layer")`` is ``model.encoder.layer``.
+    """Return ``recursive_getattr(model, "encoder.layer")`` is ``model.encoder.layer``.
 
     Args:
         obj: the object to begin with.
@@ -70,7 +70,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """*state_dict* as safetensors can hold it: shared tensors under their first name, all contiguous, tensors only.
+    """Return *state_dict* as safetensors holds it: tensors only, all contiguous, shared ones under their first name.
 
     Names that are left out are logged.
     """
@@ -112,7 +112,7 @@ def check_os_kernel() -> None:
 
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
-    """``KEY=value`` lines, each with a line break, for the items that are safe in an environment file.
+    """Return ``KEY=value`` lines, each with a line break, for the items that are safe in an environment file.
 
     Items with a line break or another control character, or a name that is none, are left out with a warning.
 

@@ -61,6 +61,9 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
 
     Args:
         func_or_cls: the test function, or the class of tests.
+
+    Returns:
+        *func_or_cls*, wrapped.
     """
     import inspect
 
@@ -99,7 +102,7 @@ def _our_variables_kept() -> Iterator[None]:
 
 
 def str_to_bool(value: str) -> int:
-    """1 for ``y yes t true on 1``, 0 for ``n no f false off 0``, any case. Raises `ValueError` for anything else.
+    """Return 1 for ``y yes t true on 1``, 0 for ``n no f false off 0``, any case. Raises `ValueError` for others.
 
     Args:
         value: the word.
@@ -113,17 +116,17 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The truth value of the variable *key*; *default* when it is not set."""
+    """Return the truth value of the variable *key*; *default* when it is not set."""
     return bool(_parsed(key, str_to_bool, default))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable *key* as text; *default* when it is not set."""
+    """Return the variable *key* as text; *default* when it is not set."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of the variables *env_keys* that holds a whole number from 0 on; *default* when none does."""
+    """Return the first of the variables *env_keys* that holds a whole number from 0 on; *default* when none does."""
     for key in env_keys:
         value: int = _parsed(key, int, -1)
         if value >= 0:
@@ -142,7 +145,7 @@ def _parsed(key: str, parse: Callable[[str], Any], default: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of *library_names* that this process has imported already."""
+    """Return those of *library_names* that this process has imported already."""
     import sys
 
     return [name for name in library_names if name in sys.modules]

@@ -235,7 +235,7 @@ class RunContext:
         return self._settings.library
 
     def library_of(self, engine: str) -> Any:
-        """The plug-in of the library behind *engine*; `None` where another one trains, or torch."""
+        """Return the plug-in of the library behind *engine*; `None` where another one trains, or torch."""
         library = self._settings.library
         return library if library is not None and library.engine == engine else None
 
@@ -341,7 +341,7 @@ class RunContext:
         return torch.device("cpu")
 
     def require_group(self, what: str) -> ProcessGroup:
-        """The process group. Raises `ContextError` when it was closed or never made.
+        """Return the process group. Raises `ContextError` when it was closed or never made.
 
         Args:
             what: what needs the group, for the message.
@@ -364,6 +364,9 @@ class RunContext:
 
     def configure(self, arguments: Mapping[str, Any]) -> RuntimeConfig:
         """Resolve the configuration with a script's *arguments* (`None`: not given), once.
+
+        Returns:
+            The configuration, which every later call returns too.
 
         Raises:
             ConfigError: an unknown key or a bad value.
@@ -406,7 +409,7 @@ class RunContext:
 
     @classmethod
     def fake(cls, rank: int = 0, world_size: int = 1, **options: Any) -> RunContext:
-        """The context of one rank of a run that does not exist, for tests; see `testing.fake_context`.
+        """Return the context of one rank of a run that does not exist, for tests; see `testing.fake_context`.
 
         Args:
             world_size: the number of ranks of that run.
@@ -459,7 +462,7 @@ def peek_context() -> RunContext | None:
 
 
 def current_context(**options: Any) -> RunContext:
-    """The current context; the first call makes the process default (*options*: see `process_group.open_context`)."""
+    """Return the current context; the first call makes it, of *options* (see `process_group.open_context`)."""
     global _default
     context = peek_context()
     if context is None:

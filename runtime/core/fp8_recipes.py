@@ -164,7 +164,7 @@ class FP8RecipeKwargs(FP8Recipe):
         return kind(**{name: getattr(self, name) for name in fields})
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Only the options that are not the defaults."""
+        """Return only the options that are not the defaults."""
         default = {name: one.default for name, one in fp8_settings.SETTINGS.items()}
         values = {name: value for name, value in self.to_dict().items() if name != "optimization_level"}
         return {name: value for name, value in values.items() if value != default[name]}

@@ -22,11 +22,11 @@ class KwargsHandler:
     """Base of the option objects in ``kwargs_handlers``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All options by name."""
+        """Return all options by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Only the options that differ from their default."""
+        """Return only the options that differ from their default."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
@@ -108,12 +108,12 @@ class TorchDynamoPlugin(KwargsHandler):
                 raise ValueError(f"TorchDynamoPlugin: backend {self.backend!r} is not one of {known}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """All options by name, the back end as `torch.compile` spells it."""
+        """Return all options by name, the back end as `torch.compile` spells it."""
         values = super().to_dict()
         return {**values, "backend": None if self.backend is None else str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that differ from their default."""
+        """Return the arguments of `torch.compile` that differ from their default."""
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
 
 

@@ -107,7 +107,7 @@ class ParallelismConfig:
                 setattr(self, field, kind())
 
     def size(self, dim: str) -> int:
-        """Processes along *dim* (``tp``, say)."""
+        """Return the processes along *dim* (``tp``, say)."""
         return int(getattr(self, f"{dim}_size"))
 
     @property

@@ -250,7 +250,7 @@ class DataLoaderAdapter:
         self.cursor.epoch = position["epoch"]
 
     def skipping(self, num_batches: int) -> DataLoaderAdapter:
-        """A view of this loader whose passes leave out the first *num_batches* batches that this one's have."""
+        """Return a view of this loader whose passes leave out the first *num_batches* batches that this one's have."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view.skip_batches, view.skips = self.skip_batches + num_batches, True

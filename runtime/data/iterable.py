@@ -72,7 +72,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from samples
 
     def dealt(self, start: int, opened: Opened, skip: int = 0) -> Iterator[Round]:
-        """The rounds of this worker out of those from round *start* on.
+        """Return the rounds of this worker out of those from round *start* on.
 
         Args:
             opened: the opened dataset and what this worker reads of it.
@@ -81,7 +81,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return islice(self.rounds(start, opened.samples, skip), opened.worker, None, opened.workers)
 
     def rounds(self, start: int, stream: Iterator[Any] | None = None, skip: int = 0) -> Iterator[Round]:
-        """This rank's samples round by round from round *start* on, with the number of samples of the whole round
+        """Yield this rank's samples round by round from round *start* on, with the number of samples of the whole round
         that are no repetitions where it was filled up. Rounds begin after the first *skip* samples.
 
         Args:

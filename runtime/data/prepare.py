@@ -186,7 +186,7 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderAdapter:
-    """A loader like *dataloader* whose passes leave out the first *num_batches* batches; nothing is read for those.
+    """Return a loader like *dataloader* whose passes leave out, and do not read, the first *num_batches* batches.
 
     Counts from the start of the epoch: after `load_state` it takes the place of the restored position, so that a
     script that keeps its own count skips once, not twice.

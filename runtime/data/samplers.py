@@ -132,7 +132,7 @@ class BatchSamplerShard(Sampler[list[Any]]):
         return self.batches_from(0)
 
     def batches_from(self, start: int, batches: Iterable[Any] | None = None) -> Iterator[list[Any]]:
-        """This rank's batches without its first *start*, of *batches* or else of the batch sampler; nothing is built
+        """Yield this rank's batches without its first *start*, of *batches* or the batch sampler; nothing is built
         for those.
         """
         self.tail = None

@@ -52,7 +52,7 @@ class ProfileKwargs(KwargsHandler):
             _check_schedule(self.schedule_option)
 
     def build(self, *ready: Callable[[torch.profiler.profile], Any]) -> torch.profiler.profile:
-        """The profiler. *ready* are called when a trace is finished, before ``on_trace_ready``."""
+        """Return the profiler. *ready* are called when a trace is finished, before ``on_trace_ready``."""
         import torch
 
         callbacks = [*ready, *([] if self.on_trace_ready is None else [self.on_trace_ready])]

@@ -9,7 +9,7 @@ from orc.runtime.compat.availability import is_package
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm` that only the first process of each machine shows.
+    """Return `tqdm.auto.tqdm` that only the first process of each machine shows.
 
     Args:
         args: as for tqdm: the iterable.

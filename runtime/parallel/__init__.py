@@ -124,7 +124,7 @@ def is_sharded(model: nn.Module) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The model that the user wrote, without what `prepare` put around it.
+    """Return the model that the user wrote, without what `prepare` put around it.
 
     Args:
         model: a model, prepared or not.

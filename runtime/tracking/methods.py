@@ -112,7 +112,7 @@ class Tracking:
                 tracker.log(values, step=step, **(log_kwargs.get(tracker.name, {}) if log_kwargs else {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called *name*.
+        """Return the tracker called *name*.
 
         On processes where it does not run a stand-in comes back, all of whose methods do nothing.
 

@@ -39,7 +39,7 @@ TRACKERS: dict[LoggerType, type[LibraryTracker]] = {
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The built-in trackers whose library is installed."""
+    """Return the built-in trackers whose library is installed."""
     return [kind for kind, tracker in TRACKERS.items() if any(is_package(module) for module in tracker.modules)]
 
 

@@ -29,7 +29,7 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler for the device of this process.
+    """Return a gradient scaler for the device of this process.
 
     Args:
         distributed_type: with ``FSDP`` it is one that agrees over the shards about overflows.

@@ -184,7 +184,7 @@ class Preparation:
         return model if converted is inner else converted
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Let *optimizer* step with the gradients' synchronisation.
+        """Return a wrapper of *optimizer* that steps with the gradients' synchronisation.
 
         Args:
             device_placement: whether a loaded state moves to the device; the Accelerator's setting unless given.
@@ -211,7 +211,7 @@ class Preparation:
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Let *scheduler* follow its optimizer."""
+        """Return a wrapper of *scheduler* that follows its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self.prepared.schedulers:
@@ -236,7 +236,7 @@ class Preparation:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """The loader of this process's share of *data_loader*.
+        """Return the loader of this process's share of *data_loader*.
 
         Args:
             device_placement: whether batches come on the device; the Accelerator's setting unless given.

@@ -75,11 +75,11 @@ class AcceleratedScheduler:
             jump(scheduler, self._advance, *args, **kwargs)
 
     def get_last_lr(self) -> Any:
-        """The current learning rate of each group."""
+        """Return the current learning rate of each group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state."""
+        """Return the wrapped scheduler's state."""
         return self.scheduler.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ MaxMemory = Mapping[Device, int | str]
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
-    """Bytes that may be used on each device: accelerators by number, then ``cpu``.
+    """Return the bytes that may be used on each device: accelerators by number, then ``cpu``.
 
     Args:
         max_memory: limits, in bytes or as text (``"10GiB"``), which becomes bytes in *max_memory* itself, because
@@ -86,7 +86,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """*max_memory* lowered so that a sequential plan spreads *model* evenly over all accelerators.
+    """Return *max_memory* lowered so that a sequential plan spreads *model* evenly over all accelerators.
 
     Args:
         model: the model; it may be on the meta device.
@@ -125,7 +125,7 @@ def get_balanced_memory(
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Groups of names under which *model* has one and the same parameter, each sorted."""
+    """Return groups of names under which *model* has one and the same parameter, each sorted."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -40,12 +40,15 @@ def cpu_offload(
     """Keep the weights of *model* on the CPU; each module gets its own on *execution_device* for its forward alone.
 
     Args:
-        model: the model; it is changed in place and returned.
+        model: the model.
         execution_device: where forward runs; where the model is by default.
         offload_buffers: keep the buffers away too.
         state_dict: the weights on the CPU; the model's own by default. There is one copy of them.
         preload_module_classes: classes whose modules get all their weights at once, because their forward uses weights
             of the modules inside without calling these.
+
+    Returns:
+        *model*, changed in place.
 
     Raises:
         ValueError: this machine does not have the device.
@@ -74,6 +77,9 @@ def disk_offload(
         execution_device: where forward computes; the device of the first parameter unless given.
         offload_buffers: also move the buffers.
         preload_module_classes: names of classes whose weights are loaded at once with those of their parts.
+
+    Returns:
+        *model*, changed in place.
 
     Raises:
         ValueError: *offload_dir* holds the weights of another model.
@@ -132,6 +138,9 @@ def dispatch_model(
         skip_keys: keyword arguments of forward that stay where they are.
         preload_module_classes: classes whose modules get all their weights at once.
         force_hooks: add hooks although there is one device only.
+
+    Returns:
+        *model*, changed in place.
 
     Raises:
         ValueError: the map leaves out a weight, names a module or a device that is not there, or weights are for the

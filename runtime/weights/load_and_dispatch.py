@@ -69,6 +69,9 @@ def load_checkpoint_and_dispatch(
         full_state_dict: must be `True`: sharded state dicts are what `load_state` loads.
         broadcast_from_rank0: must be `False`: every process maps the files.
 
+    Returns:
+        *model*, changed in place.
+
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or is one of another model.
         ValueError: the device map does not fit the model or the machine, or an option is not supported.

@@ -39,7 +39,7 @@ def _write(data: Any, path: Path) -> None:
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """The tensor in *weight_file*, mapped: pages are read when they are used. Writing to it does not change the file.
+    """Return the tensor in *weight_file*, mapped: pages are read as they are used, writing does not change the file.
 
     Args:
         weight_file: the ``.dat`` file.
@@ -124,7 +124,7 @@ def load_offloaded_weights(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """The state dict in a safetensors file or one that ``torch.save`` wrote.
+    """Return the state dict in a safetensors file or one that ``torch.save`` wrote.
 
     Args:
         checkpoint_file: the file; safetensors files are recognised by their ending.

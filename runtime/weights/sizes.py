@@ -22,7 +22,7 @@ Layers = Sequence[tuple[str, nn.Module | Tensor]]
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size: ``10GiB`` = 10·2³⁰, ``10GB`` = 10·10⁹, any case; ``Gb`` counts bits; whole numbers are bytes.
+    """Return the bytes of a size: ``10GiB`` = 10·2³⁰, ``10GB`` = 10·10⁹, any case; ``Gb`` counts bits.
 
     Raises:
         ValueError: the size cannot be read or is negative.
@@ -39,7 +39,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def convert_bytes(size: float) -> str:
-    """A size in bytes as text, in the largest unit that leaves at least 1 (steps of 1024): ``413.18 MB``."""
+    """Return a size in bytes as text, in the largest unit that leaves at least 1 (steps of 1024): ``413.18 MB``."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -48,7 +48,7 @@ def convert_bytes(size: float) -> str:
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Bytes per element: 4 for ``torch.float32``, ½ for ``"int4"``, ⅛ for truth values (as they can be packed).
+    """Return the bytes per element: 4 for ``torch.float32``, ½ for ``"int4"``, ⅛ for truth values (packed).
 
     Args:
         dtype: a type of torch, or the name of a narrower one.
@@ -72,7 +72,7 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of *module*, then its buffers, with their names.
+    """Return the parameters of *module*, then its buffers, with their names.
 
     Args:
         module: the module.
@@ -103,7 +103,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every module, parameter and buffer of *model* by name; ``""`` is the whole model.
+    """Return the bytes of every module, parameter and buffer of *model* by name; ``""`` is the whole model.
 
     Tensors that are used in several places count once, where they stand first. A module without any of its own has no
     entry, and 0 bytes when it is looked up.
@@ -179,7 +179,7 @@ def top_level(model: nn.Module) -> list[tuple[str, nn.Module | Tensor]]:
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """The bytes of the whole *model*, and of its largest layer with the names of the layers of that size."""
+    """Return the bytes of the whole *model*, and of its largest layer with the names of the layers of that size."""
     sizes = compute_module_sizes(model)
     whole = getattr(model, "_no_split_modules", None)
     return sizes[""], get_max_layer_size(top_level(model), sizes, list(whole) if whole else [])
@@ -199,7 +199,7 @@ class MemoryEstimate:
         return 4 * self.total
 
     def row(self) -> tuple[str, str, str, str]:
-        """Dtype, largest layer, total and training, as text."""
+        """Return dtype, largest layer, total and training, as text."""
         return self.dtype, convert_bytes(self.largest_layer), convert_bytes(self.total), convert_bytes(self.training)
 
 
@@ -207,6 +207,9 @@ def estimate_memory(
     model: nn.Module, dtypes: Sequence[str] = ("float32", "float16", "int8", "int4")
 ) -> list[MemoryEstimate]:
     """Estimate the memory of *model* in each of *dtypes*, starting from the float32 model. Activations come on top.
+
+    Returns:
+        One estimate for each of *dtypes*.
 
     Raises:
         ValueError: a dtype other than ``float32``, ``float16``, ``int8`` and ``int4``.

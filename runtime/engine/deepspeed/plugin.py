@@ -201,7 +201,7 @@ class DeepSpeedPlugin:
     # ---- precision
 
     def set_mixed_precision(self, mixed_precision: str, *, explicit: bool = False) -> str:
-        """Bring the configuration's precision and *mixed_precision* together; the one in force.
+        """Bring the configuration's precision and *mixed_precision* together; return the one in force.
 
         What the configuration says explicitly wins over the environment and the default.
 

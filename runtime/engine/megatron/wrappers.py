@@ -60,7 +60,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
             self.scheduler.step(1)
 
     def get_last_lr(self) -> list[float]:
-        """The current learning rate of each group."""
+        """Return the current learning rate of each group."""
         return [group["lr"] for group in self.optimizers[0].param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

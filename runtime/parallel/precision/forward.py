@@ -99,7 +99,7 @@ def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def convert_outputs_to_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """*function* with its half-precision outputs converted to float32."""
+    """Return *function* with its half-precision outputs converted to float32."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -132,7 +132,7 @@ class FP8Forward(WrappedForward):
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """*model_forward* under Transformer Engine's autocast.
+    """Return *model_forward* under Transformer Engine's autocast.
 
     Args:
         model_forward: the forward of a model, bound to it.
@@ -148,6 +148,9 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any = None) -> nn.M
     Args:
         model: a model with layers of Transformer Engine.
         fp8_recipe_handler: a `TERecipeKwargs`, or `FP8RecipeKwargs`; else the environment and the defaults.
+
+    Returns:
+        *model*.
 
     Raises:
         ImportError: Transformer Engine is not installed.
