@@ -1,4 +1,4 @@
-"""Findings: what a check says about a plan, a host, a snapshot or a cluster."""
+"""Findings of a check of a plan, a host, a snapshot or a cluster."""
 
 from __future__ import annotations
 

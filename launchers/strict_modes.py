@@ -17,7 +17,7 @@ VARIABLE = "ORC_TRUSTED_PATHS"  # what lies at or below these is believed; separ
 
 
 class Untrusted(OSError):
-    """Others could have written what is at a path. ``strerror`` says who, and what to do about it."""
+    """Others could have written what is at a path. ``strerror`` names them, and the remedy."""
 
 
 def check(path: str | os.PathLike[str]) -> None:

@@ -169,7 +169,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         return self._submitted(record)
 
     def _subscribed(self, spec: JobSpec) -> JobSpec:
-        """Return *spec* with whom the settings tell of every job. Raises `LaunchError` for a wrong address."""
+        """Return *spec* with the subscriptions of the settings. Raises `LaunchError` for a wrong address."""
         from orc.orchestrator.notifications.settings import load_settings
         from orc.orchestrator.notifications.targets import Policy, subscribed
 

@@ -133,7 +133,7 @@ class Workspace:
         return Destination(described.login or "", described.root or "", backend.kind, backend.addresses(hosts))
 
     def access(self, cluster: str, user: str, sent_to: Destination | None) -> Access:
-        """Return the way to what was sent to *sent_to* for a job of *user*, whatever clusters.yaml says by now.
+        """Return the way to what was sent to *sent_to* for a job of *user*, whatever clusters.yaml has become.
 
         Anywhere else it would not be found, and count as lost while it runs. Without *sent_to* it is the way to where
         it would be sent now. Raises `LaunchError` where `run_as` does not have that account for the user any more

@@ -361,7 +361,7 @@ class Accelerator(AcceleratorAttributes):
         return self._engine.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A block in mixed precision, or in what *autocast_handler* says."""
+        """A block in mixed precision, or under the options of *autocast_handler*."""
         return self._precision.autocast(self.device, autocast_handler or self._options.autocast)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -481,7 +481,7 @@ class Accelerator(AcceleratorAttributes):
 
     @property
     def log_with(self) -> list[LoggerType | GeneralTracker]:
-        """The trackers that were asked for, as far as their libraries are installed."""
+        """The trackers that were requested, as far as their libraries are installed."""
         return self._tracking.log_with
 
     # ---- the end

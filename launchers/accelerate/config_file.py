@@ -54,7 +54,7 @@ class AccelerateConfig:
     notes: tuple[str, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option *name*, or *default* where the file does not say. Raises `KeyError`."""
+        """Return the value of the option *name*, or *default* where the file has none. Raises `KeyError`."""
         found = self.given.get(OPTIONS[name].name)
         return default if found is None else found.value
 
@@ -216,7 +216,7 @@ def _unknown(document: Document, place: KeyPath) -> Problem:
 
 
 def _contradictions(document: Document, given: Mapping[str, Given]) -> Iterator[Problem]:
-    """Yield what values say against each other."""
+    """Yield the contradictions between values."""
     kind, place = given.get("distributed_type"), given.get("compute_environment")
     sagemaker = place is not None and place.value == "AMAZON_SAGEMAKER"
     if kind is not None and kind.value in ("DATA_PARALLEL", "MODEL_PARALLEL") and not sagemaker:

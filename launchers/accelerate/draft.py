@@ -41,7 +41,7 @@ def cluster_name(title: str, suffix: str) -> str:
 
 
 def decided(draft: Draft) -> None:
-    """Account for what orc decides itself; with several machines a note says so."""
+    """Account for what orc decides itself; with several machines by a note."""
     for name, why in _DECIDED.items():
         if draft.take(name) is not None and draft.config.get("num_machines", 1) > 1:
             draft.notes.add(name, why)

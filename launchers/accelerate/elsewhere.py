@@ -1,4 +1,4 @@
-"""Launches whose options say that they run on other machines: on the hosts of a file, or on Amazon SageMaker.
+"""Launches whose options name other machines: the hosts of a file, or Amazon SageMaker.
 
 Such a launch becomes a job and a cluster, by the conversion that `orc config convert` makes of a file. Nothing here
 contacts anybody.
@@ -34,7 +34,7 @@ _SLOTS = re.compile(r"([^:@,]+)(?::([0-9]+(?:,[0-9]+)*))?")
 
 
 def place_of(values: Mapping[str, Any], deepspeed: bool) -> str | None:
-    """Return `SAGEMAKER` or `HOSTS` where *values* say that the launch runs there; `None` for this machine.
+    """Return `SAGEMAKER` or `HOSTS` where *values* have the launch run there; `None` for this machine.
 
     Raises:
         LaunchError: options of DeepSpeed's launcher for several machines, and no file of hosts.
@@ -171,7 +171,7 @@ def _config(found: Mapping[str, Any], where: str) -> AccelerateConfig:
 
 
 def _hosts(found: dict[str, Any], nproc: int | None) -> dict[str, Any]:
-    """Set machines and processes of *found* as the host file and its filters say; return the choice of hosts."""
+    """Set machines and processes of *found* by the host file and its filters; return the choice of hosts."""
     file = str(Path(found["deepspeed_hostfile"]).expanduser().absolute())
     found["deepspeed_hostfile"] = file
     slots = _slots(file)

@@ -78,7 +78,7 @@ def trains_with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> 
 
 
 def _of_file(given: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a file says and neither the environment nor the choice of another paradigm overrules."""
+    """Return the values of a file that neither the environment nor the choice of another paradigm overrules."""
     if file.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise LaunchError(
             "the configuration file is one of Amazon SageMaker, where a job runs and no process of this machine",

@@ -40,7 +40,7 @@ class Notes:
         self._notes.setdefault(name, []).append(Note(key, self._config.where(name), text))
 
     def settle_rest(self) -> None:
-        """Note the reason of the table for every option that nothing has accounted for and that says something."""
+        """Note the reason of the table for every option with a value that nothing has accounted for."""
         for name, given in self._config.given.items():
             if name not in self._settled and not given.option.says_nothing(given.value):
                 text = given.option.does

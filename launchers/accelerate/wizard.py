@@ -33,7 +33,7 @@ class Asker(Protocol):
         ...
 
     def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
-        """Return the parsed text, or *default* for an empty one; what *parse* refuses is asked again."""
+        """Return the parsed text, or *default* for an empty one; repeat the question where *parse* raises."""
         ...
 
     def say(self, text: str) -> None:
@@ -124,7 +124,7 @@ def _paradigm(ask: Asker, found: Answers, kind: str) -> None:
 
 
 def _deepspeed(ask: Asker) -> Answers:
-    """Settings of DeepSpeed; with a file of its own only what that file does not say."""
+    """Settings of DeepSpeed; with a file of its own only those that the file lacks."""
     init = "Do you want to enable `deepspeed.zero.Init` when using ZeRO Stage-3 for constructing massive models?"
     if ask.confirm("Do you want to specify a json file to a DeepSpeed config?"):
         file = ask.text("Please enter the path to the json DeepSpeed config file:")
@@ -230,7 +230,7 @@ def _tpu(ask: Asker, found: Answers) -> None:
 
 
 def _sagemaker(ask: Asker) -> Answers:
-    """A file for Amazon SageMaker. Credentials are never asked for: they come from a profile or the environment."""
+    """A file for Amazon SageMaker. Credentials are never requested: they come from a profile or the environment."""
     found: Answers = {
         "compute_environment": "AMAZON_SAGEMAKER",
         "image_uri": None,
@@ -259,7 +259,7 @@ def _sagemaker(ask: Asker) -> Answers:
 
 
 def _precision(ask: Asker, found: Answers) -> None:
-    """The precision, unless a file of DeepSpeed says it."""
+    """The precision, unless a file of DeepSpeed has it."""
     if "deepspeed_config_file" in found.get("deepspeed_config", {}):
         found.pop("mixed_precision", None)
         return

@@ -48,7 +48,7 @@ _WITH_ARGUMENT = "BbcDEeFIiJLlmOoPpQRSWw"
 
 
 def resolve_node(host: str, config: AgentConfig, attempt_dir: str) -> int | None:
-    """The node that a launcher means by *host*: by any name it may know it by."""
+    """Return the node that a launcher means by *host*, any of its names or addresses."""
     nnodes = config.nnodes
     leases = [read_json(os.path.join(attempt_dir, f"node-{node}", "lease.json")) or {} for node in range(nnodes)]
     machines = [str(lease.get("host") or "") for lease in leases]
@@ -260,7 +260,7 @@ class RemoteCalls:
         self.running[call] = pid
 
     def end(self, call: str) -> None:
-        """End a call whose caller is gone, or was asked to end."""
+        """End a call whose caller is gone or was cancelled."""
         now = time.monotonic()
         pid = self.running[call]
         if call not in self.kill_at:

@@ -16,7 +16,7 @@ EXIT_CANCELLED = 143
 
 
 class Superseded(Exception):
-    """A newer run owns the job; the message says which."""
+    """A newer run owns the job; the message names it."""
 
 
 class LaunchFailure(Exception):

@@ -104,7 +104,7 @@ def launcher_preempted(node: NodeState) -> bool:
 
 
 def check_rank_records(node: NodeState) -> None:
-    """The launcher says that all is well. Some say so although a rank has failed: the ranks' own records count."""
+    """Judge by the ranks' own records: some launchers exit with 0 although a rank has failed."""
     first = first_rank_failure(node)
     if first is not None and not started_again(node, first) and not launcher_preempted(node):
         on_failure(node, failure_of(node, None))

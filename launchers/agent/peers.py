@@ -91,7 +91,7 @@ def on_lost_peer(node: NodeState, peer: int, reason: str) -> None:
 
 
 def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
-    """Stop because another node says so."""
+    """Stop because another node has stopped."""
     outcome = str(told.get("outcome"))
     if node.calls and outcome == "crash" and (first := first_rank_failure(node)) and not first["told"]:
         on_failure(node, failure_of(node, None))  # the launcher's node saw no more than that it ended

@@ -1,4 +1,4 @@
-"""Stacks of all ranks of an attempt that hangs: asked for by a file, answered by every agent for its own ranks.
+"""Stacks of all ranks of an attempt that hangs: requested by a file, answered by every agent for its own ranks.
 
 A rank's Python writes its
 stacks itself when it gets `number` (launchers/rank_hooks/startup.py: `faulthandler`, in C, so it works whatever the
@@ -71,7 +71,7 @@ class StackRequests:
                     self.wait_for(pid)
 
     def wait_for(self, pid: int) -> None:
-        """The ranks of a stalled job are about to be ended: they are asked before."""
+        """Wait for the stacks of a stalled job's ranks, which are about to be ended."""
         node = self.node
         node.sessions[pid] = process_start(pid) or ""
         deadline = time.monotonic() + 2 * ANSWER_S

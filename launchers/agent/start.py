@@ -1,4 +1,4 @@
-"""Starting an agent on a host without a scheduler: it takes slots and the lease, or says who has them.
+"""Starting an agent on a host without a scheduler: it takes slots and the lease, or names their holders.
 
 One short command over SSH that
 prints one line of JSON. Format: docs/explanation/attempt-directory.md.

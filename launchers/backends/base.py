@@ -172,7 +172,7 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def root(self) -> str:
-        """The directory of orc's files on the cluster, as people know it: may begin with ``~``, or be a URL."""
+        """The directory of orc's files on the cluster, for display: may begin with ``~``, or be a URL."""
 
     def close(self) -> None:  # noqa: B027 - some have no connections
         """Close all connections; they are made anew when they are needed again."""
@@ -238,7 +238,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Do exactly what the plan says. The snapshot was staged before; *secrets* are values by name.
+        """Execute *plan* exactly. The snapshot was staged before; *secrets* are values by name.
 
         Raises `BackendError` when the job certainly was not started, `AmbiguousSubmit` when that cannot be known.
 
@@ -259,11 +259,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Return an observation of each of *handles*, all asked for in one batch. Raises `BackendUnreachable`."""
+        """Return an observation of each of *handles*, all requested in one batch. Raises `BackendUnreachable`."""
 
     @abc.abstractmethod
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
-        """Ask all ranks of *handles* to end (SIGTERM), and make them after *grace*. Returns at once; idempotent."""
+        """Send SIGTERM to all ranks of *handles*, and SIGKILL after *grace*. Returns at once; idempotent."""
 
     def reap(self, handle: Handle) -> None:  # noqa: B027 - agents end what they started
         """End whatever *handle*, an attempt that is over, may have left running; the next attempt starts afterwards."""
@@ -342,7 +342,7 @@ class DiscoveredCluster:
 
 @runtime_checkable
 class SupportsDiscovery(Protocol):
-    """Backend class that can describe a cluster which is not in clusters.yaml yet. Asked of the class itself."""
+    """Backend class that can describe a cluster which is not in clusters.yaml yet, by class methods."""
 
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]]  # of `orc clusters discover`: its metavar and its help
 
@@ -375,7 +375,7 @@ class SupportsHostSurvey(Protocol):
     """Backend that reaches its hosts one by one: `Backend.stores` has all of them."""
 
     def survey(self) -> list[HostReport]:
-        """Return a report of each host, in the order of the cluster, all asked at once. Changes nothing."""
+        """Return a report of each host, in the order of the cluster, all probed at once. Changes nothing."""
         ...
 
 

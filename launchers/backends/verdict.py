@@ -44,7 +44,7 @@ def facts_of(records: AttemptRecords) -> dict[str, Any]:
 
 
 def ended(verdict: AttemptExit, common: dict[str, Any]) -> Observation:
-    """Return the observation of an attempt that has ended as *verdict* says."""
+    """Return the observation of an attempt that has ended as *verdict* describes."""
     found: dict[str, Any] = {"exit": verdict, "ended_at": verdict.ended_at, **common}
     if verdict.succeeded:
         return Observation(Phase.SUCCEEDED, reason=verdict.reason, **found)

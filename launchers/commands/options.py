@@ -1,4 +1,4 @@
-"""Options of a launcher: one table per command says what may be given, and every command refuses in the same words."""
+"""Options of a launcher: one table per command, and the same words of refusal for all."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _facts(venv: Path) -> dict[str, Any]:
 
 
 def _describe(facts: dict[str, Any], sources: dict[str, bytes], cache: Path | None) -> Entry:
-    """The entry of the file that says where the environment comes from; written to *cache*, named by its content."""
+    """The entry of the file with the environment's origin; written to *cache*, named by its content."""
     data = (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode()
     digest = hashlib.sha256(data).hexdigest()
     if cache is not None:

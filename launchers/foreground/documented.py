@@ -36,7 +36,7 @@ def documented(
     nproc: int | None = None,
     count: Callable[[Mapping[str, str]], int] = visible_gpus,
 ) -> Documented:
-    """Return *request* with everything that *values* say.
+    """Return *request* with everything that *values* set.
 
     Args:
         request: the program and what no documented option says.

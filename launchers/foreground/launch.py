@@ -144,7 +144,7 @@ def launch(request: LocalLaunch) -> int:
 
 
 def log_stderr(text: str) -> None:
-    """Say *text* on standard error, in the launcher's name."""
+    """Write *text* to standard error, in the launcher's name."""
     sys.stderr.write(f"orc launch: {escape_controls(text)}\n")
     sys.stderr.flush()
 

@@ -19,7 +19,7 @@ from orc.launchers.foreground.world import DEFAULT_PORT, joined
 
 
 def wanted(values: Values, env: Mapping[str, str]) -> bool:
-    """Return True where *values* ask for mpirun and this is no process of one."""
+    """Return True where *values* request mpirun and this is no process of one."""
     return bool(values.get("mpirun_hostfile")) and joined(env) is None
 
 
@@ -90,7 +90,7 @@ def check_hosts(words: list[str], machines: int, env: Mapping[str, str], limit_s
 
 
 def _placement(version: str, hostfile: Path, total: int, machines: int) -> list[str]:
-    """Return the words that say where *total* processes run, as many on each of the *machines*."""
+    """Return the words that place *total* processes, as many on each of the *machines*."""
     if "Open MPI" in version:
         words = ["--hostfile", str(hostfile), "-n", str(total)]
         words += ["--map-by", f"ppr:{total // machines}:node"] if machines > 1 else []

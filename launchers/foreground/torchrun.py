@@ -26,7 +26,7 @@ _RUN_ID = "orc-launch"
 
 
 def wanted(request: LocalLaunch, values: Values) -> bool:
-    """Return True where *values* say what torchrun alone does, and *request* is no process of an MPI or Slurm step."""
+    """Return True where *values* need torchrun itself, and *request* is no process of an MPI or Slurm step."""
     world = request.world
     if world is not None and world.local_size != request.nprocs:
         return False  # mpirun or srun has started the processes; nobody has to meet

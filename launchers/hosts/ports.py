@@ -44,7 +44,7 @@ def peers_of(names: Sequence[str], index: int) -> list[str]:
 def probe_ports(
     transports: Mapping[str, Transport], pythons: Mapping[str, str]
 ) -> tuple[list[BlockedConnection], dict[str, LaunchError]]:
-    """Return the directions that are blocked, and the errors of hosts that could not be asked."""
+    """Return the directions that are blocked, and the errors of hosts that could not be reached."""
     from orc.launchers.remote.ssh.fanout import each
 
     names = list(transports)

@@ -114,7 +114,7 @@ def torch_directory() -> str | None:
 
 
 def gpu_count(root: str = "") -> int | None:
-    """Return the number of GPUs that NVIDIA's or AMD's drivers know; `None` where only a library can tell (WSL)."""
+    """Return the number of GPUs of NVIDIA's or AMD's drivers; `None` where only a library can tell (WSL)."""
     import glob
 
     if os.path.exists(f"{root}/dev/dxg"):

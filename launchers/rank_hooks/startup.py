@@ -81,7 +81,7 @@ class TorchFinder:
 
 
 def bind_stores() -> None:
-    """Bind torch's store, which a rank or torchrun serves, to the address it is asked for, not to every one."""
+    """Bind torch's store, which a rank or torchrun serves, to the address that it is given, not to every one."""
     import importlib
 
     try:

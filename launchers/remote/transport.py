@@ -180,7 +180,7 @@ class LocalProcess:
         self._out, self._open = bytearray(), True
 
     def write(self, data: bytes) -> None:
-        """See `Process.write`. What the program says meanwhile is kept, so that neither waits for the other."""
+        """See `Process.write`. Output meanwhile is kept, so that neither side waits for the other."""
         view = memoryview(data)
         try:
             while view and not self._stdin.closed:

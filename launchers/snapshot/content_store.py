@@ -126,7 +126,7 @@ class ContentStore(TreeStore):
 
 
 def _copy_verified(source: bytes, destination: bytes, entry: Entry) -> None:
-    """Copy a content and make it durable. Raises `DamagedContent` when it is not what *entry* says."""
+    """Copy a content and make it durable. Raises `DamagedContent` when it does not match *entry*."""
     if not write_content(_reading(source), destination, entry, 0o400):
         raise DamagedContent(
             "the file changed while the snapshot was taken",

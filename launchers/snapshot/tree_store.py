@@ -54,7 +54,7 @@ class TreeStore:
         self.root = Path(os.path.abspath(root))
 
     def tree_path(self, digest: str) -> Path:
-        """Return the directory of a snapshot, which exists when `has` says so. Raises `BundleError` for no digest."""
+        """Return the directory of a snapshot, which exists when `has` is true. Raises `BundleError` for no digest."""
         return self.root / "trees" / checked(digest)
 
     def manifest_path(self, digest: str) -> Path:
@@ -285,7 +285,7 @@ def read_chunks(path: bytes) -> Iterator[bytes]:
 def write_content(
     chunks: Iterable[bytes], destination: bytes, entry: Entry, mode: int, *, durable: bool = True
 ) -> bool:
-    """Write a new file as contents are kept; false when *chunks* are not what *entry* says. Raises `OSError`."""
+    """Write a new file as contents are kept; false when *chunks* do not match *entry*. Raises `OSError`."""
     hashed, written = hashlib.sha256(), 0
     fd = os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

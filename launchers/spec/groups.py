@@ -63,7 +63,7 @@ class LoadedGroup:
 
 @dataclass
 class ExaminedGroup:
-    """Everything that a file with a group says: its members, each examined, and what is wrong with the group itself."""
+    """A file with a group, examined: its members, each examined, and what is wrong with the group itself."""
 
     kind: GroupKind
     name: str
@@ -218,7 +218,7 @@ def _pipeline(
 
 
 def _stage(document: Document, stage: str, pipeline: str, cluster: str | None) -> Document:
-    """Return the job file of one stage: what the pipeline says for all, and over it what the stage says."""
+    """Return the job file of one stage: the keys of the pipeline, and over them those of the stage."""
     shared = {key: value for key, value in document.data.items() if key not in (*_OF_PIPELINE, *OF_GROUP)}
     data = _merged(copy.deepcopy(shared), copy.deepcopy(document.data["jobs"][stage]))
     data.setdefault("name", f"{pipeline}-{stage}")

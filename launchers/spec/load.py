@@ -52,7 +52,7 @@ class LoadedJob(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """Everything that a job file by itself says: its document, what is wrong, and the job that the rest describes."""
+    """A job file, examined by itself: its document, what is wrong, and the job that the rest describes."""
 
     document: Document
     problems: list[Problem]
@@ -141,7 +141,7 @@ def examine_document(document: Document, source_path: Path, env: Mapping[str, st
 
 
 def _refuse_accelerate(document: Document, path: Path) -> None:
-    """Raise `SpecError` for a configuration file of Accelerate, which says how to launch but not what."""
+    """Raise `SpecError` for a configuration file of Accelerate, which has options of a launch but no script."""
     found = [key for key in _OF_ACCELERATE if key in document.data]
     if found and not any(key in document.data for key in ("script", "module", "command")):
         import shlex

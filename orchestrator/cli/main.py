@@ -104,7 +104,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; for a name that is none, say what does the same, or the nearest name."""
+        """Find a command; the error of an unknown name has its counterpart here, or the nearest name."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             from orc.orchestrator.cli.foreign_verbs import hint

@@ -44,7 +44,7 @@ def open_ledger(*, reconciler: bool = True) -> Client:
 
 
 def check_job(path: str, overrides: Sequence[str], cluster: str | None) -> LoadedJob:
-    """Return the job in the file *path*, checked by all that can be asked here.
+    """Return the job in the file *path*, checked as far as this machine can.
 
     The clusters are the service's where one is configured, and it checks the rest. Raises `LaunchError`.
     """

@@ -88,7 +88,7 @@ class AsyncServiceClient:
                 return transport.answer(response, request, self.address)
 
     async def lead(self, flow: Flow[Answer]) -> Answer:
-        """Return what *flow* returns, after doing what it asks for."""
+        """Return what *flow* returns, after doing what it requests."""
         step = next(flow)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Methods of `Client` that ask clusters: logs, metrics and nodes of jobs, and queues."""
+"""Methods of `Client` that contact clusters: logs, metrics and nodes of jobs, and queues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ClusterCalls:
-    """Methods of `Client` that ask clusters."""
+    """Methods of `Client` that contact clusters."""
 
     @property
     def _client(self) -> Client:

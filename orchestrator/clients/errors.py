@@ -26,11 +26,11 @@ class GroupNotFound(LaunchError):
 
 
 class ServiceUnreachable(BackendUnreachable):
-    """The service did not answer, or not as a service of orc does. Says nothing about jobs."""
+    """The service did not answer, or not as a service of orc does. Jobs may run all the same."""
 
 
 class NotLoggedIn(LaunchError):
-    """The service does not know the token: there is none, it has expired, or it was revoked."""
+    """The service refuses the token: there is none, it has expired, or it was revoked."""
 
 
 class NotAllowed(LaunchError):

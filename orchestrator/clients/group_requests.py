@@ -29,7 +29,7 @@ def _new(path: str, body: Any) -> Request[GroupView]:
 
 
 def groups(kinds: Sequence[str], limit: int) -> Request[list[GroupView]]:
-    """Ask for the newest groups."""
+    """Return the request for the newest groups."""
     return Request(
         "GET",
         f"{API}/groups",
@@ -40,7 +40,7 @@ def groups(kinds: Sequence[str], limit: int) -> Request[list[GroupView]]:
 
 
 def group(ref: str, kinds: Sequence[str], *, metrics: bool) -> Request[GroupView]:
-    """Ask for a group."""
+    """Return the request for a group."""
     params = {"kind": list(kinds), "metrics": str(metrics).lower()}
     path = _at("groups", ref)
     return Request("GET", path, lambda reply: wire.group_view(reply.json), params, timeout_s=SLOW_S)
@@ -53,7 +53,7 @@ def cancel_group(group_id: str, grace_s: float | None) -> Request[GroupView]:
 
 
 def schedules() -> Request[list[ScheduleView]]:
-    """Ask for all schedules."""
+    """Return the request for all schedules."""
     return Request(
         "GET", f"{API}/schedules", lambda reply: [wire.schedule_view(one) for one in reply.json["schedules"]]
     )
@@ -66,7 +66,7 @@ def enable_schedule(schedule_id: str, *, enabled: bool) -> Request[ScheduleView]
 
 
 def delete_schedule(schedule_id: str) -> Request[None]:
-    """Ask for a schedule to be forgotten."""
+    """Return the request that deletes a schedule."""
     return Request("DELETE", _at("schedules", schedule_id), lambda _: None)
 
 

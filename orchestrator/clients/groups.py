@@ -62,7 +62,7 @@ def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback
 
 
 def description(members: Mapping[int, tuple[Mapping[str, str], str]]) -> dict[str, Any]:
-    """Return what the row of a group says of its *members*: by their numbers, their parameters and stages."""
+    """Return the description of *members* in the row of a group: by their numbers, parameters and stages."""
     return {
         "members": {str(number): dict(parameters) for number, (parameters, _) in members.items() if parameters},
         "stages": {str(number): stage for number, (_, stage) in members.items() if stage},

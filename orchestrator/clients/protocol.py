@@ -35,7 +35,7 @@ class MetricsReader(Protocol):
 
     @property
     def unreachable(self) -> Mapping[str, LaunchError]:
-        """Hosts that could not be asked by the last call, and why."""
+        """Hosts that the last call could not reach, with the reasons."""
         ...
 
     def read(self) -> list[Line]:

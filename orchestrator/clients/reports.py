@@ -24,19 +24,19 @@ def notifications(job_id: str | None, states: Sequence[str], limit: int) -> Requ
 
 
 def retry_notifications(job_id: str) -> Request[int]:
-    """Ask for what was given up about a job to be sent after all."""
+    """Return the request that sends the notifications of a job that were given up."""
     return Request("POST", job_path(job_id, "/notifications/retry"), lambda reply: int(reply.json["due"]))
 
 
 def diff(a: str, b: str) -> Request[dict[str, Any]]:
-    """Ask what differs between two jobs."""
+    """Return the request for the differences between two jobs."""
     return Request("GET", f"{API}/diff", lambda reply: dict(reply.json), {"a": a, "b": b})
 
 
 def costs(
     by: str, job_ids: Sequence[str] | None, owner: str | None, since: float | None, until: float | None
 ) -> Request[dict[str, Any]]:
-    """Ask for hours and costs."""
+    """Return the request for hours and costs."""
     given = {"by": by, "job": job_ids, "owner": owner, "since": since, "until": until}
     params = {name: value for name, value in given.items() if value is not None}
     return Request("GET", f"{API}/costs", lambda reply: dict(reply.json), params)

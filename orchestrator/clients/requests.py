@@ -1,4 +1,4 @@
-"""Requests of the REST interface as values: what to ask, and how to read the answer. No I/O.
+"""Requests of the REST interface as values: method, path, body, and a reader of the answer. No I/O.
 
 The synchronous and the asynchronous client send the same ones.
 """
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Request(Generic[Answer]):
-    """Request, and the reading of its answer. Sent twice, it does its work once: an answer that was lost is asked for
+    """Request, and the reading of its answer. Sent twice, it does its work once: an answer that was lost is requested
     again."""
 
     method: str
@@ -60,7 +60,7 @@ def job_path(job_id: str, rest: str = "") -> str:
 
 
 def job(job_id: str) -> Request[JobView]:
-    """Ask for a job."""
+    """Return the request for a job."""
     return Request("GET", job_path(job_id), lambda reply: wire.job_view(reply.json))
 
 
@@ -72,7 +72,7 @@ def jobs(
     cursor: str | None = None,
     group: str | None = None,
 ) -> Request[tuple[list[JobRow], str | None]]:
-    """Ask for a page of jobs; the answer has the cursor of the next one."""
+    """Return the request for a page of jobs; the answer has the cursor of the next one."""
     params: dict[str, Any] = {"limit": limit}
     if states is not None:
         params["state"] = list(states)
@@ -93,7 +93,7 @@ def jobs(
 
 
 def events(job_id: str, after: int = 0) -> Request[list[EventView]]:
-    """Ask for the history of a job, after the event of that id."""
+    """Return the request for the history of a job, after the event of that id."""
     return Request(
         "GET",
         job_path(job_id, "/events"),
@@ -151,7 +151,7 @@ def set_tags(job_id: str, tags: Mapping[str, str | None]) -> Request[JobView]:
 
 
 def log_selectors(job_id: str, attempt: int | None) -> Request[list[LogSelector]]:
-    """Ask which logs an attempt has."""
+    """Return the request for the list of an attempt's logs."""
     params = {} if attempt is None else {"attempt": attempt}
     return Request(
         "GET", job_path(job_id, "/logs"), lambda reply: [wire.selector(one) for one in reply.json["logs"]], params
@@ -165,13 +165,13 @@ def log_params(selector: LogSelector, attempt: int | None, offset: int) -> dict[
 
 
 def log(job_id: str, selector: LogSelector, attempt: int | None, offset: int) -> Request[LogChunk]:
-    """Ask for the next piece of a log; an empty one is its end for now."""
+    """Return the request for the next piece of a log; an empty one is its end for now."""
     params = {**log_params(selector, attempt, offset), "limit": LOG_BYTES}
     return Request("GET", job_path(job_id, "/log"), lambda reply: LogChunk(selector, offset, reply.content), params)
 
 
 def metrics(job_id: str) -> Request[tuple[list[Line], dict[str, str]]]:
-    """Ask for what a job has measured; the answer has the hosts that could not be asked."""
+    """Return the request for what a job has measured; the answer has the hosts that could not be reached."""
     return Request(
         "GET",
         job_path(job_id, "/metrics"),
@@ -180,24 +180,24 @@ def metrics(job_id: str) -> Request[tuple[list[Line], dict[str, str]]]:
 
 
 def clusters() -> Request[list[Mapping[str, Any]]]:
-    """Ask for the clusters of the service."""
+    """Return the request for the clusters of the service."""
     return Request("GET", f"{API}/clusters", lambda reply: list(reply.json["clusters"]))
 
 
 def queue(cluster: str) -> Request[QueueReport]:
-    """Ask for the queue of a cluster."""
+    """Return the request for the queue of a cluster."""
     return Request(
         "GET", f"{API}/clusters/{quote(cluster, safe='')}/queue", lambda reply: wire.queue_report(reply.json)
     )
 
 
 def me() -> Request[Mapping[str, Any]]:
-    """Ask who the service takes the caller for."""
+    """Return the request for the caller's identity."""
     return Request("GET", f"{API}/me", lambda reply: dict(reply.json))
 
 
 def missing_contents(hashes: Sequence[str]) -> Request[tuple[list[str], int]]:
-    """Ask which contents the service lacks; the answer has the bytes that it takes in one upload."""
+    """Return the request for the contents that the service lacks; the answer has the limit of one upload."""
     return Request(
         "POST",
         f"{API}/bundles/missing",

@@ -114,7 +114,7 @@ class ServiceClient(ServiceGroupCalls):
                 return transport.answer(response, request, self.address)
 
     def lead(self, flow: Flow[Answer]) -> Answer:
-        """Return what *flow* returns, after doing what it asks for."""
+        """Return what *flow* returns, after doing what it requests."""
         step = next(flow)
         try:
             while True:

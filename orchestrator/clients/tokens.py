@@ -12,7 +12,7 @@ Token = Mapping[str, Any]
 
 
 def create(user: str, role: str, expires_s: float | None, note: str) -> Request[Token]:
-    """Ask for a new token; the answer has its secret as ``token``.
+    """Return the request for a new token; the answer has its secret as ``token``.
 
     One whose answer was lost is asked for again: nobody has the secret of the first.
     """
@@ -21,10 +21,10 @@ def create(user: str, role: str, expires_s: float | None, note: str) -> Request[
 
 
 def every() -> Request[list[Token]]:
-    """Ask for all tokens, without their secrets."""
+    """Return the request for all tokens, without their secrets."""
     return Request("GET", f"{API}/tokens", lambda reply: list(reply.json["tokens"]))
 
 
 def revoke(token_id: str) -> Request[Token]:
-    """Ask for the end of a token."""
+    """Return the request for the end of a token."""
     return Request("DELETE", f"{API}/tokens/{quote(token_id, safe='')}", lambda reply: dict(reply.json))

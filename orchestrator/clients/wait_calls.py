@@ -100,7 +100,7 @@ class WaitCalls:
         return _INTERVAL_AWAY if self.is_remote(clusters) else _INTERVAL_HERE
 
     def is_remote(self, clusters: set[str]) -> bool:
-        """Return True when one of them is asked over a network or by its commands, and not by reading files here."""
+        """Return True when one of them is polled over a network or by its commands, and not by reading files here."""
         for cluster in clusters:
             try:
                 if not self._client.workspace.backend(cluster).self_driving:

@@ -74,7 +74,7 @@ class Driver:
 
     @property
     def status(self) -> DriverStatus:
-        """The state of this driver now; may be asked from any thread."""
+        """The state of this driver now; from any thread."""
         with self._lock:
             return replace(self._status, clusters=tuple(self._clusters[name] for name in sorted(self._clusters)))
 

@@ -137,7 +137,7 @@ def _look(ws: Workspace, copy: LateCopy) -> None:
 
 
 def _end(ws: Workspace, job: JobRecord, attempt: AttemptRecord, handle: Handle, sent_to: Destination | None) -> None:
-    """Cancel the copy, but nothing that *attempt* has itself, and say so in the job's history, once."""
+    """Cancel the copy, but nothing that *attempt* has itself, and record it in the job's history, once."""
     if attempt.handle and not _is_another_place(attempt, sent_to):
         handle = replace(handle, hosts=_hosts_apart(attempt, handle.hosts))
     ws.open(ws.access(job.cluster, job.owner, sent_to)).cancel([handle], timedelta(0))

@@ -105,7 +105,7 @@ class Book:
         self.used.update(shares(demand))
 
     def hold(self, demand: Demand) -> str:
-        """Return what the job waits for; empty when it may be sent. To be asked in the order of the turns."""
+        """Return what the job waits for; empty when it may be sent. Called in the order of the turns."""
         while self._next < len(self.waiting) and self.waiting[self._next].turn < demand.turn:
             older = self.waiting[self._next]
             self._next += 1

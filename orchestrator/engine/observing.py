@@ -1,4 +1,4 @@
-"""Observing: cancellations are passed on, each cluster is asked once about all its jobs, and what it says is stored.
+"""Observing: cancellations are passed on, each cluster is polled once for all its jobs, the answers are stored.
 
 Where users have accounts of their own, it is asked once for each account, about the jobs of its owner.
 
@@ -50,7 +50,7 @@ class Urgency:
 
 
 def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgency: Urgency) -> None:
-    """Ask the clusters of *jobs* about those that they have, and store what they say."""
+    """Poll the clusters of *jobs* for those that they have, and store the answers."""
     for access, there in _by_access(ws, jobs, report).items():
         if ws.ledger.volatile or not _takes_turns(ws, access.cluster, urgency):
             _poll_cluster(ws, access, there, report)
@@ -59,7 +59,7 @@ def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgen
 
 
 def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> dict[Access, list[JobRecord]]:
-    """Return the jobs that are at their clusters; those of users who have lost their account there say so."""
+    """Return the jobs that are at their clusters; note those whose users have lost their account there."""
     found: dict[Access, list[JobRecord]] = defaultdict(list)
     without: dict[tuple[str, str], list[JobRecord]] = defaultdict(list)
     for job in jobs:
@@ -77,7 +77,7 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
 
 
 def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
-    """Return True for a cluster that one process asks for all.
+    """Return True for a cluster that one process polls for all.
 
     A look at some jobs of hosts asks those hosts alone: another one, that does not answer, is not waited for.
     """
@@ -150,7 +150,7 @@ def _take_lease(ws: Workspace, access: Access) -> bool:
 
 
 def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | None, report: PassReport) -> None:
-    """Wait until the process that asks the cluster at this moment has its answer."""
+    """Wait until the process that polls the cluster at this moment has its answer."""
     until = ws.clock() + _ANSWER_S
     while ws.clock() < until:
         now = _poll_of(ws, access)

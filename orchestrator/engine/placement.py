@@ -149,7 +149,7 @@ class PlacementPlanner:
             return write(tx)
 
     def waiting_reason(self, error: NoRoom) -> str:
-        """Return the reason of a job that waits: for which hosts, held by whom, and those that were left out."""
+        """Return the reason of a job that waits: its hosts, their holders, and the hosts that were left out."""
         held = self.ws.ledger.reservations(self.spec.cluster)
         text = waiting_reason(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
         return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unusable.items()))])

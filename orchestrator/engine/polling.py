@@ -1,4 +1,4 @@
-"""Polling: when a cluster is asked about its jobs, and by whom. Pure.
+"""Polling: times at which, and processes by which, a cluster is polled. Pure.
 
 A cluster that is asked over a network is asked by one process at a time, whatever number of them runs passes: the row
 of the cluster in the ledger (``cluster_polls``) is its lease, and remembers when it is asked next.
@@ -40,7 +40,7 @@ def spread(interval_s: float, random: float) -> float:
 
 
 def is_due(poll: ClusterPoll | None, now: float, *, moved_at: float, max_age_s: float | None) -> bool:
-    """Return True when the cluster is to be asked now.
+    """Return True when the cluster is to be polled now.
 
     *moved_at* is the newest change of one of its jobs: what was just sent or cancelled is looked at soon, whatever the
     interval. *max_age_s* is for a person who looks: an answer older than that is not good enough; `None` is a scheduled

@@ -12,7 +12,7 @@ _INSTANCE_KEYS = ("instance_type", "accelerator_type", "type")
 
 
 def instance_of(spec: Mapping[str, Any], cluster: Cluster | None) -> str:
-    """Return the type of machine that a job or else its cluster asks for; empty where neither does."""
+    """Return the type of machine that a job or else its cluster requests; empty where neither does."""
     kind = cluster.kind if cluster else ""
     for options in (spec.get("resources", {}).get("options", {}).get(kind, {}), cluster.options if cluster else {}):
         for key in _INSTANCE_KEYS:
@@ -22,7 +22,7 @@ def instance_of(spec: Mapping[str, Any], cluster: Cluster | None) -> str:
 
 
 def price_of_node_hour(prices: Prices | None, gpus_per_node: int, instance: str) -> float | None:
-    """Return the price of one node for one hour; `None` where *prices* do not say.
+    """Return the price of one node for one hour; `None` where *prices* lack it.
 
     The price of the machine's type counts if there is one; else the node's and that of its GPUs together.
     """

@@ -99,7 +99,7 @@ def reconcile(
 
 
 def _cancel_overdue(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
-    """Ask to cancel the jobs whose deadline has passed; True if there are some."""
+    """Request the cancellation of jobs whose deadline has passed; True if there are some."""
     now = ws.clock()
     overdue = [job for job in jobs if deadlines.has_passed(job, now)]
     changes = []
@@ -150,7 +150,7 @@ def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool
 
 
 def _drive_in_turn(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport) -> set[str]:
-    """Drive those of *jobs* that are not held back, the earliest turn first; the others say what they wait for.
+    """Drive those of *jobs* that are not held back, the earliest turn first; note what the others wait for.
 
     One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
     were held back while it was before them are looked at again. Returns the ids of those that are held back at the end.

@@ -171,7 +171,7 @@ def _job(ws: Workspace, schedule: ScheduleRecord, now: float) -> NewJob:
 
 
 def _copy_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> None:
-    """Keep the secrets of the schedule for its job, where this machine has them; elsewhere the job says what it waits
+    """Keep the secrets of the schedule for its job, where this machine has them; elsewhere note what the job waits
     for. Those of a service's schedule stay sealed.
     """
     if sealed := schedule.spec.get("sealed"):

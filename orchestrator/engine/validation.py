@@ -140,7 +140,7 @@ def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> No
 
 
 def _snapshot(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> Snapshot:
-    """Return a snapshot of the files that a plan asks for by name, as far as they exist; nothing is read."""
+    """Return a snapshot of the files that a plan requests by name, as far as they exist; nothing is read."""
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.environments.rendering import environment_of
     from orc.launchers.snapshot.manifest import FILE, Bundle, Entry

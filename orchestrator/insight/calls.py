@@ -20,7 +20,7 @@ class InsightCalls:
         return cast("Client", self)
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return what differs between two jobs, as `orc.orchestrator.insight.comparison.compare` says.
+        """Return the differences between two jobs, from `orc.orchestrator.insight.comparison.compare`.
 
         Args:
             a: Id of the first job.

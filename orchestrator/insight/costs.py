@@ -99,7 +99,7 @@ def check_way(by: str) -> str:
 
 
 def _parts(usage: Usage, by: str, begin: float, end: float) -> Iterator[tuple[str, float]]:
-    """Yield the group of a usage and its seconds; several where it goes over midnight and days are asked for."""
+    """Yield the group of a usage and its seconds; several where it goes over midnight and days are requested."""
     if end < begin:
         return
     if by != "day":

@@ -105,7 +105,7 @@ def settle(connection: Connection, before: float) -> int:
 
 
 def prune(connection: Connection, before: float, now: float, *, user: str) -> int:
-    """Remove the entries of before that time, as *user*; return how many. An entry says so."""
+    """Remove the entries of before that time, as *user*; return how many. It is an entry, too."""
     # Only what is older than a limit can be deleted, and no limit outlives its transaction.
     connection.execute("INSERT INTO audit_limits (before) VALUES (:before)", {"before": before})
     removed = connection.execute("DELETE FROM audit WHERE at < :before", {"before": before})

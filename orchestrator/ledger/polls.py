@@ -1,4 +1,4 @@
-"""Polls of clusters: whose turn it is to ask one, and when it has last answered.
+"""Polls of clusters: the turns of processes to poll one, and its last answers.
 
 Where users have accounts of their own on a cluster, it is asked about the jobs of each account by itself.
 """
@@ -29,7 +29,7 @@ class ClusterPoll:
 
 
 def find(connection: Connection, cluster: str, account: str = "") -> ClusterPoll | None:
-    """Return what is known of *cluster*; `None` before it was asked for the first time."""
+    """Return what is known of *cluster*; `None` before it is polled for the first time."""
     rows = connection.tuples(
         f"SELECT {_COLUMNS} FROM cluster_polls WHERE cluster = :c AND account = :a",  # noqa: S608
         {"c": cluster, "a": account},
@@ -46,7 +46,7 @@ def all_polls(connection: Connection) -> list[ClusterPoll]:
 
 
 def by_cluster(connection: Connection, only: str | None = None) -> list[ClusterPoll]:
-    """Return one row for each cluster, by name: that of the account about which it was asked last, with the error of
+    """Return one row for each cluster, by name: that of the account for which it was polled last, with the error of
     another one about which it was asked at about the same time.
 
     With *only*, a user, errors about the accounts of others do not say more than that there are some.
@@ -71,7 +71,7 @@ def _without_names(poll: ClusterPoll, only: str | None) -> ClusterPoll:
 
 
 def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float, account: str = "") -> bool:
-    """Take the turn to ask *cluster*; False while another owner has it."""
+    """Take the turn to poll *cluster*; False while another owner has it."""
     connection.execute(
         "INSERT INTO cluster_polls (cluster, account) VALUES (:cluster, :account) "
         "ON CONFLICT (cluster, account) DO NOTHING",

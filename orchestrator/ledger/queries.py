@@ -47,7 +47,7 @@ def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, A
 
 
 def read_events(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[EventRecord]:
-    """Return the events that meet *condition*, which also says in which order."""
+    """Return the events that meet *condition*, in its order."""
     rows = connection.tuples(
         f"SELECT id, job_id, attempt, at, kind, data FROM events WHERE {condition}",  # noqa: S608
         parameters,

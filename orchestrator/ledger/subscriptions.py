@@ -23,7 +23,7 @@ _STATES = {Kind.JOB_SUCCEEDED: "SUCCEEDED", Kind.JOB_FAILED: "FAILED", Kind.JOB_
 
 
 def announce(connection: Connection, job_id: str, events: Sequence[Event], now: float) -> None:
-    """Put what the job's subscriptions say about *events*, which were just appended, into the outbox."""
+    """Put the messages of the job's subscriptions about *events*, which were just appended, into the outbox."""
     if not any(event.kind in _WORDS for event in events):
         return
     ((name, cluster, owner, project, attempt, text),) = connection.tuples(

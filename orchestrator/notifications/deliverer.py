@@ -80,7 +80,7 @@ def drain(
     sleep: Callable[[float], None] = time.sleep,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Deliver until nothing is due any more, over all tries, or *until* says so. Raises `LedgerError`."""
+    """Deliver until nothing is due any more, over all tries, or until *until* is true. Raises `LedgerError`."""
     while not until():
         deliver_due(ledger, policy=policy)
         with ledger.database.read() as connection:

@@ -1,4 +1,4 @@
-"""Mailing: one e-mail over SMTP, encrypted unless the settings say otherwise."""
+"""Mailing: one e-mail over SMTP, encrypted unless the settings turn that off."""
 
 from __future__ import annotations
 

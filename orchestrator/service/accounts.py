@@ -1,4 +1,4 @@
-"""Accounts that jobs of a service run as: what `run_as` of a cluster says, and who is refused."""
+"""Accounts that jobs of a service run as: `run_as` of a cluster, and its refusals."""
 
 from __future__ import annotations
 

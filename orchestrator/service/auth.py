@@ -1,4 +1,4 @@
-"""The guard of the service: who asks, and whether they may. Every route passes it, or says that it is public."""
+"""The guard of the service: identity and role of the caller. Every route passes it, or is declared public."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ _OWNERS: Mapping[str, Callable[[Client, str], set[str]]] = {
 
 
 def principal_of(request: Request) -> Principal:
-    """Return who asks; for routes that are not public."""
+    """Return the caller; for routes that are not public."""
     found: Principal = request.state.principal
     return found
 

@@ -12,7 +12,7 @@ from orc.orchestrator.service.auth import role_of_route
 
 
 class Description:
-    """OpenAPI document of an application, made when it is asked for the first time."""
+    """OpenAPI document of an application, made when it is first requested."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, Callable[..., Any]] = {}

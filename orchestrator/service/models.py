@@ -100,7 +100,7 @@ class EventList(_Answer):
 
 
 class LogName(_Answer):
-    """Name of a log: one of the three says which."""
+    """Name of a log, by one of three keys."""
 
     rank: int | None
     node: int | None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MeetingAlone(Meeting):
-    """The meetings of a save that rank 0 makes by itself: it agrees with itself, and says nothing on the board."""
+    """The meetings of a save that rank 0 makes by itself: it agrees with itself and writes nothing on the board."""
 
     def hold(self, what: str, value: Any, verdict: Verdict, **options: Any) -> Any:
         """Return the *verdict* about *value*."""

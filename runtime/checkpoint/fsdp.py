@@ -34,7 +34,7 @@ def save_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Write the weights of a sharded *model*, as the plug-in's ``state_dict_type`` says; on all processes.
+    """Write the weights of a sharded *model*, in the form ``state_dict_type`` of the plug-in; on all processes.
 
     Args:
         fsdp_plugin: with ``FULL_STATE_DICT`` one file ``pytorch_model_fsdp.bin``, else a folder

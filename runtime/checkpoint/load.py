@@ -182,7 +182,7 @@ def _not_awaited(meeting: Meeting, what: str) -> Iterator[None]:
 
 
 def _agree(errors: list[Any]) -> None:
-    """A verdict: as `agree_on_no_error`, but what failed in a rank's own code says nothing about the checkpoint."""
+    """A verdict: as `agree_on_no_error`, but an error of a rank's own code is no fault of the checkpoint."""
     failed = [f"rank {rank} failed: {error[0]}" for rank, error in enumerate(errors) if isinstance(error, list)]
     if failed:
         raise RankMissing("load_state: " + "; ".join(failed))

@@ -26,7 +26,7 @@ def pace(world_size: int) -> float:
 
 
 class BoardError(OrcRuntimeError):
-    """The board is gone, or whoever is there does not know the run's key."""
+    """The board is gone, or its server has another key than this run."""
 
 
 class BoardTimeout(BoardError):

@@ -34,7 +34,7 @@ class Line:
         self._sent = self._received = 0
 
     def greet(self, key: bytes, deadline: float) -> None:
-        """The side that has connected. Raises `BoardError` when the other one does not know *key*."""
+        """The side that has connected. Raises `BoardError` when the other one has another *key*."""
         theirs, ours = self._exactly(_NONCE, deadline), os.urandom(_NONCE)
         self.sock.sendall(ours + _tag(key, b"rank", theirs, ours))
         try:

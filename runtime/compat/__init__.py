@@ -1,1 +1,1 @@
-"""Compatibility: what is installed here, documented configuration files and small questions that scripts ask."""
+"""Compatibility: installed packages, documented configuration files and small helpers of scripts."""

@@ -1,4 +1,4 @@
-"""The documented enumerations that scripts may name, and nothing here asks for. Torch-free."""
+"""The documented enumerations that scripts may name, and nothing here requests. Torch-free."""
 
 from orc.runtime.core.enums import StrEnum
 

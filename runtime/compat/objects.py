@@ -1,4 +1,4 @@
-"""Small questions about models, mappings and this machine that scripts ask."""
+"""Small helpers of scripts for models, mappings and this machine."""
 
 from __future__ import annotations
 

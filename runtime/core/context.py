@@ -240,7 +240,7 @@ class RunContext:
         return library if library is not None and library.engine == engine else None
 
     def use_library(self, plugin: TrainingLibrary) -> None:
-        """Let a library train, as *plugin* says."""
+        """Let a library train, as *plugin* sets."""
         self._settings.library = plugin
 
     @property
@@ -392,7 +392,7 @@ class RunContext:
         return self._settings.fsdp_plugin
 
     def shard(self, plugin: Any) -> None:
-        """Shard models as *plugin* says, over all ranks unless a layout was chosen already.
+        """Shard models as *plugin* sets, over all ranks unless a layout was chosen already.
 
         Raises:
             ContextError: the ranks cannot be laid out so.

@@ -39,7 +39,7 @@ class DistributedOperationException(OrcRuntimeError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add the line *note* to what *error* says; in Python 3.10, whose tracebacks show no notes, to its message too."""
+    """Add the line *note* to *error*; in Python 3.10, whose tracebacks show no notes, to its message too."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
         return

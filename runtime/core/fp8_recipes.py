@@ -117,7 +117,7 @@ class AORecipeKwargs(FP8Recipe):
 
 @dataclass
 class FP8RecipeKwargs(FP8Recipe):
-    """Options of any back end of fp8. Deprecated: `TERecipeKwargs`, `MSAMPRecipeKwargs` and `AORecipeKwargs` say which.
+    """Options of any back end of fp8. Deprecated: use `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`.
 
     Attributes:
         opt_level: see `MSAMPRecipeKwargs`.

@@ -107,7 +107,7 @@ class ParallelismConfig:
                 setattr(self, field, kind())
 
     def size(self, dim: str) -> int:
-        """Return the processes along *dim* (``tp``, say)."""
+        """Return the number of processes along *dim* (``tp``, for example)."""
         return int(getattr(self, f"{dim}_size"))
 
     @property
@@ -280,7 +280,7 @@ class ParallelismConfig:
 
 
 def parallelism_of(given: Any, env: Mapping[str, str], plugin: Any = None) -> ParallelismConfig | None:
-    """Return *given*, what its older form *plugin* says, or what the variables say where *env* turns them on.
+    """Return *given*, the layout of its older form *plugin*, or that of the variables where *env* turns them on.
 
     Raises:
         ConfigError: a variable cannot be used, or both *given* and *plugin* are there.

@@ -16,7 +16,7 @@ from orc.runtime.core.parsing import truth
 
 
 def setting(given: Any, variable: str, default: Any, parse: Callable[[Any], Any], field: str) -> Any:
-    """Return *given*, parsed; without it what the environment says in *variable*, else *default*.
+    """Return *given*, parsed; without it the environment's value in *variable*, else *default*.
 
     Raises:
         ConfigError: the value cannot be used; it names *field* or *variable*.

@@ -28,7 +28,7 @@ def switched_on(env: Mapping[str, str], variable: str) -> bool:
 
 
 def read_variables(env: Mapping[str, str], wanted: Iterable[tuple[str, str, Callable[[Any], Any]]]) -> dict[str, Any]:
-    """Return the parsed values of those variables of *env* that say something, by name.
+    """Return the parsed values of those variables of *env* that are set, by name.
 
     *wanted* are triples of a name, its variable and its parser. Raises `ValueError`, which names the variable.
     """

@@ -101,7 +101,7 @@ class PartialState(_View, ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The device that a process of this machine computes on when nothing else was asked for."""
+        """The device that a process of this machine computes on when nothing else was requested."""
         from orc.runtime.launch.device import default_device
 
         return default_device()

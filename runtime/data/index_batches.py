@@ -1,4 +1,4 @@
-"""Batch samplers of prepared loaders: they know the pass they serve and can start anywhere in it."""
+"""Batch samplers of prepared loaders: each serves one pass and can start anywhere in it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class PlanBatches(PassSampler):
                 yield last[0] if single else last
 
     def batches(self, current: Pass) -> int:
-        """As the plan of what was left at the cut says."""
+        """Return the batches in the plan of what was left at the cut."""
         return current.cut.rounds + self.plan.rest(current.cut.samples).batches(self.rank)
 
     def tail(self, current: Pass) -> int:

@@ -40,7 +40,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
     """
 
     def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
-        """An instance of the subclass that torchdata backs, where that is asked for."""
+        """An instance of the subclass that torchdata backs, where that is requested."""
         if use_stateful_dataloader:
             from orc.runtime.data.stateful import Backed, backed
 
@@ -95,7 +95,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         return super()._index_sampler if self._pass_sampler is None else self._pass_sampler
 
     def _stateful(self) -> Any:
-        """The dataset, if it is a stream that can say where it is and go on from there in this process."""
+        """The dataset, if it is a stream that can save its position and go on from there in this process."""
         if not isinstance(self.dataset, Stream) or self.num_workers or self.own_share:
             return None
         inner = self.dataset.dataset

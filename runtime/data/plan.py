@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 class PositionError(ValueError):
-    """A saved position that cannot be continued here; the message says what differs and what would fit."""
+    """A saved position that cannot be continued here; the message has what differs and what would fit."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def _value(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _die_with_the_caller() -> None:
-    """Ask Linux to kill this process when its parent ends; elsewhere nothing happens."""
+    """Have Linux kill this process when its parent ends; elsewhere nothing happens."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

@@ -36,7 +36,7 @@ QUANTITIES = ("loss", "gradient norm")
 
 
 class SpikeError(OrcRuntimeError):
-    """The loss or the gradient norm is not finite, or far above what is usual; the message says which, when, where."""
+    """The loss or the gradient norm is not finite, or far above what is usual; the message names step and rank."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def table(beats: Mapping[int, Beat | None]) -> list[str]:
 def report(
     context: RunContext, kind: str, beats: Mapping[int, Beat | None], *, idle_s: float, ends: bool, errors: int = 2
 ) -> str:
-    """Say where everybody is, on file descriptor *errors* and in ``stall-<rank>.json``; returns the summary."""
+    """Write the position of every rank to file descriptor *errors* and ``stall-<rank>.json``; return the summary."""
     summary = summarize(kind, idle_s, beats)
     text = [f"orc: rank {context.rank}: {summary}", *table(beats), f"orc: all threads of rank {context.rank}:"]
     sys.stderr.flush()

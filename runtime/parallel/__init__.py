@@ -100,7 +100,7 @@ def _conflict(one: Parallelizer, other: Parallelizer) -> bool:
 
 
 def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-    """*model* transformed by each of *applied*; optimizers that are prepared from now on know its new parameters."""
+    """*model* transformed by each of *applied*; optimizers that are prepared from now on get its new parameters."""
     for one in applied:
         if not one.places_parameters:
             model = one.apply(model, ctx, request)

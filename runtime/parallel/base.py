@@ -91,7 +91,7 @@ class ChecksGradients(Protocol):
     """Parallelizer that looks at the first gradients of a model, before the first update."""
 
     def check_gradients(self, model: nn.Module, ctx: RunContext) -> bool:
-        """Return whether it has seen enough; it is asked again before the next update otherwise.
+        """Return whether the check is done; it is repeated before the next update otherwise.
 
         Raises:
             ContextError: they are wrong, the same on every rank.

@@ -37,7 +37,7 @@ def compiles(plugin: TorchDynamoPlugin) -> bool:
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """*model* compiled as *plugin* says; one that is compiled already comes back as it is."""
+    """*model* compiled as *plugin* sets; one that is compiled already comes back as it is."""
     if is_compiled(model) or not compiles(plugin):
         return model
     options = plugin.to_kwargs()

@@ -52,7 +52,7 @@ _WITH_STATE = (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD)
 def compress_gradients(
     model: DistributedDataParallel, group: ProcessGroup, options: DistributedDataParallelKwargs
 ) -> None:
-    """Register on *model* what *options* ask for; nothing when they ask for nothing.
+    """Register on *model* what *options* request; nothing when they request nothing.
 
     Raises:
         ValueError: a wrapper that is none, or options for a hook that takes none or does not know them.

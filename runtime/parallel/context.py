@@ -65,7 +65,7 @@ class ContextParallel:
 
 
 def _expect_backward(model: nn.Module, args: Any, output: Any) -> None:
-    """Let a backward of *output* that comes after the block say so."""
+    """Have a backward of *output* that comes after the block raise."""
     piece = Piece.current
     if piece is None:
         return

@@ -88,7 +88,7 @@ class FSDP1(FullySharded):
 
 
 def _strategy(asked: ShardingStrategy, mesh: DeviceMesh | None) -> ShardingStrategy:
-    """Return *asked*, or what it is called where the model has copies: on a mesh of two dimensions.
+    """Return *asked*, or its name where the model has copies: on a mesh of two dimensions.
 
     Raises:
         ContextError: it shards nothing, and there are ranks to shard over.

@@ -182,7 +182,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def hybrid(self) -> bool:
-        """`True` if a strategy asks for shards within a machine and replicas over the machines."""
+        """`True` if a strategy requests shards within a machine and replicas over the machines."""
         return self.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     def set_cpu_offload(self, offload: Any = None) -> None:
@@ -305,7 +305,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let ``from_pretrained`` of Transformers load weights on rank 0 only, and plug-ins made from now on know it.
+    """Let ``from_pretrained`` of Transformers load weights on rank 0 only; it holds for plug-ins made from now on.
 
     Transformers reads it in the environment, where it also looks for ``ACCELERATE_USE_FSDP``.
     """

@@ -1,4 +1,4 @@
-"""Meshes that scripts bring along in their models: the ranks are laid out as they say."""
+"""Meshes that scripts bring along in their models: the ranks are laid out accordingly."""
 
 from __future__ import annotations
 

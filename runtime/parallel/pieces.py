@@ -161,7 +161,7 @@ def refuse_packed(positions: Tensor, kind: str) -> None:
 
 
 def check_model(model: nn.Module, kind: str) -> None:
-    """Raise `ContextError` where *model* says that its attention is another one than torch's SDPA."""
+    """Raise `ContextError` where the configuration of *model* names another attention than torch's SDPA."""
     from orc.runtime.parallel.pieces_of_transformers import check_attention, is_transformers_model
 
     if is_transformers_model(model):

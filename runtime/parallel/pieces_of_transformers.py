@@ -39,7 +39,7 @@ def adapt(model: Any) -> None:
 
 
 def _register() -> None:
-    """Let Transformers know an attention that is its SDPA, but asks for no mask where a piece is in force."""
+    """Register an attention in Transformers that is its SDPA, but requests no mask where a piece is in force."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask

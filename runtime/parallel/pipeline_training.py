@@ -153,7 +153,7 @@ class _Cut:
         return found
 
     def _place(self, model: nn.Module, names: Mapping[int, set[str]]) -> set[str]:
-        """Say which parameters belong to which process; returns the names of those that stay here."""
+        """Assign the parameters to processes; return the names of those that stay here."""
         size = self._mine.world_size
         parameters = named_parameters(model)
         tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}

@@ -98,7 +98,7 @@ class SequenceParallel:
 
 
 def check_heads(model: nn.Module, ranks: int, cut: int = 1) -> None:
-    """Raise `ContextError` where *model* says how many heads it has, and *ranks* cannot share out a *cut*-th."""
+    """Raise `ContextError` where *ranks* cannot share out a *cut*-th of the heads of *model*."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_attention_heads", None)

@@ -1,4 +1,4 @@
-"""Parameters that are cut over ranks: DTensors, and those that do not say so themselves, as of FSDP version 1."""
+"""Parameters that are cut over ranks: DTensors, and plain tensors that FSDP version 1 has cut."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class TensorParallel:
         return "the process group is not open" if ctx.group is None else None
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
-        """Refuse a model that cannot be cut as its plan says, and options that the device does not have."""
+        """Raise for a model that its plan cannot cut, and for options that the device does not have."""
         handler = _handler(request)
         if handler is not None and handler.enable_async_tp and ctx.device.type != "cuda":
             raise ContextError("enable_async_tp needs GPUs that reach each other's memory; leave it out here")

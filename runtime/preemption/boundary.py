@@ -80,7 +80,7 @@ class Boundary:
         return self._checkpoints.prepared.steps()
 
     def __call__(self, loader: Any) -> None:
-        """The loop asks *loader* for its next batch. Raises `Preempted` where the run is to stop."""
+        """Count the next batch of *loader*. Raises `Preempted` where the run is to stop."""
         steps = self.steps()
         live = loader.cursor.live
         if steps == live.steps:

@@ -1,4 +1,4 @@
-"""Preemption notices that do not come as signals: what the platform says when it is asked.
+"""Preemption notices that do not come as signals: metadata of the platform, polled.
 
 Off unless the platform is detected. One thread per machine asks every few seconds; a notice is handed to `Preemption`,
 as if the process had been signalled, and all ranks save at an agreed step. Signals (SIGTERM, SIGUSR1) need none of
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class NoticeFile:
-    """A file whose appearance is the notice; its first line is what it says."""
+    """A file whose appearance is the notice; its first line is the text."""
 
     name = "notice file"
 
@@ -169,7 +169,7 @@ def _dmi(root: Path, name: str) -> str:
 
 
 class Notices:
-    """Asks *asked* in a thread until one has a notice. Made by `of`."""
+    """Thread that polls *asked* until one has a notice. Made by `of`."""
 
     def __init__(self, context: RunContext, asked: Sequence[Source], *, poll_s: float | None = None) -> None:
         self._context = context
@@ -203,11 +203,11 @@ class Notices:
             known.close()
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the thread."""
         self._closing.set()
 
     def _run(self) -> None:

@@ -53,7 +53,7 @@ FAREWELL_S = 10.0  # how long the end of a rank waits for an agreement that is u
 
 
 class Preempted(SystemExit):
-    """Ends the process with the status that asks for another run. ``except Exception`` does not catch it."""
+    """Ends the process with the status that requests another run. ``except Exception`` does not catch it."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(EXIT_STATUS)

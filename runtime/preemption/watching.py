@@ -95,7 +95,7 @@ class Watching:
         loader.events, loader.meter, loader.steps = self._engine.events, self.meter, self._engine.prepared.steps
 
     def count_tokens(self, count: int) -> None:
-        """Tell the metrics that this process's batch has *count* tokens, where ``input_ids`` does not say it.
+        """Count *count* tokens of this process's batch for the metrics, where it has no ``input_ids``.
 
         Call it in the body of the training loop, before the optimizer's step. Costs nothing when metrics are off.
         """

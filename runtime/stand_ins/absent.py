@@ -1,4 +1,4 @@
-"""Placeholders for what the runtime does not have: importing one is harmless, using it says what to use instead."""
+"""Placeholders for what the runtime does not have: importing one is harmless, using it raises with the replacement."""
 
 from __future__ import annotations
 

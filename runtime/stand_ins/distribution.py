@@ -1,4 +1,4 @@
-"""`StandInDistribution`: what ``importlib.metadata`` says about a package that is stood in for."""
+"""`StandInDistribution`: metadata of a package that is stood in for, as ``importlib.metadata`` reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small names that libraries ask Accelerate for and scripts do not: constants, look-ups in models."""
+"""Small names that libraries import from Accelerate and scripts do not: constants, look-ups in models."""
 
 from __future__ import annotations
 

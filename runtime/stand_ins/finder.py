@@ -55,7 +55,7 @@ class StandInFinder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module, whose names are looked up when they are asked for."""
+        """Return the module, whose names are looked up when they are requested."""
         from orc.runtime.stand_ins.module import StandInModule
 
         return StandInModule(spec.name)
@@ -64,13 +64,13 @@ class StandInFinder:
         """Nothing is executed."""
 
     def get_code(self, name: str) -> None:
-        """Raise `ImportError`: ``python -m`` asks for this, and no module that stands in is a program."""
+        """Raise `ImportError`: ``python -m`` requests this, and no module that stands in is a program."""
         raise ImportError(
             f"{name} is no program: orc.runtime stands in for {PACKAGE}; `orc launch` starts ranks", name=name
         )
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the distribution that ``importlib.metadata`` is to know, where *context* asks for it or for all."""
+        """Yield the distribution for ``importlib.metadata`` where *context* names it, or names none."""
         wanted = getattr(context, "name", None)
         if wanted is None or wanted.lower() == PACKAGE:
             from orc.runtime.stand_ins.distribution import StandInDistribution

@@ -1,4 +1,4 @@
-"""`StandInModule`: a module whose names are looked up in the runtime when they are asked for."""
+"""`StandInModule`: a module whose names are looked up in the runtime when they are requested."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _callback() -> type:
             self.leaving = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Ask for a checkpoint, on all ranks after the same step, where the run is to stop."""
+            """Request a checkpoint, on all ranks after the same step, where the run is to stop."""
             context = current_context()
             if job_of(context) is not None and Preemption.of(context).due():
                 self.leaving = control.should_save = True

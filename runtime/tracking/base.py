@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_process(function: F) -> F:
-    """Decorator of tracker methods: run on rank 0 only, unless the tracker says ``main_process_only = False``.
+    """Decorator of tracker methods: run on rank 0 only, unless the tracker has ``main_process_only = False``.
 
     Elsewhere the call returns `None`. Works before the processes have met.
 

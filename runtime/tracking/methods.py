@@ -1,4 +1,4 @@
-"""The Accelerator's methods around trackers. Nothing of a tracker is imported unless the script asks for one."""
+"""The Accelerator's methods around trackers. Nothing of a tracker is imported unless the script requests one."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _compare_settings(told: Sequence[_Record]) -> None:
 
 
 def _compare(said: Sequence[str], what: str, remedy: str) -> None:
-    """Raise `ContextError` unless all ranks have *said* the same: *what*, with who said what, and the *remedy*."""
+    """Raise `ContextError` unless *said* is the same on all ranks: *what* differs, on which ranks, and the *remedy*."""
     if len(set(said)) == 1:
         return
     ranks: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Autocast and loss scaling for scripts that write their own loop: what the current context asks for."""
+"""Autocast and loss scaling for scripts that write their own loop: what the current context requests."""
 
 from __future__ import annotations
 

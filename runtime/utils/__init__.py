@@ -1,4 +1,4 @@
-"""The documented helper functions under the name scripts know: ``from orc.runtime.utils import set_seed``.
+"""The documented helper functions under their documented path: ``from orc.runtime.utils import set_seed``.
 
 Re-exports only: every name of `orc.runtime`, from the module that is named by what it does. No logic lives here.
 """

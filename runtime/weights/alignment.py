@@ -118,7 +118,7 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return *output*, on the input's device if that was asked for; the weights leave.
+        """Return *output*, on the input's device if that was requested; the weights leave.
 
         Args:
             module: the module of the hook.

@@ -366,7 +366,7 @@ def _warn_of_buffers(
     dtype: torch.dtype | str | None,
     special_dtypes: Mapping[str, torch.dtype | str] | None,
 ) -> None:
-    """Buffers of offloaded modules stay on the accelerator that computes: say so when they do not fit there."""
+    """Warn when the buffers of offloaded modules, which stay on the accelerator, do not fit there."""
     accelerators = [key for key in plan.limits if key not in ("cpu", "disk")]
     offloaded = [name for name, device in plan.placed.items() if device in ("cpu", "disk")]
     if not accelerators or not offloaded:

@@ -18,7 +18,7 @@ _BUFFER_BYTES = 32 * 2**20
 
 
 class Lane(Protocol):
-    """Way from the host to a device, on which copies take place in order, later than they are asked for."""
+    """Way from the host to a device, on which copies take place in order, later than they are requested."""
 
     def buffer(self, size: int) -> Tensor:
         """Return *size* bytes on the host, out of which a copy can take place later."""
@@ -114,7 +114,7 @@ class _Buffer:
 
 
 class ReadAhead:
-    """Weights of one layer at a time, brought to a device before they are asked for.
+    """Weights of one layer at a time, brought to a device before they are requested.
 
     Args:
         device: where the layers compute.

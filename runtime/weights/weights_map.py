@@ -46,7 +46,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights in memory, and weights in files that are mapped when they are first asked for.
+    """Weights in memory, and weights in files that are mapped when they are first requested.
 
     Args:
         state_dict: weights in memory.
@@ -123,7 +123,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return self._mapped[key]
 
     def _ahead(self, key: str) -> str | None:
-        """Return the name of the weight that is `_READ_AHEAD` after *key*; so each is asked for once in a pass."""
+        """Return the name of the weight that is `_READ_AHEAD` after *key*; so each is requested once in a pass."""
         found: str | None = key
         for _ in range(_READ_AHEAD):
             found = self._next.get(found) if found is not None else None

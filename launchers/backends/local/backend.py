@@ -160,7 +160,7 @@ class LocalBackend(Backend):
         return [*findings, *self._too_much(config.get("backend", {}))]
 
     def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
-        """Yield what the job asks for and this machine does not have."""
+        """Yield what the job requests and this machine does not have."""
         from orc.launchers.hosts.probe import gpu_count
 
         gpus = gpu_count()
@@ -388,7 +388,7 @@ def _lost_reason(records: AttemptRecords) -> str:
 
 
 def _fp8_problem(python: str, env: Mapping[str, str]) -> str | None:
-    """Return the reason why ranks under *python* cannot train in the fp8 that *env* asks for; `None` when they can."""
+    """Return the reason why ranks under *python* cannot train in the fp8 that *env* requests; `None` when they can."""
     import subprocess
 
     if env.get("ORC_MIXED_PRECISION", env.get("ACCELERATE_MIXED_PRECISION")) != "fp8":

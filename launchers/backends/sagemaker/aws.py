@@ -114,7 +114,7 @@ class AwsService:
         return self._place.account or self.identity()
 
     def identity(self) -> str:
-        """Return the account, from the security token service; asked once."""
+        """Return the account, from the security token service; one call."""
         if "_account" not in self.__dict__:
             with self._errors("sts:GetCallerIdentity"):
                 self.__dict__["_account"] = str(self._client("sts").get_caller_identity()["Account"])

@@ -94,7 +94,7 @@ class SagemakerBackend(Backend):
         return AwsService(self.place, self.region, f"cluster {self.cluster.name}")
 
     def _jobs(self, mode: str) -> TrainingJobs:
-        """AWS, or this machine in one of its modes; spoken to when it is first asked."""
+        """AWS, or this machine in one of its modes; connected at the first call."""
         from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
 
         if mode not in self._opened:
@@ -149,7 +149,7 @@ class SagemakerBackend(Backend):
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Few jobs are described, many are looked up in lists; the agents' records say how those that ended did so."""
+        """Return observations: few jobs are described, many listed; the agents' records tell the ends apart."""
         found: dict[Handle, Observation] = {}
         for jobs, own in self._by_service(handles):
             found.update(jobs.poll(own))

@@ -1,4 +1,4 @@
-"""A job as it is on SageMaker: what its settings there say about nodes, processes and launcher. Pure."""
+"""A job on SageMaker: nodes, processes and launcher from its settings there. Pure."""
 
 from __future__ import annotations
 

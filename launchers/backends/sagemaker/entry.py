@@ -248,7 +248,7 @@ def place_config(config: Mapping[str, Any], node: int) -> str:
 
 
 def restored_restart(directory: str) -> int:
-    """The restart after the highest one that the records restored from S3 know of; 0 without any."""
+    """Return the restart after the highest one in the records restored from S3; 0 without any."""
     highest = -1
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -1,4 +1,4 @@
-"""From what AWS says to what people read: one sentence, and what to do. Pure, but for the types of the SDK's errors."""
+"""Errors of AWS as people read them: one sentence, and what to do. Pure, but for the types of the SDK's errors."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ _PENDING = "<image "
 
 @dataclass(frozen=True)
 class Image:
-    """Stock image that a job asks for."""
+    """Stock image that a job requests."""
 
     pytorch: str | None
     transformers: str | None
@@ -77,7 +77,7 @@ class Image:
 
     @property
     def uri(self) -> str:
-        """URI of the image, or a placeholder for the SDK to resolve when the tables do not know it.
+        """URI of the image, or a placeholder for the SDK to resolve when it is not in the tables.
 
         Raises `RenderError` for versions that contradict each other.
         """

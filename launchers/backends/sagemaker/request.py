@@ -230,7 +230,7 @@ def _tags(job: JobSpec, attempt: AttemptId, settings: Settings) -> list[dict[str
 
 
 def _optional(job: JobSpec, settings: Settings) -> dict[str, Any]:
-    """Sections that are there only when they are asked for."""
+    """Sections that are there only when they are requested."""
     if bool(settings.subnets) != bool(settings.security_group_ids):
         raise RenderError(
             "subnets and security_group_ids are given together, or not at all",

@@ -86,7 +86,7 @@ class Service(Protocol):
         ...
 
     def stop(self, name: str) -> None:
-        """Ask a job to end; one that has ended or is not there is left as it is."""
+        """Stop a job; one that has ended or is not there is left as it is."""
         ...
 
     # -- logs

@@ -114,7 +114,7 @@ class TrainingJobs:
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """The files, what the agents must know in private, then the request; a job that is there is adopted."""
+        """Upload files and secrets, then send the request; a job that is there is adopted."""
         from orc.launchers.backends.sagemaker.service import NameTaken
 
         secrets = require_secrets(plan, secrets)
@@ -168,7 +168,7 @@ class TrainingJobs:
         return request
 
     def _completed(self, content: str) -> dict[str, Any]:
-        """The request with what only AWS and the SDK know."""
+        """Return the request with what only AWS and the SDK have: role, image, network."""
         from orc.launchers.backends.sagemaker.images import is_pending, pending
 
         request: dict[str, Any] = json.loads(self._with_account(content))
@@ -195,7 +195,7 @@ class TrainingJobs:
         return self.service.exists(self.location.attempt(AttemptId.from_marker(marker)) + STAGED)
 
     def find(self, marker: str) -> Handle | None:
-        """Ask for the training job that the attempt's request names; objects are there before the job is."""
+        """Look for the training job that the attempt's request names; objects are there before the job is."""
         inputs = self._inputs_of([marker]).get(marker)
         name = str(inputs.request["TrainingJobName"]) if inputs else training_job_name(AttemptId.from_marker(marker))
         return self._adopt(name, marker)

@@ -221,7 +221,7 @@ class SlurmClient:
         return default.stdout.strip().split("\n")[0], names
 
     def _ask(self, program: str, *words: str) -> str:
-        """Return what a program says; a job that it does not know is no error. Raises `BackendUnreachable`."""
+        """Return the output of a program; an unknown job is no error. Raises `BackendUnreachable`."""
         plain = ("--noheader",) if program != "scontrol" else ()
         done = self._run((self._settings.program(program), *plain, *words), self._settings.query_timeout)
         if done.status != 0 and not _NO_SUCH_JOB.search(done.stderr):

@@ -1,4 +1,4 @@
-"""Parameters of submitit's `AutoExecutor` and `SlurmExecutor`, read as what a job of orc asks for. Pure."""
+"""Parameters of submitit's `AutoExecutor` and `SlurmExecutor`, read as what a job of orc requests. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FunctionParameters:
 
 
 def read_parameters(parameters: Mapping[str, Any]) -> FunctionParameters:
-    """Return what *parameters* of ``update_parameters`` ask for.
+    """Return what *parameters* of ``update_parameters`` request.
 
     Args:
         parameters: Those of all executors (``timeout_min``, ``mem_gb``, ``gpus_per_node``, ...), and those of Slurm

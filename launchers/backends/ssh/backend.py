@@ -103,7 +103,7 @@ class SshBackend(Backend):
         return placing.place(job, self.settings, taken, avoid)
 
     def candidates(self, job: JobSpec) -> Collection[str]:
-        """Return every host that has the slots and labels that *job* asks for."""
+        """Return every host that has the slots and labels that *job* requests."""
         return placing.candidates(job, self.settings)
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
@@ -118,7 +118,7 @@ class SshBackend(Backend):
         return check(self.hosts, plan)
 
     def survey(self) -> list[HostReport]:
-        """Return a report of each host, all asked at once."""
+        """Return a report of each host, all probed at once."""
         from orc.launchers.backends.ssh.preflight import report
 
         made = self.cluster.environment
@@ -162,7 +162,7 @@ class SshBackend(Backend):
         return self._handle(plan.marker, hosts_of(plan), at)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """Ask the hosts for the attempt, all if it is not known which, and start what is missing of one started half.
+        """Look for the attempt on its hosts, or on all, and start what is missing of one started half.
 
         Hosts that do not answer matter only when the attempt may be theirs. Without *complete* nothing is started.
         """
@@ -196,7 +196,7 @@ class SshBackend(Backend):
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
-        """Ask all hosts at once, in one round trip each for all attempts; those that do not answer are tolerated."""
+        """Poll all hosts at once, in one round trip each for all attempts; those that do not answer are tolerated."""
         from orc.launchers.backends.ssh.status import merge_records, nodes_of
         from orc.launchers.backends.ssh.verdict import judge
 

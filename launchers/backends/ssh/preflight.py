@@ -47,7 +47,7 @@ def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
 
 
 def gather_facts(hosts: HostConnections, names: Sequence[str]) -> list[HostFacts]:
-    """Return the facts about each host, all asked at once."""
+    """Return the facts about each host, all probed at once."""
     from orc.launchers.hosts import checks
 
     return checks.gather_facts(

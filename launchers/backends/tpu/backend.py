@@ -417,7 +417,7 @@ class TpuBackend(Backend):
             local.mark_cancelled()  # the next look ends the attempt, and clears up
 
     def reap(self, handle: Handle) -> None:
-        """Delete the attempt's TPU whatever the policy says: the attempt is over, and the job goes on elsewhere.
+        """Delete the attempt's TPU under any policy: the attempt is over, and the job goes on elsewhere.
 
         Raises `BackendUnreachable`.
         """

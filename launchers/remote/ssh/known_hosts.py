@@ -42,7 +42,7 @@ def entries(name: str, files: Sequence[str]) -> list[Entry]:
 
 
 def key_types(known: Sequence[Entry]) -> list[str]:
-    """Return the types of key by which the host is known, to be asked for first."""
+    """Return the types of key by which the host is known, to be preferred."""
     kinds = [entry.kind for entry in known if not entry.marker]
     rsa = ["rsa-sha2-512", "rsa-sha2-256", "ssh-rsa"]
     return list(dict.fromkeys(name for kind in kinds for name in (rsa if kind == "ssh-rsa" else [kind])))

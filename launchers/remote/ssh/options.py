@@ -49,7 +49,7 @@ JumpHosts = Annotated[str, Reader(jump_hosts)]
 
 
 class Machine(FrozenModel):
-    """Options of reaching a machine. What is `None` is the cluster's, and then what ``~/.ssh/config`` says."""
+    """Options of reaching a machine. What is `None` is the cluster's, and then that of ``~/.ssh/config``."""
 
     name: HostName = Field(description="What it is called here, and in ~/.ssh/config.")
     address: HostName | None = Field(None, description="Where it is, if the name does not tell.")

@@ -66,7 +66,7 @@ class SshProcess:
         self._check_start()
 
     def write(self, data: bytes) -> None:
-        """See `Process.write`. What the program says meanwhile is kept, so that neither waits for the other."""
+        """See `Process.write`. Output meanwhile is kept, so that neither side waits for the other."""
         view, deadline = memoryview(data), time.monotonic() + self._timeout_s
         while view:
             if count := self._send(view):

@@ -32,7 +32,7 @@ def _target(given: Path | None) -> Path:
 
 
 def _read(given: Path | None) -> AccelerateConfig:
-    """Return the configuration that is there. Raises `SpecError` that says where it was looked for."""
+    """Return the configuration that is there. Raises `SpecError` with the places that were searched."""
     from orc.launchers.accelerate.config_file import find_default, read_config
     from orc.launchers.accelerate.location import default_path
     from orc.launchers.errors import SpecError

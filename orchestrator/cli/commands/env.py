@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def torch_facts() -> dict[str, Any] | None:
-    """Return what torch says of itself; `None` without torch, ``{"error": ...}`` where it cannot be imported."""
+    """Return torch's own description; `None` without torch, ``{"error": ...}`` where it cannot be imported."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:

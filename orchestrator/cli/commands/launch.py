@@ -157,7 +157,7 @@ _OF_TORCHRUN = ("rdzv_backend", "rdzv_conf", "monitor_interval")
 
 
 def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> None:
-    """Become torchrun where *values* say what it alone gives a meaning to."""
+    """Become torchrun where *values* need it."""
     from orc.launchers.errors import LaunchError
     from orc.launchers.foreground import torchrun
 

@@ -54,7 +54,7 @@ def command(
 
 
 def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[JobRow]:
-    """Return the rows, after the clusters of those with old states were asked."""
+    """Return the rows, after a poll of the clusters of those with old states."""
     import time
 
     rows = read_rows()

@@ -1,4 +1,4 @@
-"""`orc sync`: bring a job's snapshot to a cluster before it is submitted, or say what would be sent."""
+"""`orc sync`: bring a job's snapshot to a cluster before it is submitted, or show what would be sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions before something large or final: asked on a terminal, answered by ``--yes`` elsewhere."""
+"""Questions before something large or final: on a terminal, answered by ``--yes`` elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of logs: their times, those that are asked for, and several logs as one in the order of time.
+"""Lines of logs: their times, those that are requested, and several logs as one in the order of time.
 
 Ranks write what they like; orc puts no time before it. A line's time is what stands near its beginning in the form of
 ISO 8601, as Python's logging and most others write it; a line without one has that of the line before it in its log.
@@ -59,7 +59,7 @@ class LineFilter:
         self._clocks: dict[tuple[int, LogSelector], tuple[Clock, float]] = {}
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
-        """Pass on the lines of *chunk* that are asked for; an unfinished one waits for its end."""
+        """Pass on the lines of *chunk* that are requested; an unfinished one waits for its end."""
         key = (attempt, chunk.selector)
         if before := self._rest.pop(key, None):
             chunk = LogChunk(chunk.selector, before.offset, before.data + chunk.data)

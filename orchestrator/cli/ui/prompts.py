@@ -122,7 +122,7 @@ def _ended(question: str) -> LaunchError:
 
 
 def prompts(plain: bool) -> PlainPrompts | TerminalPrompts:
-    """Return the questions for this terminal; plain ones where there is none, or *plain* says so."""
+    """Return the questions for this terminal; plain ones where there is none, or with *plain*."""
     import os
 
     terminal = sys.stdin.isatty() and sys.stderr.isatty() and sys.stdout.isatty()

@@ -193,7 +193,7 @@ def label(selector: LogSelector) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selection of logs: those asked for, else all ranks. Pure."""
+    """Selection of logs: those requested, else all ranks. Pure."""
 
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()

@@ -52,7 +52,7 @@ class Received(BaseModel):
 
 @router.post("/bundles/missing", response_model=Missing)
 def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -> Any:
-    """Return the contents that are to be sent: they are not here, or who asks has never sent them."""
+    """Return the contents that are to be sent: they are not here, or the caller has never sent them."""
     with service.clients.client() as client:
         ws = client.workspace
         missing = missing_contents(ws.store, ws.ledger, principal.user, wanted.hashes)
@@ -61,7 +61,7 @@ def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -
 
 @router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
 async def receive_contents(request: Request, service: ServiceDep, principal: PrincipalDep) -> Any:
-    """Take contents, each of which is what its hash says; all of them or, where one is wrong, none."""
+    """Store contents that match their hashes; all of them or, where one does not, none."""
     store = await anyio.to_thread.run_sync(_store, service)
     with ExitStack() as stack:
         received = await anyio.to_thread.run_sync(stack.enter_context, ReceivedContents(store))
@@ -81,7 +81,7 @@ async def receive_tree(
     principal: PrincipalDep,
     digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")],
 ) -> Any:
-    """Make a tree of contents that who asks has sent; the answer names those still to be sent, and then there is no
+    """Make a tree of contents that the caller has sent; the answer names those still to be sent, and then there is no
     tree.
     """
     parts: list[bytes] = []

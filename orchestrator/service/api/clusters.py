@@ -19,7 +19,7 @@ router = APIRouter(tags=["clusters"])
 
 @router.get("/clusters", response_model=ClusterList)
 def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
-    """Return the clusters, and when each was asked and has answered. Contacts none.
+    """Return the clusters with the times of their last polls and answers. Contacts none.
 
     What went wrong with the accounts of others is told to admins.
     """
@@ -40,7 +40,7 @@ def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
 
 @router.get("/clusters/{name}/queue", response_model=QueueModel)
 def read_queue(service: ServiceDep, principal: PrincipalDep, name: Annotated[str, Path(max_length=255)]) -> Any:
-    """Ask a cluster for its queue, and our jobs in it.
+    """Return the queue of a cluster, and our jobs in it.
 
     Where users have accounts of their own there: with that of who asks, about its jobs.
     """

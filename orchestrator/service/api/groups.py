@@ -106,7 +106,7 @@ def submit_group(
 
 @router.post("/groups/{group_id}/cancel", response_model=GroupModel)
 def cancel_group(service: ServiceDep, group_id: GroupId, how: Grace) -> Any:
-    """Ask what has not ended of a group to end."""
+    """Cancel the members of a group that have not ended."""
     with service.clients.client() as client:
         return JSONResponse(client.cancel_group(group_id, grace_s=how.grace_s).to_dict())
 

@@ -26,7 +26,7 @@ async def read_health() -> Any:
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
 @public
 def read_readiness(service: ServiceDep) -> Any:
-    """Say whether requests can be served: the ledger answers, and the driver of passes lives where there is one."""
+    """Return whether requests can be served: the ledger answers, and the driver of passes lives where there is one."""
     try:
         with service.clients.client() as client:
             client.workspace.ledger.last_event_id()

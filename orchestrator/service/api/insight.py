@@ -16,7 +16,7 @@ router = APIRouter(tags=["jobs"])
 
 
 class Measurements(BaseModel):
-    """Lines of metrics, or curves, and the hosts that could not be asked for theirs."""
+    """Lines of metrics, or curves, and the hosts whose metrics could not be read."""
 
     lines: list[dict[str, Any]]
     series: dict[str, list[tuple[float, float]]]

@@ -58,7 +58,7 @@ def list_notifications(
     state: Annotated[list[Literal["due", "sent", "dead"]], Query(description="In one of these")] = [],  # noqa: B006
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> Any:
-    """Return what was told to whom, newest first; of a URL no more than its host."""
+    """Return the notifications and their receivers, newest first; of a URL no more than its host."""
     with service.clients.client() as client:
         found = client.notifications(job_id=job, states=state, limit=limit)
     return JSONResponse({"notifications": [one.to_dict() for one in found]})

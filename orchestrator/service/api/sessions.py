@@ -52,5 +52,5 @@ def logout(service: ServiceDep) -> Any:
 @router.get("/me", response_model=Me)
 @needs_role("viewer")
 def who_am_i(principal: PrincipalDep) -> Any:
-    """Return who asks."""
+    """Return the caller's identity."""
     return JSONResponse(principal.model_dump())

@@ -82,7 +82,7 @@ def values_of(secrets: Mapping[str, SecretStr]) -> dict[str, str]:
 def refusal_of_missing(
     client: Client, principal: Principal, digests: Sequence[Mapping[str, str]]
 ) -> JSONResponse | None:
-    """Return the answer that names the trees which who asks has not uploaded; `None` where all are here."""
+    """Return the answer that names the trees which the caller has not uploaded; `None` where all are here."""
     trees = list(dict.fromkeys(digest for of_one in digests for digest in of_one.values()))
     missing = missing_trees(client, principal.user, trees)
     if not missing:
@@ -131,7 +131,7 @@ def resubmit_job(
 
 @router.post("/jobs/{job_id}/cancel", response_model=CancelledJob)
 def cancel_job(service: ServiceDep, job_id: JobId, how: Grace) -> Any:
-    """Ask a job to end; one that has ended stays as it is."""
+    """Cancel a job; one that has ended stays as it is."""
     untold: dict[str, str] = {}
     with service.clients.client() as client:
         (view,) = client.cancel([job_id], grace_s=how.grace_s, on_unreachable=untold.update)

@@ -1,4 +1,4 @@
-"""Pages of the service. They hold no data: what they show, their scripts ask the API for, as whoever is logged in."""
+"""Pages of the service. They hold no data: their scripts get it from the API, as whoever is logged in."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def page(template: str, here: str = "", **values: str) -> HTMLResponse:
 @router.get("/login")
 @public
 def login_page() -> HTMLResponse:
-    """Return the page that asks for a token."""
+    """Return the page that requests a token."""
     return page("login.html")
 
 

@@ -58,5 +58,5 @@ def shard_file(folder: str, rank: int) -> str:
 
 
 def shard_metadata(folder: str) -> str:
-    """The file of *folder* that says which shards there are."""
+    """Return the file of *folder* that lists its shards."""
     return f"{folder}/{SHARD_METADATA}"

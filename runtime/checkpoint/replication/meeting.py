@@ -135,7 +135,7 @@ class Meeting:
         self._forget(store, self._count - 2)
 
     def note_alone(self, what: str) -> None:
-        """On rank 0: let the others know that it has saved *what* without them."""
+        """On rank 0: note for the others that it has saved *what* without them."""
         self._connect().set(self._note, what)
 
     @property
@@ -182,13 +182,13 @@ class Meeting:
                 store.delete_key(f"orc/{self._name}/{number}/{name}")
 
     def withdraw(self) -> None:
-        """Let the next series have the name of this one, where no meeting has been held: peers know nothing of it."""
+        """Let the next series have the name of this one, where no meeting has been held that peers could have seen."""
         series, (name, _) = self._series, self._name.rsplit("/", 1)
         if self._count == 0 and self._name == f"{name}/{series[name]}":
             series[name] -= 1
 
     def relay(self) -> Relay:
-        """A way to send files; all ranks ask for it, at the same place between two meetings."""
+        """A way to send files; all ranks request it, at the same place between two meetings."""
         from orc.runtime.checkpoint.replication.relay import Relay
 
         self._relays += 1

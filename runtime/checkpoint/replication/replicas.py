@@ -165,7 +165,7 @@ def _names_of(values: list[Any], source: int) -> list[str]:
 def _receive(
     transfer: Callable[[Callable[[str], Hashing | None]], dict[str, FileRecord]], directory: Path, site: int
 ) -> None:
-    """Put what *transfer* brings together beside *directory*, and in its place when it is what its manifest says."""
+    """Put what *transfer* brings together beside *directory*, and in its place when it matches its manifest."""
     temporary = temporary_name(directory, f"site-{site}")
     failure: OSError | None = None
     try:

@@ -64,7 +64,7 @@ class Sites:
 
 
 class Survey:
-    """Finds the sites, once for each directory. All ranks ask together.
+    """Survey of the sites, once for each directory. Collective.
 
     shared:
         ``1``: all machines share the directories. ``0``: none does. ``auto``: look.

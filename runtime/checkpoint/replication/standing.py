@@ -1,4 +1,4 @@
-"""Standings: how far a rank is and what its main thread waits in, and what that says about its coming to a save.
+"""Standings: how far a rank is, what its main thread waits in, and whether it can still come to a save.
 
 A rank is believed to stay away only where it cannot come: it has gone on further than the rank that waits for it, or it
 stands in an operation that the waiting rank has not begun. One that computes, sleeps or reads is late, and may come.

@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def strategy_named(name: str) -> StateStrategy:
-    """Return the strategy *name*: ``full`` or ``dcp``. It is imported when it is asked for."""
+    """Return the strategy *name*: ``full`` or ``dcp``. It is imported when it is requested."""
     strategy: StateStrategy = importlib.import_module(f"{__name__}.{name}").STRATEGY
     return strategy

@@ -62,7 +62,7 @@ class StateStrategy(Protocol):
 
 
 def strategy_wanted(plugin: Any) -> str | None:
-    """Return the name of the strategy that an FSDP *plugin* asks for with its ``state_dict_type``; `None` without."""
+    """Return the name of the strategy that an FSDP *plugin* requests with its ``state_dict_type``; `None` without."""
     wanted = getattr(plugin, "state_dict_type", None)
     if wanted is None:
         return None

@@ -74,7 +74,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Ownership:
-    """This run's hold on the folder of *path*, the file that says so."""
+    """This run's hold on the folder of *path*, the file that records it."""
 
     path: Path
     fd: int
@@ -101,7 +101,7 @@ _lock = threading.Lock()
 
 
 def record(folder: Path) -> tuple[Path, str]:
-    """Return the directory and the suffix of the file that says which run saves its series of checkpoints in *folder*.
+    """Return the directory and the suffix of the file that names the run that saves checkpoints in *folder*.
 
     It lies in *folder*, but for ``<project_dir>/checkpoints`` beside it: scripts list that one and expect checkpoints
     alone. A link or a mount leads to where other paths lead, too.

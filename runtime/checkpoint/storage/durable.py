@@ -1,4 +1,4 @@
-"""Files that are on disk when we say so, and directories that change in one step.
+"""Files that are durable when a call returns, and directories that change in one step.
 
 Everything here goes through functions of `os`, one system call at a time, so that tests can stop the process at each.
 """
@@ -32,7 +32,7 @@ class FileRecord:
 
 
 class Hashing:
-    """A new file, written front to back and checksummed on the way. Subclasses say where the bytes go."""
+    """A new file, written front to back and checksummed on the way. Subclasses write the bytes."""
 
     chunk = _CHUNK
 
@@ -78,7 +78,7 @@ class Hashing:
         """Nothing is buffered here."""
 
     def close(self) -> FileRecord:
-        """Make everything durable; what the manifest is to say."""
+        """Make everything durable; return the entry for the manifest."""
         self._finish()
         if self._left < BLOCK:
             self._sums.append(self._sum.value())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def choose_deepspeed(ctx: RunContext, one: Any, several: Any, mixed_precision: str | None) -> str | None:
-    """Let DeepSpeed train in *ctx* if the arguments *one* and *several* of an Accelerator or the environment say so.
+    """Let DeepSpeed train in *ctx* if the arguments *one* and *several* of an Accelerator or the environment choose it.
 
     Returns:
         The precision to ask for: *mixed_precision*, or what DeepSpeed's configuration says.

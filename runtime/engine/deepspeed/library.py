@@ -56,7 +56,7 @@ def _without_compiling(module: Any) -> None:
 
 
 def refuse_unusable(zero: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for what *zero*, the section ``zero_optimization``, asks for and this machine cannot do."""
+    """Raise `ValueError` for what *zero*, the section ``zero_optimization``, requests and this machine cannot do."""
     accelerator = deepspeed().accelerator.get_accelerator()
     quantized = sorted(name for name, value in zero.items() if name.startswith("zero_quantized_") and value is True)
     if quantized and accelerator.device_name() == "cpu":

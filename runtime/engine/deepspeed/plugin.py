@@ -1,4 +1,4 @@
-"""`DeepSpeedPlugin`: what a script says about DeepSpeed, resolved with the environment and the configuration file.
+"""`DeepSpeedPlugin`: a script's options of DeepSpeed, resolved with the environment and the configuration file.
 
 Torch-free until a model is touched. A value comes from the first of: an argument, the environment, the default; what
 the configuration file says explicitly is never overruled in silence.
@@ -120,7 +120,7 @@ class DeepSpeedPlugin:
         return self._selected
 
     def zero_stage_of(self) -> Any:
-        """Return the stage that the configuration says; 0 if nothing, as DeepSpeed takes it."""
+        """Return the stage that the configuration sets; 0 if nothing, as DeepSpeed takes it."""
         return self.get_value("zero_optimization.stage", 0)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -134,7 +134,7 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Put ``kwargs[ds_key_long]`` where the configuration says ``auto``; note where it says something else.
+        """Put ``kwargs[ds_key_long]`` where the configuration sets ``auto``; note where it differs.
 
         Args:
             ds_key_long: the path of the value.
@@ -303,7 +303,7 @@ class DeepSpeedPlugin:
     # ---- construction
 
     def _show(self) -> None:
-        """Let the attributes say what the configuration says."""
+        """Set the attributes to the values of the configuration."""
         self.gradient_accumulation_steps = self.get_value("gradient_accumulation_steps", AUTO)
         self.gradient_clipping = self.get_value("gradient_clipping")
         self.zero_stage = self.zero_stage_of()

@@ -141,7 +141,7 @@ def hidden_size(model_config: Any) -> int | None:
 
 
 def bucket_values(plugin: DeepSpeedPlugin, model_config: Any) -> dict[str, int]:
-    """Return ZeRO's bucket sizes and persistence threshold, in elements, where the configuration says ``auto``.
+    """Return ZeRO's bucket sizes and persistence threshold, in elements, where the configuration sets ``auto``.
 
     Raises:
         ValueError: the hidden size is not known.

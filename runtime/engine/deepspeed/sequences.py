@@ -27,7 +27,7 @@ _PREFIX = "ulysses_"  # of the names of attention that Transformers knows DeepSp
 
 
 class Groups:
-    """Groups of a run with sequences in pieces, in the form in which DeepSpeed asks for them (its ``mpu``).
+    """Groups of a run with sequences in pieces, in the form in which DeepSpeed requests them (its ``mpu``).
 
     Parameters, gradients and optimizer states are cut over all ranks, those of one sequence included.
     """

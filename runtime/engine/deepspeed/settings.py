@@ -63,7 +63,7 @@ def configuration(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def precision_of(config: HfDeepSpeedConfig) -> str | None:
-    """Return the precision that *config* says explicitly: a section's ``enabled`` that is true, or both are false."""
+    """Return the precision that *config* sets explicitly: a section's ``enabled`` that is true, or both are false."""
     enabled = {name: config.get_value(f"{name}.enabled") for name in PRECISIONS}
     chosen = [name for name, value in enabled.items() if value is True]
     if len(chosen) > 1:
@@ -114,7 +114,7 @@ def refuse_ambiguity(
 
 
 def fill_in(config: HfDeepSpeedConfig, values: Mapping[str, Any]) -> None:
-    """Put *values* where *config* says nothing or ``auto``; the rest of what a plug-in decides gets its default."""
+    """Put *values* where *config* has nothing or ``auto``; the rest of what a plug-in decides gets its default."""
     for name, path in PATHS.items():
         current = config.get_value(path)
         if name in values and current in (None, AUTO):

@@ -156,14 +156,14 @@ def _exchanged(
 
 @contextmanager
 def _running_nothing() -> Iterator[None]:
-    """Let no `torch.load` in the block run what a file says: DeepSpeed asks it to for universal checkpoints."""
+    """Let no `torch.load` in the block unpickle code, as DeepSpeed does for universal checkpoints."""
     _trust_own_classes()
     with patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         yield
 
 
 def _load(path: str, map_location: Any = None) -> Any:
-    """Read a file of DeepSpeed without running what it says: tensors, plain values and DeepSpeed's own few classes."""
+    """Read a file of DeepSpeed without unpickling code: tensors, plain values and DeepSpeed's own few classes."""
     _trust_own_classes()
     try:
         return torch.load(path, map_location=map_location, weights_only=True)

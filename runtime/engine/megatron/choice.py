@@ -49,7 +49,7 @@ def megatron_of(given: Any, others: dict[str, Any]) -> MegatronLMPlugin | None:
 
 
 def use_megatron(ctx: RunContext, plugin: MegatronLMPlugin, options: Options, *, first: bool, explicit: bool) -> None:
-    """Let Megatron-LM train in *ctx* as *plugin* says, and lay the ranks out so. Nothing is allocated before.
+    """Let Megatron-LM train in *ctx* as *plugin* sets, and lay the ranks out so. Nothing is allocated before.
 
     Args:
         ctx: the run.

@@ -137,7 +137,7 @@ class Layout(ABC):
         """Return the piece of this process's stage, or of its *virtual* stage in an interleaved schedule."""
 
     def ends(self, virtual: int | None) -> dict[str, Any]:
-        """Return Megatron-LM's arguments that say whether a piece is the first or the last."""
+        """Return Megatron-LM's arguments that mark the first and the last piece."""
         ends = {"ignore_virtual": False, "vp_stage": virtual}
         return {
             "pre_process": parallel_state.is_pipeline_first_stage(**ends),

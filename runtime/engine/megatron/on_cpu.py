@@ -50,7 +50,7 @@ class _Cuda:
 
 
 class _Torch(ModuleType):
-    """View of torch that allocates on the CPU what is asked for on a CUDA device."""
+    """View of torch that allocates on the CPU what is requested on a CUDA device."""
 
     cuda = _Cuda()
 

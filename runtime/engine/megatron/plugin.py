@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: what a script says about Megatron-LM, completed from the environment. Torch-free."""
+"""`MegatronLMPlugin`: a script's options of Megatron-LM, completed from the environment. Torch-free."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def shape_of(config: Any) -> Shape:
 
 
 def check_model(plugin: MegatronLMPlugin, model: Any) -> None:
-    """Check that Megatron-LM's model of the same kind as *model* can be made and split as *plugin* says.
+    """Check that Megatron-LM's model of the same kind as *model* can be made and split as *plugin* sets.
 
     Raises:
         ValueError: it cannot; the text names the numbers.

@@ -27,7 +27,7 @@ def parameter_of(pieces: Sequence[nn.Module], weight: Weight) -> nn.Parameter | 
 
 
 def gathered(layout: Layout, pieces: Sequence[nn.Module], take: Take) -> dict[str, Tensor]:
-    """Return by Transformers' names what *take* says of each parameter, whole, on the CPU of every rank. Collective.
+    """Return by Transformers' names the result of *take* for each parameter, whole, on every rank's CPU. Collective.
 
     It is float32 at every layout and in every precision.
 

@@ -1,4 +1,4 @@
-"""Precisions of training: each says where it works, what it makes of a model, and how its forward and backward compute.
+"""Precisions of training: the devices of each, its change of a model, its forward and backward.
 
 A new one is a module here with an attribute ``PRECISION``, named in `orc.runtime.core.config.PRECISIONS`; nothing else
 changes.

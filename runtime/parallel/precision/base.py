@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """Precision of forward and backward. This one computes in what the model has; subclasses say what differs.
+    """Precision of forward and backward. This one computes in what the model has; subclasses override.
 
     Args:
         recipe: options of this precision, where it has any.

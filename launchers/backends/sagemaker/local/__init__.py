@@ -1,4 +1,4 @@
-"""Training jobs on this machine under SageMaker's container contract: nothing of AWS is asked."""
+"""Training jobs on this machine under SageMaker's container contract, without a call of AWS."""
 
 from __future__ import annotations
 

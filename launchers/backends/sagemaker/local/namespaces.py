@@ -216,7 +216,7 @@ def prepare_host(opt: str, ml: str) -> None:
 
 
 def init(hosts: Sequence[Host], private_network: bool) -> int:
-    """The first process of the job's namespaces: starts the hosts, passes signals on, says how they end."""
+    """The first process of the job's namespaces: starts the hosts, passes signals on, records their ends."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     if private_network:

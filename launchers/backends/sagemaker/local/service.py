@@ -46,11 +46,11 @@ class LocalService:
         return ACCOUNT
 
     def role_problem(self, arn: str) -> str:
-        """Nothing is asked for."""
+        """Nothing is requested."""
         return ""
 
     def image(self, image: Image) -> str:
-        """The SDK's own table says which; the contract without docker needs none."""
+        """Return the image of the SDK's own table; the contract without docker needs none."""
         if self.mode == "contract":
             return "none"
         from orc.launchers.backends.sagemaker.sdk import stock_image

@@ -51,7 +51,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the tables. Changes that were let in become lines of the audit log; what else only they know is lost."""
+    """Remove the tables with their contents. Changes that were let in become lines of the audit log."""
     _settle()
     _make_polls("cluster")
     for table in ("audit_intents", "duties", "late_copies", "content_holders"):

@@ -100,7 +100,7 @@ class AO(FP8Backend):
         return has_ao_layers(model)
 
     def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-        """Return *model* with the layers that the filter says replaced.
+        """Return *model* with the layers that pass the filter replaced.
 
         Raises:
             ValueError: shards are to be gathered in float8 and cannot be.

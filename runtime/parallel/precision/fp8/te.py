@@ -104,7 +104,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 
 class FP8Forward(WrappedForward):
-    """A model's forward under Transformer Engine's autocast; in evaluation without fp8, unless it is asked for.
+    """A model's forward under Transformer Engine's autocast; in evaluation without fp8, unless it is requested.
 
     Args:
         forward: of a model, bound to it.
