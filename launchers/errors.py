@@ -76,7 +76,7 @@ class PartlyUnreachable(BackendUnreachable):
 
 
 class AmbiguousSubmit(BackendError):
-    """The submission was cut off: the job may or may not exist. `Backend.find` will tell."""
+    """The submission was cut off: the job may or may not exist. `Backend.find` finds out."""
 
 
 class NoRoom(BackendError):

@@ -37,7 +37,7 @@ def login_name() -> str:
 
 
 class Access(NamedTuple):
-    """Way to a cluster: with the account of a user, or ("") as whoever runs this process; to a root of its own."""
+    """Access to a cluster: with the account of a user, or ("") of this process; to a root of its own."""
 
     cluster: str
     user: str = ""
@@ -126,7 +126,7 @@ class Workspace:
         raise no_account(cluster, user)
 
     def destination(self, cluster: str, user: str, hosts: Collection[str] = ()) -> Destination:
-        """Return where an attempt of *user* on *hosts* is sent now. Raises what `account` raises."""
+        """Return the destination of an attempt of *user* on *hosts* now. Raises what `account` raises."""
         access = Access(cluster, self.account(cluster, user))
         described = self._described(access)
         backend = self.open(access)
@@ -175,7 +175,7 @@ class Workspace:
         return self.open(self.access(cluster, user, attempt.sent_to))
 
     def accounts(self, cluster: str) -> list[str]:
-        """Return a user for each account with which jobs run on *cluster*; "" is whoever runs this process.
+        """Return a user for each account with which jobs run on *cluster*; "" is the user of this process.
 
         Each of them is one for `backend_of_user`. Users who share an account, its root and its options are one.
         Raises `LaunchError` for a cluster that is not configured.

@@ -16,6 +16,10 @@ from orc.launchers.backends.base import Backend
 
 # Their methods are those of `JobsClient`, which has the docstrings.
 TWINS = {"ServiceClient", "AsyncServiceClient", "Client"}
+# Beginnings without a noun, and persons in the place of programs and files.
+VAGUE = re.compile(
+    r"(What|Whether|How|Where)\b|.*\b(says?|said|asks?|asked|knows?|tells?|told|whoever|(some|no|any|every)body)\b"
+)
 
 
 def public() -> Iterator[tuple[str, Any]]:
@@ -86,3 +90,16 @@ def test_docstrings_of_public_functions_name_what_they_return() -> None:
         if not re.search(r"\b(returns?|yields?|gives?)\b", text, re.IGNORECASE):
             missing.append(f"{name} -> {result}")
     assert missing == []
+
+
+def test_summaries_of_public_names_speak_of_programs_not_of_persons() -> None:
+    found = []
+    for name, one in public():
+        members = {f"{name}.{key}": value for key, value in vars(one).items() if key[0] != "_"}
+        for key, value in {name: one, **(members if inspect.isclass(one) else {})}.items():
+            member = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            member = member.fget if isinstance(member, property) else member
+            if inspect.isclass(member) or inspect.isfunction(member):
+                summary = (inspect.getdoc(member) or "").partition("\n")[0]
+                found += [f"{key}: {summary}"] if VAGUE.match(summary) else []
+    assert found == []

@@ -185,7 +185,7 @@ class RemoteCalls:
         return FAST_POLL_S if time.monotonic() - self.since < HURRY_FOR_S else POLL_S
 
     def poll(self) -> None:
-        """Start what is new, end what is to end, tell what has ended."""
+        """Start new calls, end those to be ended, report those that have ended."""
         for call, pid in list(self.running.items()):
             if pid in self.node.ended:
                 del self.running[call]
@@ -270,7 +270,7 @@ class RemoteCalls:
             signal_group(pid, signal.SIGKILL)
 
     def done(self, call: str, status: int) -> None:
-        """Tell the caller how it ended."""
+        """Report the exit status to the caller."""
         record, start = self.begun[call]
         code = shell_exit_status(*decode_wait_status(status))
         answer = {

@@ -55,7 +55,7 @@ def _ephemeral_start() -> int | None:
 
 
 def own_address(peers: Iterable[str]) -> str:
-    """An address of this machine that its peers can reach: found by asking the routing table, not by guessing.
+    """An address of this machine that its peers can reach: found in the routing table, not by guessing.
 
     A host whose own name resolves to 127.0.1.1 (Debian's default) still gets its real address.
     """

@@ -1,4 +1,4 @@
-"""Files of an attempt that must not outlive it: the agents remove them, and who sees the end does once more."""
+"""Files of an attempt that must not outlive it: the agents remove them, and the observer of the end does once more."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def raise_untold(errors: Mapping[str, LaunchError]) -> None:
-    """Raise `PartlyUnreachable` for the attempts (markers) that could not be told to end, if there are any."""
+    """Raise `PartlyUnreachable` for the attempts (markers) whose cancellation was not delivered, if there are any."""
     if errors:
         first = next(iter(errors.values()))
         raise PartlyUnreachable(first.what, where=first.where, hint=first.hint, markers=tuple(errors))

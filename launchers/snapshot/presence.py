@@ -73,7 +73,7 @@ def locked(fd: int, operation: int) -> bool | None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return which snapshots are in the store below a cluster root, and whether no killed writer has left something."""
+    """Return the snapshots in the store below a cluster root, and whether it is free of remains of killed writers."""
     os.environ[VARIABLE] = request.get("trusted", "")
     # The receiver waits for a collection, and says so meanwhile.
     present = has if request.get("dry_run") else partial(use, wait=False)

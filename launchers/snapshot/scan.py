@@ -136,7 +136,7 @@ def scan(
 
 
 def _announce(watch: ScanWatch, files: Mapping[str, os.stat_result]) -> Callable[[int], None]:
-    """Tell *watch* how large the *files* are; return what counts the bytes that are read, a hundred times at most."""
+    """Report the size of the *files* to *watch*; return a counter of bytes read, which reports at most 100 times."""
     found = tree_size({path: status.st_size for path, status in files.items()})
     watch.listed(found)
     done = told = 0

@@ -45,7 +45,7 @@ def _login_name(user: str) -> str:
 
 
 def _said(error: Any) -> str:
-    """Return what pydantic has against a part of an account, in the words of other complaints."""
+    """Return pydantic's error about a part of an account, in the words of the other errors."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":

@@ -255,7 +255,7 @@ class JobSpec(FrozenModel):
         return self
 
     def _precision_problem(self) -> tuple[grammar.Path, str] | None:
-        """Return what cannot be about fp8 in this job: ranks would refuse it later."""
+        """Return the impossible setting of fp8 in this job, which ranks would refuse later."""
         fp8, precision = self.runtime.get("fp8"), self.runtime.get("mixed_precision") or "no"
         if precision != "fp8":
             said = "has no effect without `mixed_precision: fp8`"
@@ -269,7 +269,7 @@ class JobSpec(FrozenModel):
         return None
 
     def _layout_problem(self) -> tuple[grammar.Path, str] | None:
-        """Return what cannot be about ``runtime.parallelism`` in this job: ranks would refuse it later."""
+        """Return the impossible setting of ``runtime.parallelism`` in this job, which ranks would refuse later."""
         settings, resources = self.runtime.get("parallelism"), self.resources
         elsewhere = resources.options and not (resources.procs_per_node or resources.gpus_per_node)
         if not settings or elsewhere:  # options of a platform say how many processes there are
@@ -280,7 +280,7 @@ class JobSpec(FrozenModel):
         return (("runtime", "parallelism"), found) if found else None
 
     def _megatron_problem(self) -> tuple[grammar.Path, str] | None:
-        """Return what in this job does not go with Megatron-LM: ranks would refuse it later."""
+        """Return the setting of this job that contradicts Megatron-LM, which ranks would refuse later."""
         runtime, resources = self.runtime, self.resources
         if runtime.get("megatron") is None:
             return None

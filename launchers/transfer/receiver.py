@@ -105,7 +105,7 @@ class Receiver:
             os.close(fd)
 
     def _list_missing(self, bundles: list[Bundle], *, dry_run: bool = False) -> None:
-        """Tell the laptop what *bundles*, which are new here, need. Raises `BundleError` for what cannot fit."""
+        """Send the list of contents of *bundles* that this host lacks. Raises `BundleError` for what cannot fit."""
         self._missing = {entry.sha256: entry for entry in self._store.missing(bundles)}
         if not dry_run:
             self._check_space(bundles)

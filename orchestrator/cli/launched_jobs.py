@@ -43,7 +43,7 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
 
 
 def _write_down(launched: JobOfLaunch) -> None:
-    """Add the cluster to clusters.yaml, where whoever looks after the job finds it, unless it is there."""
+    """Add the cluster to clusters.yaml, where the job's driver finds it, unless it is there."""
     import yaml
 
     from orc.launchers.paths import clusters_file

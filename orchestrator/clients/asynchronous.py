@@ -110,7 +110,7 @@ class AsyncServiceClient:
         return await self.ask(step)
 
     async def me(self) -> Mapping[str, Any]:
-        """Return who the service takes this client for: ``{"user", "role", ...}``."""
+        """Return the user that the service identifies this client as: ``{"user", "role", ...}``."""
         return await self.ask(requests.me())
 
     async def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
@@ -248,7 +248,7 @@ class AsyncServiceClient:
             await asyncio.sleep(self.log_interval_s)
 
     async def metrics(self, job_id: str) -> list[Line]:
-        """Return what the training of a job has measured so far, oldest first."""
+        """Return the metrics of a job's training so far, oldest first."""
         lines, _ = await self.ask(requests.metrics(job_id))
         return lines
 
@@ -263,7 +263,7 @@ class AsyncServiceClient:
         return await self.ask(reports.retry_notifications(job_id))
 
     async def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return what differs between two jobs, as `Client.diff` does."""
+        """Return the differences between two jobs, as `Client.diff` does."""
         return await self.ask(reports.diff(a, b))
 
     async def costs(

@@ -392,7 +392,7 @@ class JobsClient(Protocol):
         ...
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return what differs between the jobs *a* and *b*."""
+        """Return the differences between the jobs *a* and *b*."""
         ...
 
     def costs(

@@ -134,7 +134,7 @@ class ServiceClient(ServiceGroupCalls):
         return step.do() if isinstance(step, flows.Work) else self.ask(step)
 
     def me(self) -> Mapping[str, Any]:
-        """Return who the service takes this client for: ``{"user", "role", ...}``."""
+        """Return the user that the service identifies this client as: ``{"user", "role", ...}``."""
         return self.ask(requests.me())
 
     # -- making jobs
@@ -262,7 +262,7 @@ class ServiceClient(ServiceGroupCalls):
         return self.ask(reports.retry_notifications(job_id))
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return what differs between two jobs, as `Client.diff` does."""
+        """Return the differences between two jobs, as `Client.diff` does."""
         return self.ask(reports.diff(a, b))
 
     def costs(

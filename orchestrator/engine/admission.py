@@ -50,7 +50,7 @@ class Admission:
     admitted: list[JobRecord] = field(default_factory=list)  # by this look: they take places, too
 
     def hold(self, job: JobRecord) -> Hold | None:
-        """Return why *job* is not sent now; `None` when it may be."""
+        """Return the reason that *job* is not sent now; `None` when it may be."""
         for check in CHECKS:
             if found := check(self, job):
                 return found

@@ -24,7 +24,7 @@ def sweepable_clusters(ws: Workspace) -> tuple[list[str], dict[str, LaunchError]
 
 
 def leftovers(ws: Workspace, cluster: str) -> list[Leftover]:
-    """Return what no live job needs. Raises `LaunchError` for a cluster that leaves nothing, or is silent."""
+    """Return the remains that no live job needs. Raises `LaunchError` for a cluster that leaves none or is silent."""
     live, over = attempts_on(ws.ledger, cluster)
     return _sweeping(ws, cluster).leftovers(live, over)
 

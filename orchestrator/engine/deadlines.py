@@ -31,7 +31,7 @@ def has_passed(job: JobRecord, now: float) -> bool:
 
 
 def cancel_reason(job: JobRecord) -> str:
-    """Return why *job* is being cancelled."""
+    """Return the reason that *job* is being cancelled."""
     asked, deadline = job.cancel_requested_at, job.deadline_at
     if asked is None or deadline is None or asked < deadline:
         return ON_REQUEST

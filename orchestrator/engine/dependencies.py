@@ -33,7 +33,7 @@ def is_met(condition: str, state: JobState) -> bool:
 
 
 def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
-    """Return why a job with these dependencies waits; empty when all are met."""
+    """Return the reason that a job with these dependencies waits; empty when all are met."""
     open_ = [one.on_job for one, state in found if not state.terminal]
     if not open_:
         return ""
@@ -42,7 +42,7 @@ def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
 
 
 def impossible_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
-    """Return why a job with these dependencies can never start; empty while it can."""
+    """Return the reason that a job with these dependencies can never start; empty while it can."""
     for one, state in found:
         if state.terminal and not is_met(one.condition, state):
             wanted = "ended without success" if one.condition == "failure" else "succeeded"

@@ -1,4 +1,4 @@
-"""Fair share: on clusters where orc places jobs, those who have used little go before those who have used much.
+"""Fair share: on clusters where orc places jobs, users with little usage go before users with much.
 
 The formula, with all users of a cluster entitled to the same:
 

@@ -50,7 +50,7 @@ class Bound(NamedTuple):
 
 
 def bounds(demand: Demand, limits: Limits | None, quotas: Iterable[Quota]) -> list[Bound]:
-    """Return what *demand* comes under: the limits of its cluster, the quotas of its user and project."""
+    """Return the bounds of *demand*: the limits of its cluster, the quotas of its user and project."""
     found = []
     if limits is not None:
         cluster, user = demand.cluster, demand.owner
@@ -143,7 +143,7 @@ class Book:
 
 
 def check(admission: Admission, job: JobRecord) -> str:
-    """Return what limits or quotas *job* waits for; empty when it may be sent."""
+    """Return the limits or quotas that *job* waits for; empty when it may be sent."""
     book = admission.book
     if book is None or (not book.quotas and job.cluster not in book.limits):
         return ""
@@ -183,7 +183,7 @@ def is_limited(ws: Workspace, cluster: str) -> bool:
 
 
 def demand_of(admission: Admission, job: JobRecord) -> Demand:
-    """Return what *job* takes."""
+    """Return the demand of *job*."""
     return _demand(admission, (job.id, job.cluster, job.owner, job.project, job.created_at, job.priority))
 
 

@@ -35,7 +35,7 @@ def seal(state_dir: Path, job_id: str, values: Mapping[str, str]) -> str:
 
 
 def unseal(state_dir: Path, job_id: str, sealed: str) -> dict[str, str]:
-    """Return what `seal` was given. Raises `UnsealError`, which repeats nothing of it."""
+    """Return the values that `seal` was given. Raises `UnsealError`, which repeats nothing of it."""
     from cryptography.fernet import InvalidToken
 
     try:

@@ -21,7 +21,7 @@ _ENVIRONMENT = ("environment", "env", "setup", "secrets", "network")
 
 
 def compare(ws: Workspace, a: JobView, b: JobView, lines: Mapping[str, Sequence[Line] | str]) -> dict[str, Any]:
-    """Return what differs between two jobs, JSON-able.
+    """Return the differences between two jobs, JSON-able.
 
     Args:
         ws: The workspace whose store has their snapshots.
@@ -70,7 +70,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 
 def code_differences(ws: Workspace, a: str, b: str) -> dict[str, Any]:
-    """Return how the files of two snapshots differ: ``{"same", "files": [{"path", "change", "diff"}], "missing"}``."""
+    """Return the differences of two snapshots: ``{"same", "files": [{"path", "change", "diff"}], "missing"}``."""
     if a == b:
         return {"same": True, "files": [], "missing": ""}
     try:

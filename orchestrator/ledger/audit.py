@@ -1,4 +1,4 @@
-"""Audit log: who did what, when, from where. Append-only, as events are.
+"""Audit log: user, action, time and address of each change. Append-only, as events are.
 
 What may change something is written down before it begins (an *intent*), and gives way to its line in one transaction
 when it is answered. An intent that stays behind is a change of a process that ended meanwhile: it becomes a line as it

@@ -19,7 +19,7 @@ def add(connection: Connection, username: str, digests: Iterable[str], now: floa
 
 
 def held(connection: Connection, username: str, digests: Sequence[str]) -> set[str]:
-    """Return those of *digests* that the user is known to have."""
+    """Return those of *digests* that the user is recorded to have."""
     found: set[str] = set()
     for start in range(0, len(digests), _BATCH):
         some = {f"d{i}": digest for i, digest in enumerate(digests[start : start + _BATCH])}
@@ -35,5 +35,5 @@ def forget_user(connection: Connection, username: str) -> None:
 
 
 def forget(connection: Connection, before: float) -> int:
-    """Forget what was noted before that time; who needs it again uploads it again. Returns how many notes are gone."""
+    """Delete the notes of before that time, whose contents are uploaded again when needed; return their number."""
     return connection.execute("DELETE FROM content_holders WHERE at < :before", {"before": before})

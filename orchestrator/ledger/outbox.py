@@ -1,4 +1,4 @@
-"""Outbox of notifications: stored with the event, sent afterwards, by whoever has time, at least once."""
+"""Outbox of notifications: stored with the event, sent afterwards by any process, at least once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def put(
 
 
 def due(connection: Connection, now: float, limit: int) -> list[Notification]:
-    """Return what is to be sent now, the longest waiting first, *limit* at most."""
+    """Return the messages to be sent now, the longest waiting first, *limit* at most."""
     rows = connection.tuples(
         f"SELECT {_COLUMNS} FROM notifications WHERE state = 'due' AND next_at <= :now "  # noqa: S608
         f"ORDER BY next_at, id LIMIT {int(limit)}",

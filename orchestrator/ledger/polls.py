@@ -38,7 +38,7 @@ def find(connection: Connection, cluster: str, account: str = "") -> ClusterPoll
 
 
 def all_polls(connection: Connection) -> list[ClusterPoll]:
-    """Return what is known of all clusters, by name and account."""
+    """Return the poll records of all clusters, by name and account."""
     return [
         ClusterPoll(*row)
         for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster, account")  # noqa: S608

@@ -87,7 +87,7 @@ def prune(ledger: Ledger, rule: PruneRule) -> PruneReport:
 
 
 def would_prune(ledger: Ledger, rule: PruneRule) -> PruneReport:
-    """Return what `prune` would remove; nothing is changed."""
+    """Return the report of a `prune` without changing anything."""
     with ledger.database.read() as connection:
         ids = prunable(connection, rule)
         events = 0

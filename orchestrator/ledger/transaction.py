@@ -142,7 +142,7 @@ class Transaction:
         return placed
 
     def lock(self, cluster: str) -> None:
-        """Make everybody else who places jobs on *cluster* wait until this transaction ends."""
+        """Block all other transactions that place jobs on *cluster* until this one ends."""
         self.connection.lock(f"place:{cluster}")
 
     def reservations(self, cluster: str) -> list[Reservation]:

@@ -55,7 +55,7 @@ def upgrade(url: str, version: str | None) -> None:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Make everybody else who migrates wait until this transaction ends."""
+    """Block all other migrations until this transaction ends."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
     elif connection.dialect.name == "sqlite":

@@ -1,4 +1,4 @@
-"""Delivery: what is due in the outbox is sent, at least once, by whoever takes it first."""
+"""Delivery: due messages of the outbox are sent, at least once, by the process that takes them first."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _deliver(
     clock: Callable[[], float],
     notification: Notification,
 ) -> Exception | None:
-    """Try once; return what went wrong."""
+    """Try the delivery once; return the error."""
     try:
         if isinstance(settings, LaunchError):
             raise Undelivered(str(settings))
@@ -105,7 +105,7 @@ def _deliver(
 
 
 def send(target: Target, payload: dict[str, object], message_id: str, now: float) -> None:
-    """Tell *target*. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
+    """Notify *target*. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
     payload = {**payload, "id": message_id}
     if target.kind == "email" and target.mail:
         send_mail(target, message.mail(payload, message_id, target.mail.sender, target.to, now))

@@ -1,4 +1,4 @@
-"""The audit log: every request that changes something, with who sent it. Written before it is answered.
+"""Audit log: every request that changes something, with its sender. Written before it is answered.
 
 A request that is let in leaves its intent first, so that a process that is killed in the middle leaves a trace
 (`orc.orchestrator.ledger.audit`).
@@ -46,7 +46,7 @@ def intend(request: Request, service: ServiceDep) -> None:
 
 
 class Audit:
-    """ASGI application that writes the line of a request when its answer begins; whoever reads it finds the line."""
+    """ASGI application that writes the line of a request when its answer begins."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service

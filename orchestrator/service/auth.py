@@ -75,7 +75,7 @@ def address_of(request: Request) -> str:
 
 
 def authenticate(service: Service, token: str, address: str) -> Principal:
-    """Return who holds *token*. Raises `ApiError`: it does not count, or too many from *address* did not."""
+    """Return the holder of *token*. Raises `ApiError` for an invalid one, or too many of them from *address*."""
     service.rates.refuse_guessing(address)
     with service.clients.client() as client:
         record = tokens.find(client.workspace.ledger, token, service.clock())
@@ -91,7 +91,7 @@ def _unauthorized(what: str) -> ApiError:
 
 
 def admit(service: Service, request: Request, role: str) -> Principal:
-    """Return who sends *request*, who has *role*. Raises `ApiError`."""
+    """Return the sender of *request*, who has *role*. Raises `ApiError`."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     by_cookie = not scheme
     if by_cookie:
@@ -149,7 +149,7 @@ def _owners_of_job(client: Client, job_id: str) -> set[str]:
 
 
 def _owners_of_group(client: Client, group_id: str) -> set[str]:
-    """Return who has the group, and who has jobs in it: an admin may have submitted some once more."""
+    """Return the owners of the group and of its jobs: an admin may have resubmitted some."""
     with client.workspace.ledger.database.read() as connection:
         group = groups.find(connection, group_id)
         if group is None:

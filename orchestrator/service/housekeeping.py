@@ -29,7 +29,7 @@ logger = logging.getLogger("orc.service")
 
 
 def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()) -> str | None:
-    """Run the duties that are due and not taken by another process; return what was done. Raises `LedgerError`.
+    """Run the duties that are due and not taken by another process; return a summary. Raises `LedgerError`.
 
     *changes* are the intents of the requests that this service works on.
     """

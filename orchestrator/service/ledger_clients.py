@@ -54,7 +54,7 @@ class LedgerClients:
             self._free.put(kept)
 
     def close(self) -> None:
-        """Close the clients that no request uses; who needs one later opens another."""
+        """Close the clients that no request uses; a later request opens another."""
         idle = []
         with contextlib.suppress(queue.Empty):
             while True:

@@ -49,7 +49,7 @@ def whole_characters(data: bytes) -> tuple[str, int]:
 
 
 def read_at(client: Client, key: LogKey, offset: int, limit: int) -> bytes:
-    """Return what a log holds from *offset* on, *limit* bytes at most."""
+    """Return the bytes of a log from *offset* on, *limit* bytes at most."""
     job = client.workspace.ledger.job(key.job_id)
     if job is not None and job.number < key.attempt:
         return b""  # it is waited for
@@ -73,7 +73,7 @@ def has_ended(client: Client, key: LogKey) -> bool:
 
 
 class LogFeed:
-    """Reader of one log, for all who follow it."""
+    """Reader of one log, shared by all its followers."""
 
     def __init__(self, key: LogKey, thread: LogThreads) -> None:
         self.key = key
@@ -173,7 +173,7 @@ class LogThreads:
         self._limiter = anyio.CapacityLimiter(limit)
 
     async def run(self, function: Callable[[Client], _Result]) -> _Result:
-        """Return what *function* makes of a client."""
+        """Return the result of *function* on a client."""
 
         def call() -> _Result:
             with self._clients.client() as client:

@@ -87,7 +87,7 @@ def ledger_metrics(ledger: Ledger, now: float) -> list[Metric]:
 
 
 def pass_metrics(driver: DriverStatus | None) -> list[Metric]:
-    """Return how many passes this process has run over each cluster, and how long the last one took."""
+    """Return the metrics of this process's passes over each cluster: their number, and the seconds of the last."""
     took = GaugeMetricFamily("orc_pass_seconds", "Time of the last pass over a cluster", labels=["cluster"])
     count = CounterMetricFamily("orc_passes", "Passes over a cluster", labels=["cluster"])
     for cluster in driver.clusters if driver else ():

@@ -141,7 +141,7 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
 
 
 async def run_server(server: Server, settings: Settings, on_listening: Callable[[str], None]) -> None:
-    """Serve until *server* is told to exit; *on_listening* gets the URL. Raises `LaunchError`."""
+    """Serve until *server* is set to exit; *on_listening* gets the URL. Raises `LaunchError`."""
     sockets = _bind(settings)
     scheme = "https" if settings.tls else "http"
     host, port = sockets[0].getsockname()[:2]

@@ -132,7 +132,7 @@ class GroupSubmitter(Submitter):
         return spec
 
     def _shared(self, trees: dict[str, Snapshot], spec: JobSpec, digests: Mapping[str, str]) -> Callable[[], Snapshot]:
-        """Return what gives the snapshot of *digests*, which is loaded once for all members that have it."""
+        """Return a loader of the snapshots of *digests*: each is loaded once for all members that have it."""
         from orc.orchestrator.engine.snapshots import check_script
 
         key = repr(sorted(digests.items()))
@@ -156,7 +156,7 @@ class GroupSubmitter(Submitter):
         return derived_job_id(name, f"{self._request}/group") if self._request else new_job_id(name)
 
     def _derived_ids(self, group_id: str) -> Callable[[str], str]:
-        """Return what gives the ids of new jobs: with a key always the same ones, so that two requests collide."""
+        """Return a source of ids of new jobs: with a key always the same ones, so that two requests collide."""
         numbers = itertools.count()
 
         def made(name: str) -> str:

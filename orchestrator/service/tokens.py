@@ -21,7 +21,7 @@ class NoSuchToken(LaunchError):
 
 
 def digest(token: str) -> str:
-    """Return what the ledger keeps of *token*. It is random, so a fast hash is enough, and comparing is no leak."""
+    """Return the hash of *token* for the ledger. It is random, so a fast hash is enough, and comparing is no leak."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -149,7 +149,7 @@ class Mirrors:
         return Mirrors(len(ranks))
 
     def swap(self, rank: int, what: str, value: Any) -> list[Any]:
-        """The same value of everybody."""
+        """Return the same value of every rank."""
         return [value] * self.size
 
     def put(self, source: int, target: int, tag: int, value: Any) -> None:

@@ -88,7 +88,7 @@ class AcceleratorAttributes(ProcessControl):
 
     @property
     def events(self) -> Events:
-        """Backward, clip, step, batch and save, for those who listen; see `Events`."""
+        """Events of training for subscribers: backward, clip, step, batch and save; see `Events`."""
         return self._engine.events
 
     @property

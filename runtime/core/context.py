@@ -1,4 +1,4 @@
-"""The explicit context that every internal of the runtime takes: who am I, on what device, with which configuration.
+"""The explicit context that every internal of the runtime takes: rank, device and configuration.
 
 There is one process default, made on first use from the launch environment; `use_context` puts another one in its
 place for a while (tests, simulations of other ranks). `PartialState` and its relatives are views of the current one.

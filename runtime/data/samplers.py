@@ -100,7 +100,7 @@ class BatchSamplerShard(Sampler[list[Any]]):
 
     @property
     def total_length(self) -> int | None:
-        """Batches of the batch sampler, `None` where it cannot tell."""
+        """Number of batches of the batch sampler, `None` where it has no length."""
         try:
             return len(self.batch_sampler)
         except TypeError:  # no __len__, or one that needs the length of a sampler without

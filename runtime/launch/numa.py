@@ -59,7 +59,7 @@ def pci_address(index: int) -> str:
 
 
 def cores_near(address: str, pci: Path = _PCI, nodes: Path = _NODES) -> set[int]:
-    """The cores of the NUMA node of the PCI device *address*; none where the system does not tell."""
+    """The cores of the NUMA node of the PCI device *address*; none where the system does not expose them."""
     try:
         node = int((pci / address / "numa_node").read_text())
         return parse_cores((nodes / f"node{node}" / "cpulist").read_text()) if node >= 0 else set()

@@ -103,7 +103,7 @@ class Boundary:
             self._save()
 
     def close(self) -> None:
-        """Training is over: tell the last progress, give signals and connections back."""
+        """End the training: report the last progress, give signals and connections back."""
         if self._progress is not None:
             self._progress.flush()
         self._preemption.forget(self._checkpoints.context)

@@ -68,7 +68,7 @@ class PreemptionError(OrcRuntimeError):
 
 
 class Signals:
-    """The signal handlers of this process, for all who listen; one set, as a chain would outlive its links."""
+    """The signal handlers of this process, for all listeners; one set, as a chain would outlive its links."""
 
     def __init__(self) -> None:
         self._listeners: WeakSet[Preemption] = WeakSet()
@@ -76,7 +76,7 @@ class Signals:
         self._pid = 0
 
     def listen(self, listener: Preemption) -> None:
-        """Tell *listener* of signals from now on. Elsewhere than in the main thread Python does not allow it."""
+        """Call *listener* on signals from now on. Python allows it in the main thread only."""
         if self._pid != os.getpid():  # a forked child starts with its parent's handlers, not with its listeners
             self._pid = os.getpid()
             self._listeners = WeakSet()

@@ -90,7 +90,7 @@ class Watching:
         _ = self.spikes, self.watch
 
     def attach(self, loader: Any) -> None:
-        """Let the prepared *loader* tell of its batches."""
+        """Connect the prepared *loader* to the events, metrics and steps of the run."""
         _ = self.boundary
         loader.events, loader.meter, loader.steps = self._engine.events, self.meter, self._engine.prepared.steps
 

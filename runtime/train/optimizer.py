@@ -138,7 +138,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """`True` if an overflow, or who watches the gradients, made the optimizer skip its last step."""
+        """`True` if an overflow, or a watcher of the gradients, made the optimizer skip its last step."""
         return self.skipped
 
     def train(self) -> None:

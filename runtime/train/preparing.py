@@ -103,7 +103,7 @@ class Preparation:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Place *model*, give it its precision and, unless *evaluation_mode*, make it parallel; compile it if asked.
+        """Place *model*, give it its precision and, unless *evaluation_mode*, make it parallel; compile it if set so.
 
         A model that the script has sharded by itself (``fully_shard``) stays where it is, and is not made parallel.
 

@@ -36,7 +36,7 @@ class ArrayElement:
 
 
 def array_name(markers: Iterable[str]) -> str:
-    """Return the name of an array, which its attempts alone decide, whoever submits them, and however often."""
+    """Return the name of an array: the same for the same attempts, on every submission."""
     digest = hashlib.sha256("\n".join(markers).encode()).hexdigest()
     return f"orc-array-{digest[:16]}"
 

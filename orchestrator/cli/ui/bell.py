@@ -1,4 +1,4 @@
-"""Bell: telling whoever sits at this machine that jobs have ended."""
+"""Bell: notification of the user of this machine that jobs have ended."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ _SAY: Mapping[str, Callable[[Data], str]] = {
 
 
 def sentence(kind: str, data: Data) -> str:
-    """Return what happened, in words; a *kind* of a newer orc as its name and data."""
+    """Return the sentence that describes an event; a *kind* of a newer orc as its name and data."""
     if kind in _SAY:
         return _SAY[kind](data)
     return " ".join([kind, *(f"{key}={value}" for key, value in data.items() if value not in (None, "", {}, []))])

@@ -27,7 +27,7 @@ def headline(job: JobView) -> str:
 
 
 def situation(job: JobView) -> str:
-    """Return how far a job that has not ended is, or what it waits for: always something while it does not run."""
+    """Return the progress of a job that has not ended, or the reason of its wait: never empty while it does not run."""
     attempt = job.attempts[-1] if job.attempts else None
     said = first_line(job.reason or (attempt.reason if attempt else ""))
     if job.state == "RUNNING":

@@ -43,7 +43,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
 
 
 def _problems(error: LaunchError) -> list[dict[str, Any]]:
-    """Return what is wrong with files, one by one; `file`, `line` and `column` are null where there is none."""
+    """Return the errors of files, one by one; `file`, `line` and `column` are null where there is none."""
     from orc.launchers.spec.problems import SpecProblems
 
     if isinstance(error, SpecProblems):

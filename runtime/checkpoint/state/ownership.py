@@ -48,7 +48,7 @@ class Owner:
 
     @classmethod
     def of_this_process(cls) -> Owner:
-        """Return who saves here, now."""
+        """Return the owner record of this process."""
         facts = job_facts(os.environ)
         name = facts.name or facts.id
         job = f"job {name}" + (f" attempt {facts.attempt}" if facts.attempt else "") if name else ""
@@ -228,7 +228,7 @@ def _write(fd: int) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """Return who has written the record at *path*; `None` where there is none, or not yet."""
+    """Return the owner recorded at *path*; `None` where there is none, or not yet."""
     try:
         raw = json.loads(path.read_bytes())
         place = str(raw.get("job_id", "")), int(raw.get("attempt", 0)), int(raw.get("restart", 0))

@@ -119,7 +119,7 @@ def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module]]) -> No
 
 
 def tell_transformers(config: Any) -> None:
-    """Tell Transformers, where it is installed, the configuration *config* for sharded construction, or `None`."""
+    """Give Transformers, where it is installed, the configuration *config* for sharded construction, or `None`."""
     if config is None and "transformers" not in sys.modules:
         return  # it has never been told anything
     try:

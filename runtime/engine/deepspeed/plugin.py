@@ -282,7 +282,7 @@ class DeepSpeedPlugin:
         set_leaf_modules(model, [classes[name] for name in wanted])
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers, where it is installed, whether to construct models sharded; it keeps a weak reference."""
+        """Set whether Transformers, where it is installed, constructs models sharded; it keeps a weak reference."""
         from orc.runtime.engine.deepspeed.library import tell_transformers
 
         self._told = self._for_init() if self.zero3_init_flag else None  # kept alive by this plug-in

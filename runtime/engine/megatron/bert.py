@@ -119,7 +119,7 @@ class Classes(Words):
     """Megatron-LM's BERT that classifies sequences, and predicts no words."""
 
     def tell(self, classes: int) -> None:
-        """Tell so many *classes*, where this is the last piece."""
+        """Make the head for so many *classes*, where this is the last piece."""
         if self.post_process:
             config: Any = self.config
             self.lm_head, self.output_layer = _Through(), _Pair()

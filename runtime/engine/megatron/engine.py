@@ -209,7 +209,7 @@ class MegatronLM:
         return self._model
 
     def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
-        """Tell who listens: the model has computed the gradients of its own loss already.
+        """Notify subscribers: the model has computed the gradients of its own loss already.
 
         Raises:
             ValueError: *loss* is not the one that the model returned, so its gradients are not those computed.
