@@ -87,7 +87,7 @@ def test_docstrings_of_public_functions_name_what_they_return() -> None:
         block = "ContextManager" in result or hasattr(found, "__wrapped__")  # what it is good for is in the block
         if found.__name__ == "__init__" or block or result in ("None", "Self"):
             continue
-        if not re.search(r"\b(returns?|yields?|gives?)\b", text, re.IGNORECASE):
+        if not re.search(r"\b[Rr]eturns\b|(\A|[;.:]\s+)([Rr]eturn|Yield)\b", text):
             missing.append(f"{name} -> {result}")
     assert missing == []
 

@@ -299,7 +299,7 @@ class RunContext:
         return self._settings.chosen
 
     def set_topology(self, layout: Mapping[str, int] | DeviceMesh, *, by: str) -> Topology:
-        """Choose the layout of the ranks, once.
+        """Choose the layout of the ranks, once; return the topology.
 
         Args:
             layout: ranks along each named dimension, or a mesh of the script's own.

@@ -64,7 +64,7 @@ def prepare_data_loader(
     *,
     context: RunContext | None = None,
 ) -> DataLoaderAdapter:
-    """A loader that yields this rank's share of *dataloader*'s batches.
+    """Return a loader that yields this rank's share of *dataloader*'s batches.
 
     torch's sequential and random samplers become slices of one order that all ranks agree on, whatever their seeds.
     Samplers of the user's own are iterated on every rank, which then takes its batches (`BatchSamplerShard`). An

@@ -235,7 +235,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> OrderedDict[str, Device]:
-    """A device for every module of *model*: device 0 is filled first, then 1, ..., then the CPU, then the disk.
+    """Return a device for every module of *model*: device 0 is filled first, then 1, ..., then the CPU, then the disk.
 
     A module that does not fit is split into its children, unless its class must stay whole. On the first accelerator
     and on the CPU room is kept for the largest layer that is still to be placed: layers that are offloaded have to fit

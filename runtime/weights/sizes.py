@@ -137,7 +137,7 @@ def _element_size(tensor: Tensor, wanted: float | None, special: torch.dtype | s
 def get_max_layer_size(
     modules: Layers, module_sizes: Mapping[str, int], no_split_module_classes: str | Sequence[str] | None
 ) -> tuple[int, list[str]]:
-    """The size in bytes of the largest layer, and the names of all layers of that size.
+    """Return the size in bytes of the largest layer, and the names of all layers of that size.
 
     A layer is a tensor, a module without modules inside, or one of a class that must stay whole.
 
