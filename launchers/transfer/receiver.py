@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
+from orc.launchers.agent.messages import encode_message
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import EXECUTABLE, Bundle, Entry
 from orc.launchers.snapshot.presence import locked
@@ -29,7 +30,6 @@ from orc.launchers.transfer.wire import (
     MAGIC,
     ByteSource,
     WireError,
-    encode_message,
     read_message,
     receive_contents,
     unpack_manifests,
@@ -56,9 +56,9 @@ class Receiver:
         try:
             self._receive(read_message(self._source))
         except BundleError as error:
-            _print(encode_message(error={"what": error.what, "where": error.where, "hint": error.hint}))
+            _print(encode_message({"error": {"what": error.what, "where": error.where, "hint": error.hint}}))
         except OSError as error:
-            _print(encode_message(error=self._explain(error)))
+            _print(encode_message({"error": self._explain(error)}))
 
     def _receive(self, request: dict[str, Any]) -> None:
         root = os.path.expanduser(str(request["root"]))
@@ -86,7 +86,7 @@ class Receiver:
                 for bundle in bundles:
                     if not self._store.use(bundle.digest):
                         self._store.build(bundle, staging)
-        _print(encode_message(missing=list(self._missing)))
+        _print(encode_message({"missing": list(self._missing)}))
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -110,7 +110,9 @@ class Receiver:
         if not dry_run:
             self._check_space(bundles)
         size = sum(entry.size for entry in self._missing.values())
-        _print(encode_message(new=[bundle.digest for bundle in bundles], missing=list(self._missing), size=size))
+        _print(
+            encode_message({"new": [bundle.digest for bundle in bundles], "missing": list(self._missing), "size": size})
+        )
 
     def _check_space(self, bundles: list[Bundle]) -> None:
         """Refuse at once what cannot fit. Raises `BundleError`."""
@@ -180,7 +182,7 @@ def _show_life() -> None:
     try:
         while True:
             time.sleep(BUSY_S)
-            _print(encode_message(busy=True))
+            _print(encode_message({"busy": True}))
     except WireError:
         os.kill(os.getpid(), signal.SIGHUP)
 

@@ -7,18 +7,19 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from orc.launchers.agent.messages import encode_message
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, LaunchError
 from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import CommandTimeout, Process, Transport
-from orc.launchers.transfer.wire import CHUNK, ByteSource, WireError, encode_message, read_message, skip_greeting
+from orc.launchers.transfer.wire import CHUNK, ByteSource, WireError, read_message, skip_greeting
 
 ANSWER_S = 30.0  # of silence on a channel, after which the host is given up; working, it says so more often
 PRESENCE = Program("snapshot.presence", ("strict_modes",))
 RECEIVER = Program(
     "transfer.receiver",
     (
-        *("errors", "snapshot.hashing", "snapshot.manifest", "snapshot.presence", "strict_modes"),
-        *("snapshot.tree_store", "transfer.wire", "orc.runtime.core.names"),
+        *("agent.messages", "errors", "snapshot.hashing", "snapshot.manifest", "snapshot.presence"),
+        *("snapshot.tree_store", "strict_modes", "transfer.wire", "orc.runtime.core.names"),
     ),
 )
 
@@ -55,7 +56,7 @@ class ReceiverSession:
 
     def request(self, **fields: Any) -> dict[str, Any]:
         """Send a message and return the answer. Raises `LaunchError`."""
-        self.write(encode_message(**fields))
+        self.write(encode_message(fields))
         return self.answer()
 
     def write(self, data: bytes) -> None:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
+from orc.launchers.agent.messages import decode_message
 from orc.launchers.snapshot.manifest import SHA256
 from orc.launchers.snapshot.tree_store import read_chunks
 
@@ -50,23 +51,15 @@ class ByteSource(io.RawIOBase):
         return len(data)
 
 
-def encode_message(**fields: Any) -> bytes:
-    """Return the line of one message."""
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
-
 def read_message(file: IO[bytes]) -> dict[str, Any]:
     """Return the next message of *file*. Raises `WireError`."""
     line = file.readline(MAX_LINE)
     if not line.endswith(b"\n"):
         raise WireError("the other end went away" if len(line) < MAX_LINE else "not a message")
     try:
-        message = json.loads(line)
+        return decode_message(line)
     except ValueError:
         raise WireError("not a message") from None
-    if not isinstance(message, dict):
-        raise WireError("not a message")
-    return message
 
 
 def skip_greeting(file: IO[bytes]) -> None:

@@ -9,14 +9,14 @@ cut.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from abc import ABC, abstractmethod
 
 from orc.launchers.agent.errors import log_stderr
-from orc.launchers.agent.link.channel import FRAME_BYTES, Channel, PeerDisconnected
+from orc.launchers.agent.link.channel import MESSAGE_BYTES, Channel, PeerDisconnected
 from orc.launchers.agent.link.records import Files, is_record
+from orc.launchers.agent.messages import encode_message
 from orc.launchers.agent.records import refresh_json
 from orc.launchers.agent.signals import NEWS, signal_process
 from orc.launchers.agent.state import FAST_POLL_S
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SCAN_S = 0.1  # how often the own files are looked at; the agent says when it has written one
 FAST_FOR_S = 20.0  # at first more often, where others than the agent write them
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 5.0  # for that of TLS, and as long for the first messages
 GONE_S = 6.0  # a closed or refused connection that stays so is an agent that has ended
 
 
@@ -39,7 +39,7 @@ class LinkEndpoint(ABC):
         self.node = int(settings["node"])
         self.restart = int(settings["restart"])
         self.marker = str(settings["marker"])
-        self.token = str(settings["token"]).encode()
+        self.token = str(settings["token"])
         self.heartbeat_s = float(settings["heartbeat_s"])
         self.peer_timeout_s = float(settings["peer_timeout_s"])
         # No sign for so long: the connection is dead, and a new one is tried.
@@ -147,7 +147,7 @@ class LinkEndpoint(ABC):
     def send_record(self, channel: Channel, name: str) -> None:
         """Send the newest content of one file."""
         record = self.table[name]
-        if len(json.dumps(record, ensure_ascii=False).encode()) > FRAME_BYTES - 4096:
+        if len(encode_message(record)) > MESSAGE_BYTES - 4096:
             log_stderr(f"link: {name} is too large to be passed on")
             return
         channel.sent += 1

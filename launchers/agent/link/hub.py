@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from asyncio.sslproto import SSLProtocol
 
-from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
+from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, tls_context
 from orc.launchers.agent.link.endpoint import HANDSHAKE_S, LinkEndpoint
 from orc.launchers.agent.link.records import concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 STRANGERS = 512  # connections that have not said who they are
+ACCEPT_AGAIN_S = 0.5  # after an error of this host, like too many open files
 
 
 class Hub(LinkEndpoint):
@@ -27,7 +29,10 @@ class Hub(LinkEndpoint):
         super().__init__(settings)
         self.listener = listener
         self.nnodes = int(settings["nnodes"])
-        self.strangers: list[Channel] = []
+        self.context = tls_context(self.token, hub=True)
+        # From Python 3.11 on a buffer that each connection keeps: 256 KiB, unless told otherwise.
+        SSLProtocol.max_size = 1 << 14
+        self.strangers: list[asyncio.Task[None]] = []
         self.closed_at: dict[int, float] = {}  # peers that have closed their connection and not come back yet
         self.reached_at: dict[str, int] = {}  # own address -> how many have come by it
         self.interfaces: dict[str, str | None] = {}
@@ -35,39 +40,42 @@ class Hub(LinkEndpoint):
     async def connect(self) -> None:
         """Take connections."""
         self.listener.setblocking(False)
-        await asyncio.start_server(self.on_connection, sock=self.listener, backlog=512)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self.listener)
+            except OSError:
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            if len(self.strangers) >= STRANGERS:  # who belongs here has said so long before it is the oldest
+                self.strangers.pop(0).cancel()
+            self.strangers.append(loop.create_task(self.on_connection(sock)))
 
-    async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def on_connection(self, sock: socket.socket) -> None:
         """Find out who connects, then exchange records."""
-        if len(self.strangers) >= STRANGERS:  # who belongs here has said so long before it is the oldest
-            self.strangers.pop(0).close("too many others wait to say who they are")
-        channel = Channel(reader, writer, self.token)
-        self.strangers.append(channel)
+        task, channel = asyncio.current_task(), None
         try:
+            channel = await asyncio.wait_for(Channel.accepted(sock, self.context), HANDSHAKE_S)
             await asyncio.wait_for(self.shake_hands(channel), HANDSHAKE_S)
-        except (PeerDisconnected, asyncio.TimeoutError):
-            writer.close()
+        except (PeerDisconnected, OSError, asyncio.TimeoutError):
             return
         finally:
-            if channel in self.strangers:
-                self.strangers.remove(channel)
+            self.strangers = [other for other in self.strangers if other is not task]
+            if channel is not None and channel.node is None:
+                channel.writer.close()
         await self.serve(channel)
 
     async def shake_hands(self, channel: Channel) -> None:
-        """Have the joiner say who it is, proved with the token. Raises `PeerDisconnected`."""
-        nonce = os.urandom(32)
+        """Have the joiner say who it is. Raises `PeerDisconnected`."""
         # The restart is for who does not know its own: see the entry of SageMaker.
-        channel.greet(b"", {"orc-link": VERSION, "nonce": nonce.hex(), "restart": self.restart})
-        channel.nonces = nonce
-        hello = await channel.greeting(b"join")
+        channel.send({"orc-link": VERSION, "restart": self.restart})
+        hello = await channel.receive()
         node = hello.get("node")
         if hello.get("marker") != self.marker or hello.get("restart") != self.restart:
             raise PeerDisconnected("it belongs to another attempt")
         if not isinstance(node, int) or not 0 < node < self.nnodes:
             raise PeerDisconnected(f"there is no node {node!r}")
-        channel.nonces += nonce_in(hello)
-        channel.greet(b"hub", {"welcome": node})
-        channel.agree(hub=True)
+        channel.send({"welcome": node})
         self.refuse_lost(channel, node)
         for other in self.channels:
             if other.node == node:

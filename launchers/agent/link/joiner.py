@@ -9,7 +9,7 @@ import socket
 import time
 
 from orc.launchers.agent.errors import log_stderr
-from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, nonce_in
+from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, tls_context
 from orc.launchers.agent.link.endpoint import SCAN_S, LinkEndpoint
 from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
 from orc.launchers.agent.network import interface_of, plain
@@ -30,6 +30,7 @@ class Joiner(LinkEndpoint):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
         hub = settings["hub"]
+        self.context = tls_context(self.token, hub=False)
         self.port = int(hub["port"])
         self.addresses = [str(address) for address in hub["addresses"]]
         self.refused = False
@@ -97,9 +98,9 @@ class Joiner(LinkEndpoint):
                 return None
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
-            opened = asyncio.open_connection(*found[0][4][:2])
-            reader, writer = await asyncio.wait_for(opened, CONNECT_S)
-            channel = Channel(reader, writer, self.token)
+            opened = Channel.connected(str(found[0][4][0]), self.port, self.context)
+            channel = await asyncio.wait_for(opened, CONNECT_S)
+            writer = channel.writer
             async with self.one_shakes_hands:
                 if self.welcomed is None:
                     await asyncio.wait_for(self.shake_hands(channel), CONNECT_S)
@@ -129,17 +130,11 @@ class Joiner(LinkEndpoint):
             self.refused_since = (self.refused_since or now) if refused else None
 
     async def shake_hands(self, channel: Channel) -> None:
-        """Prove to know the token, and have node 0 prove it. Raises `PeerDisconnected`."""
-        first = await channel.greeting(b"")
-        if first.get("orc-link") != VERSION:
+        """Say who this is, and wait until node 0 has heard it. Raises `PeerDisconnected`."""
+        if (await channel.receive()).get("orc-link") != VERSION:
             raise PeerDisconnected("it does not speak this protocol")
-        channel.nonces = nonce_in(first)
-        nonce = os.urandom(32)
-        hello = {"node": self.node, "marker": self.marker, "restart": self.restart, "nonce": nonce.hex()}
-        channel.greet(b"join", hello)
-        channel.nonces += nonce
-        await channel.greeting(b"hub")
-        channel.agree(hub=False)
+        channel.send({"node": self.node, "marker": self.marker, "restart": self.restart})
+        await channel.receive()
         channel.node = 0
 
     def check(self, now: float) -> None:

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
@@ -34,6 +34,7 @@ PATIENCE_S = 1.0  # for the rest of a line
 LOOK_S = 0.05  # how often logs are read
 HUB_TIMEOUT_S = 900.0  # the containers of a job start minutes apart: the image is loaded on each instance
 READ_BYTES = 1 << 20
+GREETING_BYTES = 4096
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _RANK_LOG = re.compile(r"rank-([0-9]+)\.log")
@@ -276,7 +277,7 @@ def finished_before(config: Mapping[str, Any], owner: str) -> bool:
     return True
 
 
-def restart_of_hub(hosts: Sequence[str], port: int) -> int:
+def restart_of_hub(hosts: Sequence[str], port: int, tls: ssl.SSLContext) -> int:
     """The restart that node 0's agent runs. Its host may have seen more of the records in S3 than this one.
 
     Raises `Failure` when it does not answer in time, and `Stopped`.
@@ -286,26 +287,21 @@ def restart_of_hub(hosts: Sequence[str], port: int) -> int:
         why = ""
         for host in hosts:
             try:
-                with socket.create_connection((host, port), timeout=2.0) as sock:
-                    return int(_greeting(sock)["restart"])
-            except (OSError, ValueError, KeyError, struct.error) as error:
+                with socket.create_connection((host, port), timeout=2.0) as sock, tls.wrap_socket(sock) as line:
+                    return int(json.loads(line.makefile("rb").readline(GREETING_BYTES))["restart"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 why = f"{host} port {port}: {error}"
         if time.monotonic() > deadline:
             raise Failure(f"node 0 does not answer within {HUB_TIMEOUT_S:g} s: {why}")
         wait(0.1)
 
 
-def _greeting(sock: socket.socket) -> dict[str, Any]:
-    """The hub's first frame, see `orc.launchers.agent.link.channel`."""
-    data = b""
-    while len(data) < 4 or len(data) < 4 + struct.unpack_from(">I", data)[0]:
-        if len(data) > 8192:
-            raise ValueError("it is no orc agent")
-        piece = sock.recv(4096)
-        if not piece:
-            raise ValueError("it has closed the connection")
-        data += piece
-    return dict(json.loads(data[4 : 4 + struct.unpack_from(">I", data)[0]]))
+def link_context(runtime: str, private: str) -> ssl.SSLContext:
+    """Return the settings of connections of the agents, from the tree that was unpacked and the token."""
+    sys.path.insert(0, f"{runtime}/lib")
+    from orc.launchers.agent.link.channel import tls_context
+
+    return tls_context(str(read_json(f"{private}/link.json").get("token")), hub=False)
 
 
 def wait(seconds: float) -> None:
@@ -480,7 +476,9 @@ def run() -> int:
         log_line("this attempt has succeeded before: nothing to do\n")
         return 0
     if node:
-        restart = restart_of_hub([str(address) for address in config["hub"]["addresses"]], int(config["hub"]["port"]))
+        where = config["hub"]
+        tls = link_context(str(config["runtime_tree"]), str(config["private_dir"]))
+        restart = restart_of_hub([str(address) for address in where["addresses"]], int(where["port"]), tls)
     else:
         restart = restored_restart(str(config["attempt_dir"]))
     path = place_config(config, node)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.backends.base import (
     Handle,
     LogChunk,
@@ -144,8 +145,6 @@ class TrainingJobs:
 
     def _upload(self, plan: Plan, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Everything the attempt reads; the request as it is to be sent."""
-        import secrets as random
-
         key, place = self.place.s3_kms_key, self.location.attempt(plan.attempt)
         request: dict[str, Any] = {}
         for file in plan.files:
@@ -156,7 +155,7 @@ class TrainingJobs:
             self.service.put(self._with_account(file.path), content.encode(), kms_key=key)
         # What an earlier try has left may be read by its job at this moment.
         if json.loads(plan.files[0].content).get("link") and not self.service.exists(place + LINK):
-            token = json.dumps({"token": random.token_hex(32)}) + "\n"
+            token = json.dumps({"token": new_link_token()}) + "\n"
             self.service.put(place + LINK, token.encode(), kms_key=key)
         if plan.secrets:
             text = json.dumps({name: secrets[name] for name in plan.secrets}) + "\n"

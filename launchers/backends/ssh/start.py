@@ -8,11 +8,11 @@ leases keep a second start, at whatever moment, from running anything twice.
 from __future__ import annotations
 
 import json
-import secrets as random
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.backends.ssh.hosts import START_TIMEOUT_S, WRITE_TIMEOUT_S
 from orc.launchers.backends.ssh.rendering import file_for, hosts_of, start_command
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.plan import Plan, PlanCommand
 
+UNLINKED = "-"  # in place of a token
 _HELD, _BUSY, _TAKEN, _OTHER = "held", "busy", "taken", "other"
 Link = dict[str, Any]
 
@@ -63,7 +64,7 @@ def prepare(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> s
     That is `None` when the attempt's first node has been there and has ended.
     """
     names = hosts_of(plan)
-    token = random.token_hex(32)
+    token = new_link_token() if len(names) > 1 and hosts.settings.options.shared is not True else UNLINKED
 
     def write(name: str) -> dict[str, Any]:
         file = file_for(plan, name)

@@ -21,11 +21,12 @@ import pytest
 from orc.launchers.agent.procfs import descendants, is_running, marked_processes
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.signals import signal_process
+from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.snapshot.runtime_tree import runtime_files
 
 FILES = runtime_files()
 RUNTIME = [path for path in FILES if path == "__main__.py" or path.startswith("lib/orc/launchers/")]
-TOKEN = "7e57" * 16
+TOKEN = new_link_token()
 
 
 def lay_out(runtime: Path) -> None:

@@ -14,7 +14,7 @@ from orc.launchers.agent.procfs import is_running
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.start import Slots
 
-from .conftest import AGENT, until
+from .conftest import AGENT, TOKEN, until
 
 IDLE = """
 import os, time
@@ -137,7 +137,7 @@ def test_a_linked_attempt_without_its_token_does_not_start(placed):
 
 def test_who_comes_later_learns_where_node_0_can_be_reached(placed):
     job = placed(link=True, nnodes=2)
-    (job.directory / "link.json").write_text('{"token": "x"}')
+    (job.directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     first, again = start(job)[1], start(job)[1]
     assert (first["state"], again["state"]) == ("held", "taken")
     assert (again["port"], again["addresses"]) == (first["port"], first["addresses"])
@@ -145,7 +145,7 @@ def test_who_comes_later_learns_where_node_0_can_be_reached(placed):
 
 def test_nothing_confidential_stays_after_a_job_of_one_node(placed):
     job = placed(link=True, script="pass", secrets=["TOKEN"])
-    (job.directory / "link.json").write_text('{"token": "x"}')
+    (job.directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     (job.directory / "secrets.json").write_text('{"TOKEN": "x"}')
     assert start(job)[0] == 0
     until(lambda: over(job))

@@ -14,6 +14,7 @@ import pytest
 
 from orc.launchers.agent import network
 from orc.launchers.agent.signals import signal_process
+from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.attempts.records import merge
 
 from .conftest import guard_of, until
@@ -211,7 +212,7 @@ def test_a_node_that_was_cancelled_before_it_started_runs_nothing(attempt):
 def test_a_token_that_is_not_the_attempts_is_turned_away_on_both_sides(linked):
     both = linked("print('never')", peer_timeout_s=1.0)
     both.start(0)
-    assert both.start(1, token="f" * 64)["state"] == "held"
+    assert both.start(1, token=new_link_token())["state"] == "held"
     both.until_over(1)
     assert "node 0 is lost: it cannot be reached: 127.0.0.1" in both.exit(1)["reason"]
     until(lambda: both.link(0).get("connected") == [])

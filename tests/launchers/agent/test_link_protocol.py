@@ -3,129 +3,147 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
-import struct
+import ssl
 import time
 
 import pytest
 
-from orc.launchers.agent.link.channel import Channel, PeerDisconnected
+from orc.launchers.agent.link import channel
+from orc.launchers.agent.link.channel import MESSAGE_BYTES, VERSION, Channel, PeerDisconnected, tls_context
 from orc.launchers.agent.link.hub import Hub
 from orc.launchers.agent.link.joiner import Joiner
 from orc.launchers.agent.link.records import concerns, is_record, may_send
 from orc.launchers.agent.records import read_json
+from orc.launchers.attempts.link_token import new_link_token
 
 from .conftest import TOKEN, Linked, until
 from .test_link import IDLE
 
 
-class Wire:
-    """What a channel has sent, in place of a stream's writer."""
+async def pair(hub_token=TOKEN, joiner_token=TOKEN):
+    """The two ends of one connection; raises what the joiner's end does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    port = listener.getsockname()[1]
 
-    def __init__(self):
-        self.data = b""
+    async def accept():
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        return await Channel.accepted(sock, tls_context(hub_token, hub=True))
 
-    def write(self, data):
-        self.data += data
-
-    def take(self):
-        data, self.data = self.data, b""
-        return data
-
-
-def pair(server_token=TOKEN, client_token=TOKEN):
-    """Two channels that have not shaken hands; what they send stays in their ``writer``."""
-    return [
-        Channel(asyncio.StreamReader(), Wire(), token.encode())  # type: ignore[arg-type]
-        for token in (server_token, client_token)
-    ]
-
-
-async def shake(hub, joiner):
-    async def over(sender, receiver, label):
-        receiver.reader.feed_data(sender.writer.take())
-        return await receiver.greeting(label)
-
-    hub.greet(b"", {"nonce": "aa"})
-    hub.nonces = b"a"
-    assert await over(hub, joiner, b"") == {"nonce": "aa"}
-    joiner.nonces = b"a"
-    joiner.greet(b"join", {"node": 1})
-    assert await over(joiner, hub, b"join") == {"node": 1}
-    hub.nonces += b"b"
-    joiner.nonces += b"b"
-    hub.greet(b"hub", {"welcome": 1})
-    assert await over(hub, joiner, b"hub") == {"welcome": 1}
-    hub.agree(hub=True)
-    joiner.agree(hub=False)
+    accepting = asyncio.ensure_future(accept())
+    try:
+        joiner = await Channel.connected("127.0.0.1", port, tls_context(joiner_token, hub=False))
+        return await accepting, joiner
+    finally:
+        listener.close()
+        await asyncio.gather(accepting, return_exceptions=True)
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions():
     async def check():
-        hub, joiner = pair()
-        await shake(hub, joiner)
+        hub, joiner = await pair()
         for number in range(3):
-            hub.send({"number": number, "text": "ä" * 100})
+            hub.send({"number": number, "text": "ä\n" * 100})
             joiner.send({"from": "joiner", "number": number})
-        hub.reader.feed_data(joiner.writer.take())
-        joiner.reader.feed_data(hub.writer.take())
         assert [(await joiner.receive())["number"] for _ in range(3)] == [0, 1, 2]
         assert [(await hub.receive())["number"] for _ in range(3)] == [0, 1, 2]
 
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("server", "client"), [(TOKEN, "other"), ("other", TOKEN)])
-def test_who_does_not_know_the_token_does_not_get_past_the_handshake(server, client):
+def test_the_hub_of_another_attempt_does_not_get_past_the_handshake():
+    with pytest.raises(PeerDisconnected, match="does not know the attempt's token"):
+        asyncio.run(pair(hub_token=new_link_token()))
+
+
+@pytest.mark.parametrize("shows", ["nothing", "a certificate of its own"])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_who_does_not_hold_the_token_is_never_heard_by_the_hub(shows, version):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if shows != "nothing":
+        context = tls_context(new_link_token(), hub=False)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # it does not mind whom it talks to
+    context.minimum_version = context.maximum_version = version
+
     async def check():
-        await shake(*pair(server, client))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
 
-    with pytest.raises(PeerDisconnected, match="token"):
-        asyncio.run(check())
+        def stranger():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
+                context.wrap_socket(sock).sendall(b'{"node": 1}\n')
 
-
-@pytest.mark.parametrize("change", ["altered", "repeated", "left out", "reflected"])
-def test_what_is_changed_on_the_way_ends_the_connection(change):
-    async def check():
-        hub, joiner = pair()
-        await shake(hub, joiner)
-        hub.send({"number": 0})
-        first = hub.writer.take()
-        hub.send({"number": 1})
-        second = hub.writer.take()
-        if change == "reflected":
-            joiner.send({"number": 0})
-            first = joiner.writer.take()
-        sent = {
-            "altered": first.replace(b'"number": 0', b'"number": 9'),
-            "repeated": first + first,
-            "left out": second,
-            "reflected": first,
-        }[change]
-        joiner.reader.feed_data(sent)
-        if change == "repeated":
-            assert await joiner.receive() == {"number": 0}
-        with pytest.raises(PeerDisconnected, match="changed on the way"):
-            await joiner.receive()
+        strange = asyncio.get_running_loop().run_in_executor(None, stranger)
+        sock, _ = listener.accept()
+        listener.close()
+        with pytest.raises(ssl.SSLError):
+            await Channel.accepted(sock, tls_context(TOKEN, hub=True))
+        await strange
 
     asyncio.run(check())
 
 
+def test_tls_before_1_2_is_refused_on_both_sides():
+    for hub in (True, False):
+        context = tls_context(TOKEN, hub=hub)
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert (context.verify_mode, context.cert_store_stats()["x509"]) == (ssl.CERT_REQUIRED, 1)
+
+
+def test_the_key_is_left_in_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(channel, "_MEMORY", str(tmp_path))
+    tls_context(TOKEN, hub=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "data",
-    [struct.pack(">I", 1 << 30) + b"x" * 100, (4000).to_bytes(4, "big") + b"[" * 4000 + b"\0" * 32],
-    ids=["a gigabyte", "nested without end"],
+    [b'"' + b"x" * (MESSAGE_BYTES + 10) + b'"\n', b"[" * 4000 + b"\n", b"{}{\n", b"[]\n", b"\xff\n"],
+    ids=["too long", "nested without end", "no JSON", "no object", "no text"],
 )
-def test_what_a_stranger_sends_ends_the_connection(data):
+def test_what_is_no_message_ends_the_connection(data):
     async def check():
-        hub, _ = pair()
-        hub.reader.feed_data(data)
-        await hub.greeting(b"")
+        hub, joiner = await pair()
+        joiner.writer.write(data)
+        await hub.receive()
 
     with pytest.raises(PeerDisconnected, match="does not speak"):
         asyncio.run(check())
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_connection_that_the_other_host_has_closed_is_told_from_one_that_was_cut(how):
+    async def check():
+        hub, joiner = await pair()
+        if how == "closed":
+            joiner.writer.close()
+        else:  # the kernel closes it, without a word of TLS
+            joiner.writer.get_extra_info("socket")._sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerDisconnected) as ended:
+            await hub.receive()
+        return ended.value.closed
+
+    assert asyncio.run(check())
+
+
+def test_a_message_that_was_changed_on_the_way_ends_the_connection():
+    async def check():
+        hub, joiner = await pair()
+        raw = socket.socket(fileno=os.dup(joiner.writer.get_extra_info("socket").fileno()))
+        joiner.send({"number": 0})
+        assert await hub.receive() == {"number": 0}
+        raw.setblocking(True)
+        raw.sendall(b"\x17\x03\x03\x00\x20" + b"\0" * 32)  # a record that the key has not made
+        raw.close()
+        with pytest.raises(PeerDisconnected):
+            await hub.receive()
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(
@@ -212,20 +230,15 @@ def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_
         joiner = Joiner({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
         joiner.agent = -1  # else its parent is told, as its agent is: here that is whatever runs the tests
         joiner.wake = asyncio.Event()
-        hub_reader = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(lambda *streams: hub_reader.set_result(streams), "127.0.0.1", 0)
-        channel = Channel(*await asyncio.open_connection(*server.sockets[0].getsockname()), TOKEN.encode())
-        channel.agree(hub=False)
+        hub, channel = await pair()
         joiner.joined = channel
         serving = asyncio.ensure_future(joiner.serve(channel))
         joiner.publish("node-1/exit.json", {"restart": 0})
-        reader, writer = await hub_reader
-        await reader.readexactly(4)  # it has been sent
+        assert (await hub.receive())["name"] == "node-1/exit.json"
         if told:
             joiner.on_record(channel, "node-0/exit.json", {"restart": 0})
-        writer.close()
+        hub.writer.close()
         await serving
-        server.close()
         return joiner.state()["handed_over"]
 
     assert asyncio.run(check()) is told
@@ -236,15 +249,18 @@ def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_ha
 
     class SlowHub(Hub):
         async def shake_hands(self, channel):
-            greeting = channel.greeting
+            receive = channel.receive
 
-            async def late(label):
-                greeted = await greeting(label)
+            async def late():
+                message = await receive()
                 await asyncio.sleep(0.3)  # six times as long as until the next address is tried
-                return greeted
+                return message
 
-            channel.greeting = late
-            await super().shake_hands(channel)
+            channel.receive = late
+            try:
+                await super().shake_hands(channel)
+            finally:
+                channel.receive = receive
 
     async def check():
         listener = socket.create_server(("", 0))
@@ -256,13 +272,14 @@ def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_ha
         for end in (hub, joiner):
             end.agent, end.wake = -1, asyncio.Event()
             end.on_disconnected = lambda channel, why, by_peer: ended.append(why)
-        await hub.connect()
+        listening = asyncio.ensure_future(hub.connect())
         joining = asyncio.ensure_future(joiner.connect())
         while joiner.joined is None:
             await asyncio.sleep(0.01)
         first = joiner.joined
         await asyncio.sleep(0.8)  # as long as all the other addresses would take to be tried
         joining.cancel()
+        listening.cancel()
         return [*ended], [channel.node for channel in hub.channels], joiner.joined is first
 
     assert asyncio.run(asyncio.wait_for(check(), 20)) == ([], [1], True)
@@ -273,19 +290,16 @@ class Many:
 
     def __init__(self, port, count):
         self.loop = asyncio.new_event_loop()
+        self.context = tls_context(TOKEN, hub=False)
         self.got = {node: set() for node in range(1, count + 1)}
         self.channels = {}
         self.tasks = [self.loop.create_task(self.join(node, port)) for node in self.got]
 
     async def join(self, node, port):
-        channel = Channel(*await asyncio.open_connection("127.0.0.1", port), TOKEN.encode())
-        first = await channel.greeting(b"")
-        nonce = os.urandom(32)
-        channel.nonces = bytes.fromhex(first["nonce"])
-        channel.greet(b"join", {"node": node, "marker": "orc-job-1-a1", "restart": 0, "nonce": nonce.hex()})
-        channel.nonces += nonce
-        await channel.greeting(b"hub")
-        channel.agree(hub=False)
+        channel = await Channel.connected("127.0.0.1", port, self.context)
+        assert (await channel.receive())["orc-link"] == VERSION
+        channel.send({"node": node, "marker": "orc-job-1-a1", "restart": 0})
+        await channel.receive()
         self.channels[node] = channel
         now = time.time()
         self.send(channel, f"node-{node}/lease.json", {"restart": 0, "host": f"h{node}", "at": now})
@@ -336,7 +350,7 @@ def test_256_nodes_meet_and_stop_over_one_node(attempt):
         (job.directory / "cancel.json").write_text('{"grace_s": 0}')
         many.until_all_have("cancel.json")
         assert met < 20, "seconds"
-        assert memory < 40 << 20, "bytes"
+        assert memory < 60 << 20, "bytes"
         for node, channel in many.channels.items():
             many.send(channel, f"node-{node}/exit.json", {"restart": 0, "outcome": "cancelled", "exit_status": 143})
         many.until_all_have("node-0/exit.json")

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.link.channel import tls_context
 from orc.launchers.agent.link.process import Link
 from orc.launchers.agent.network import Port
 from orc.launchers.backends.sagemaker.entry import restart_of_hub
 
-from .conftest import until
+from .conftest import TOKEN, until
 
 
 def test_working_copy_logs_and_secrets_are_where_the_orders_say(attempt, tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def port() -> Iterator[int]:
 def test_nodes_meet_at_a_port_that_was_known_before_anything_ran(linked, port: int) -> None:
     both = linked("import os; print(os.environ['RANK'])", hub={"port": port, "addresses": ["127.0.0.1"]})
     for job in both.nodes:
-        (job.directory / "link.json").write_text(json.dumps({"token": "7e57"}))
+        (job.directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     agents = [job.start(node, owner="sagemaker:x", restart=2) for node, job in enumerate(both.nodes)]
     assert [agent.wait(60) for agent in agents] == [0, 0]
     assert [job.log(node) for node, job in enumerate(both.nodes)] == ["0\n", "1\n"]
@@ -75,7 +76,7 @@ def test_nodes_meet_at_a_port_that_was_known_before_anything_ran(linked, port: i
 def test_a_port_that_somebody_else_has_is_named(linked, port: int) -> None:
     with socket.create_server(("", port)):
         both = linked("print('never')", hub={"port": port, "addresses": ["127.0.0.1"]})
-        (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
+        (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": TOKEN}))
         process = both.nodes[0].start(0)
         process.communicate(timeout=60)
     assert process.returncode == 77
@@ -84,16 +85,16 @@ def test_a_port_that_somebody_else_has_is_named(linked, port: int) -> None:
 
 def test_the_hub_tells_its_restart_to_who_has_not_joined_yet(linked, port: int) -> None:
     both = linked("print('never')", hub={"port": port, "addresses": ["127.0.0.1"]}, peer_timeout_s=1.0)
-    (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
+    (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     agent = both.nodes[0].start(0, restart=4)
-    assert restart_of_hub(["127.0.0.1"], port) == 4
+    assert restart_of_hub(["127.0.0.1"], port, tls_context(TOKEN, hub=False)) == 4
     agent.terminate()
     until(lambda: agent.poll() is not None)
 
 
 def test_a_node_that_is_told_of_no_hub_says_so(linked) -> None:
     both = linked("print('never')")
-    (both.nodes[1].directory / "link.json").write_text(json.dumps({"token": "7e57"}))
+    (both.nodes[1].directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     node = type("Node", (), {"private": str(both.nodes[1].directory), "node": 1, "config": SimpleNamespace(hub=None)})()
     with pytest.raises(LaunchFailure, match="does not say where node 0 is"):
         Link(node)

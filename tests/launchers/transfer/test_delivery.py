@@ -350,7 +350,7 @@ def test_a_host_that_waits_for_its_turn_ends_when_the_laptop_goes_away(
     with session.ReceiverSession(first, "first", sys.executable) as holder:
         holder.request(root=str(first.root), **request)
         with session.ReceiverSession(second, "second", sys.executable) as waiting:
-            waiting.write(session.encode_message(root=str(second.root), **request))
+            waiting.write(session.encode_message({"root": str(second.root), **request}))
             until(lambda: len(os.listdir(first.root / "store/tmp")) == 2)
         until(lambda: len(os.listdir(first.root / "store/tmp")) == 1)
     until(lambda: os.listdir(first.root / "store/tmp") == [])
@@ -366,7 +366,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_a_host_that_asks_for_what_is_in_no_snapshot_is_refused(
     code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alter_program(monkeypatch, "missing=list(self._missing), size", 'missing=["e" * 64], size')
+    alter_program(monkeypatch, '"missing": list(self._missing), "size"', '"missing": ["e" * 64], "size"')
     report = sync([code], store, targets(lab(1)))["node1"]
     assert isinstance(report.error, BackendError)
     assert "which is in no snapshot" in report.error.what

@@ -12,13 +12,13 @@ from typing import IO
 
 import pytest
 
+from orc.launchers.agent.messages import encode_message
 from orc.launchers.transfer import wire
 from orc.launchers.transfer.wire import (
     MAGIC,
     ByteSource,
     Content,
     WireError,
-    encode_message,
     is_compressible,
     pack_manifests,
     read_message,
@@ -49,7 +49,7 @@ def archive_of(contents: list[Content], *, compress: bool = False) -> bytes:
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
 def test_messages_arrive_as_they_were_sent(step: int) -> None:
-    there = line(encode_message(name="größe\n", size=1) + encode_message(), step)
+    there = line(encode_message({"name": "größe\n", "size": 1}) + encode_message({}), step)
     assert read_message(there) == {"name": "größe\n", "size": 1}
     assert read_message(there) == {}
     with pytest.raises(WireError, match="went away"):
@@ -70,7 +70,7 @@ def test_a_message_without_end_is_not_read_to_its_end(monkeypatch: pytest.Monkey
 
 
 def test_a_greeting_is_skipped_even_one_that_ends_without_a_new_line() -> None:
-    there = line(b"Last login: today\r\n> " + MAGIC + encode_message(new=[]), step=5)
+    there = line(b"Last login: today\r\n> " + MAGIC + encode_message({"new": []}), step=5)
     skip_greeting(there)
     assert read_message(there) == {"new": []}
 

@@ -7,15 +7,17 @@ import json
 import os
 import socket
 import stat
-import struct
 import sys
 import tarfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orc.launchers.agent.link.channel import tls_context
+from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.backends.sagemaker import entry
 
 RESOURCES = {
@@ -30,12 +32,13 @@ OWNER = "sagemaker:orc-job-abc-a1"
 
 def test_it_runs_under_any_python_from_3_9_on_with_nothing_but_the_standard_library() -> None:
     tree = ast.parse(Path(entry.__file__).read_text(), feature_version=(3, 9))
+    tree_of_the_agent = "orc.launchers.agent.link.channel"  # read from what it has unpacked
     imported = {
         alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     } | {
         str(node.module).partition(".")[0]
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module != "collections.abc"
+        if isinstance(node, ast.ImportFrom) and node.module not in ("collections.abc", tree_of_the_agent)
     }
     assert imported <= sys.stdlib_module_names
 
@@ -188,22 +191,22 @@ def test_what_has_succeeded_on_every_node_is_not_run_again(tmp_path: Path) -> No
     assert not entry.finished_before(config, "sagemaker:another")
 
 
-def test_a_host_learns_its_restart_from_node_0_however_the_answer_is_cut() -> None:
-    payload = json.dumps({"orc-link": 1, "nonce": "00", "restart": 3}).encode()
+def test_a_host_learns_its_restart_from_node_0_and_from_nobody_else() -> None:
+    token = new_link_token()
+    ours, others = (tls_context(one, hub=True) for one in (token, new_link_token()))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            strange, _ = server.accept()
-            strange.sendall(struct.pack(">I", 2) + b"[]")  # somebody else; it is asked again
-            strange.close()
-            sock, _ = server.accept()
-            with sock:
-                for byte in struct.pack(">I", len(payload)) + payload:
-                    sock.sendall(bytes([byte]))
+            for context, said in ((others, b'{"restart": 7}\n'), (ours, b"[]\n"), (ours, b'{"restart": 3}\n')):
+                sock, _ = server.accept()
+                with suppress(OSError), context.wrap_socket(sock, server_side=True) as line:
+                    for byte in said:
+                        line.sendall(bytes([byte]))
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert entry.restart_of_hub(["127.0.0.1"], server.getsockname()[1]) == 3
+        tls = tls_context(token, hub=False)
+        assert entry.restart_of_hub(["127.0.0.1"], server.getsockname()[1], tls) == 3
         thread.join()
 
 
@@ -215,7 +218,7 @@ def test_a_node_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(
             entry.Failure, match=rf"node 0 does not answer within 0 s: 127.0.0.1 port {port}: .*refused"
         ):
-            entry.restart_of_hub(["127.0.0.1"], port)
+            entry.restart_of_hub(["127.0.0.1"], port, tls_context(new_link_token(), hub=False))
 
 
 # --- files
