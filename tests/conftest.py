@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 import tomllib
@@ -61,6 +62,13 @@ os.environ["ORC_RECONCILER"] = "off"
 os.environ["GIT_CONFIG_GLOBAL"] = os.environ["GIT_CONFIG_SYSTEM"] = os.devnull
 for _role in ("AUTHOR", "COMMITTER"):
     os.environ[f"GIT_{_role}_NAME"], os.environ[f"GIT_{_role}_EMAIL"] = "Test", "test@example.org"
+
+# A shim of pyenv starts a dozen shells before each `python3` of a host that is a directory of this machine: the Python
+# that runs the tests is found first, as it is behind the shim.
+_python3 = Path(shutil.which("python3") or "")
+if _python3.parent.name == "shims":
+    _programs = Path(sys.executable).resolve().parent
+    os.environ["PATH"] = f"{_programs}{os.pathsep}{os.environ['PATH']}"
 
 # A shell that runs the tests in its background has them ignore these, and what they start inherits that.
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
