@@ -18,7 +18,7 @@ from orc.launchers.backends.base import (
 )
 from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
 from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
-from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
+from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
@@ -177,13 +177,13 @@ class SagemakerBackend(Backend):
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """StopTrainingJob: SIGTERM, and SIGKILL after 120 seconds; the agents keep to the job's own grace in between.
 
-        Raises `PartlyUnreachable` for those that could not be told.
+        Raises `PartlyUnreachable` for those that were not told: AWS is out of reach, or refuses; the others are.
         """
         untold: dict[str, LaunchError] = {}
         for handle in handles:
             jobs = self._jobs_of(handle)
             try:
                 jobs.service.stop(jobs.name_of(handle))
-            except BackendUnreachable as error:
+            except LaunchError as error:
                 untold[handle.marker] = error
         raise_untold(untold)

@@ -92,6 +92,7 @@ def snapshot_digest(*digests: str) -> str:
 
 
 def partition_of(region: str) -> str:
-    """The part of AWS that a region belongs to, as in ``arn:<partition>:iam::...``."""
-    special = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "us-isob-": "aws-iso-b", "us-iso-": "aws-iso"}
+    """Return the part of AWS that a region belongs to, as in ``arn:<partition>:iam::...``."""
+    special = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "eusc-": "aws-eusc"}
+    special |= {"us-iso-": "aws-iso", "us-isob-": "aws-iso-b", "eu-isoe-": "aws-iso-e", "us-isof-": "aws-iso-f"}
     return next((name for start, name in special.items() if region.startswith(start)), "aws")

@@ -129,18 +129,17 @@ class TrainingJobs:
         except NameTaken:
             found = self._adopt(name, plan.marker)
             if found is None:
-                self._forget(plan)
-                raise BackendError(
+                error = BackendError(
                     f"there is a training job named {name} already, and it is not this attempt's",
                     where=f"cluster {self.cluster}",
                     hint="Submit again, or under another base_job_name.",
-                ) from None
+                )
+                raise self._forget(plan, error) from None
             return found
         except AmbiguousSubmit:
             raise
-        except BackendError:  # nothing will ever read them
-            self._forget(plan)
-            raise
+        except BackendError as error:
+            raise self._forget(plan, error) from None
         return self._handle(plan.marker, name, at)
 
     def _upload(self, plan: Plan, secrets: Mapping[str, str]) -> dict[str, Any]:
@@ -179,9 +178,15 @@ class TrainingJobs:
     def _with_account(self, text: str) -> str:
         return text.replace(ACCOUNT, self.service.account()) if ACCOUNT in text else text
 
-    def _forget(self, plan: Plan) -> None:
-        if plan.secrets:
-            self._remove_secrets(plan.attempt)
+    def _forget(self, plan: Plan, why: BackendError) -> BackendError:
+        """Delete the secrets of an attempt that will never run; return *why*, which also tells if that failed."""
+        try:
+            if plan.secrets:
+                self._remove_secrets(plan.attempt)
+        except LaunchError as error:
+            left = f"The attempt's secrets may still be at AWS, and could not be removed: {error.what}."
+            why.hint = f"{why.hint} {left}".lstrip()
+        return why
 
     def _remove_secrets(self, attempt: AttemptId) -> None:
         if self.place.secrets == "secretsmanager":

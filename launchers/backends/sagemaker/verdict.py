@@ -144,7 +144,8 @@ def _end(job: Job, records: AttemptRecords | None) -> tuple[Phase, Cause | None,
 def _failure(job: Job, records: AttemptRecords | None) -> tuple[Phase, Cause, str]:
     verdict = records.verdict() if records else None
     kind, line = split_reason(job.reason)
-    low = job.reason.lower()
+    # Of an `AlgorithmError` the text is that of the training: its capacity or quota is none of SageMaker.
+    low = job.reason.lower() if kind != "AlgorithmError" else ""
     if any(word in low for word in _NO_CAPACITY):
         return Phase.FAILED, Cause.NODE_FAILURE, line or "there is no capacity of this instance type now"
     if any(word in low for word in _SPOT):

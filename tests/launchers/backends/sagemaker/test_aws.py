@@ -17,7 +17,7 @@ from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snaps
 from orc.launchers.backends.sagemaker import SagemakerBackend, training_job
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.rendering import request_of
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, PartlyUnreachable
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
@@ -225,6 +225,42 @@ def test_a_job_that_waits_is_pending_has_no_logs_and_can_be_stopped_twice(backen
     here.cancel([handle], timedelta(seconds=5))
     ended(here, handle)
     here.cancel([handle], timedelta(seconds=5))
+
+
+def test_a_job_that_may_not_be_stopped_is_named_and_the_others_are_stopped(backend, snapshot, monkeypatch) -> None:
+    here = backend()
+    first, second = (submit(here, snapshot) for _ in range(2))
+    service = here._jobs("").service
+    stop = service.stop
+
+    def refuse(name: str) -> None:
+        if name == first.native_id:
+            raise BackendError("not allowed: sagemaker:StopTrainingJob")
+        stop(name)
+
+    monkeypatch.setattr(service, "stop", refuse)
+    with pytest.raises(PartlyUnreachable, match="StopTrainingJob") as caught:
+        here.cancel([first, second], timedelta(seconds=5))
+    assert caught.value.markers == (first.marker,)
+    assert ended(here, second).phase is Phase.CANCELLED
+    assert here.poll([first])[first].phase is Phase.PENDING
+
+
+def test_a_refused_submission_says_why_and_that_its_secrets_are_left(backend, snapshot, monkeypatch) -> None:
+    here = backend()
+    service = here._jobs("").service
+
+    def refuse(what: str) -> Callable[..., None]:
+        def raise_it(*_: Any, **__: Any) -> None:
+            raise BackendError(what)
+
+        return raise_it
+
+    monkeypatch.setattr(service, "create", refuse("the quota is used up"))
+    monkeypatch.setattr(service, "delete", refuse("not allowed: s3:DeleteObject"))
+    with pytest.raises(BackendError, match="the quota is used up") as caught:
+        submit(here, snapshot, secrets=["TOKEN"])
+    assert "secrets may still be at AWS, and could not be removed: not allowed: s3:DeleteObject" in caught.value.hint
 
 
 def test_many_jobs_are_looked_up_in_lists_and_described_only_when_they_have_ended(

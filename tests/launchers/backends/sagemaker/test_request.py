@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.backends.sagemaker.names import MAX_NAME, training_job_name
+from orc.launchers.backends.sagemaker.names import MAX_NAME, partition_of, training_job_name
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 
@@ -352,3 +352,16 @@ def test_jobs_on_this_machine_need_neither_role_nor_bucket(plan, request_for) ->
     assert plan({"instance_type": "local"}).commands[0].argv[0] == "local:docker:CreateTrainingJob"
     files = request_for({**own, "inputs": {"train": "file:///data"}})
     assert files["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"] == "file:///data"
+
+
+def test_the_partition_of_a_region_is_the_one_that_botocore_knows() -> None:
+    import boto3
+
+    session = boto3.Session(region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
+    regions = {
+        region: partition
+        for partition in session.get_available_partitions()
+        for region in session.get_available_regions("sts", partition)
+    }
+    assert len(regions) > 30
+    assert {region: partition_of(region) for region in regions} == regions

@@ -111,6 +111,20 @@ ENDS: dict[str, tuple[Job, AttemptRecords | None, Phase, Cause | None, str]] = {
         Cause.CRASH,
         "rank 1 on algo-1 exited with 42",
     ),
+    "crash whose text names capacity, with records": (
+        job("Failed", "Failed", "AlgorithmError: RuntimeError: the replay buffer has no capacity left, exit code: 42"),
+        records(CRASH),
+        Phase.FAILED,
+        Cause.CRASH,
+        "rank 1 on algo-1 exited with 42",
+    ),
+    "crash whose text names a quota, without records": (
+        job("Failed", "Failed", "AlgorithmError: OSError: [Errno 122] Disk quota exceeded, exit code: 1"),
+        None,
+        Phase.FAILED,
+        Cause.CRASH,
+        "OSError: [Errno 122] Disk quota exceeded",
+    ),
     "crash without records": (
         job("Failed", "Failed", "AlgorithmError: rank 1 exited with 42\nTraceback, exit code: 42"),
         None,
