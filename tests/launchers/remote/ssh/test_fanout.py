@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts_testbed import eventually
 
 from orc.launchers.backends.ssh.transports import open_transports
 from orc.launchers.errors import BackendError, LaunchError
@@ -135,6 +136,8 @@ def test_61_of_64_hosts_answer_while_3_dead_ones_are_waited_for(hosts: Any, tmp_
         print(f"64 hosts: {cold:.2f} s cold, {warm * 1e3:.0f} ms warm")
     finally:
         each(transports, lambda transport: transport.close())
+        # The end of a connection does not arrive at an address that is gone.
+        eventually(lambda: not hosts.leftovers(), timeout_s=60)
         hosts.run_on("node3", "nft", "delete", "table", "ip", "swallow", check=False)
         for name in hosts.names:
             own = hosts.address(name)
