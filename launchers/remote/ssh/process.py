@@ -60,7 +60,7 @@ class SshProcess:
 
     def await_start(self) -> None:
         """Return when it runs. Raises `BackendError` when there is no such program."""
-        while self._group is None and not self._ended():
+        while self._group is None and not self._finished():  # its end may be here before what it has said
             if not self._receive(self._timeout_s):
                 raise self._late(f"did not start within {self._timeout_s:g} s")
         self._check_start()
