@@ -16,7 +16,7 @@ from torch import nn
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, LOSS_DIMENSIONS
 from orc.runtime.parallel.base import ChecksModels, CutsBatches, Parallelizer, Request
-from orc.runtime.parallel.moving import named_parameters, replaced
+from orc.runtime.parallel.replacements import named_parameters, replaced
 from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:

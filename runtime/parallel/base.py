@@ -60,7 +60,7 @@ class Parallelizer(Protocol):
         """The transformed model.
 
         Parameters that others take the place of are found by their names, and optimizers follow them. One that renames
-        parameters or joins them says what became of which: `parallel.moving.replaced`.
+        parameters or joins them says what became of which: `parallel.replacements.replaced`.
         """
         ...
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.fsdp import FullySharded, is_instance
-from orc.runtime.parallel.moving import named_parameters, replaced
+from orc.runtime.parallel.replacements import named_parameters, replaced
 from orc.runtime.parallel.shards import note_shards
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orc.runtime.collectives.objects import all_gather_pickled
-from orc.runtime.parallel.moving import order_of
+from orc.runtime.parallel.replacements import order_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext

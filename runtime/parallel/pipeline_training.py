@@ -13,12 +13,12 @@ from torch import nn
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.moving import move, named_parameters, parted
 from orc.runtime.parallel.parts import Parts, keep_only, parts_of, set_parts
 from orc.runtime.parallel.pipeline import agree
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 from orc.runtime.parallel.pipeline_model import Line, PipelineModel
 from orc.runtime.parallel.precision.forward import AutocastForward, unwrap_forward
+from orc.runtime.parallel.replacements import move, named_parameters, parted
 from orc.runtime.parallel.shards import note_stage
 from orc.runtime.parallel.stage_body import Body, Stage, StageForward
 from orc.runtime.parallel.stages import Traced, trace

@@ -56,9 +56,9 @@ class PipelineParallel:
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Cut *model*, and keep the stages of this process."""
-        from orc.runtime.parallel.moving import move
         from orc.runtime.parallel.pipeline_model import PipelineModel
         from orc.runtime.parallel.pipeline_training import into_stages
+        from orc.runtime.parallel.replacements import move
 
         config: Any = request.options.get("pp")
         if config is None:

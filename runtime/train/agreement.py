@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from orc.runtime.collectives.objects import all_gather_pickled, broadcast_object_list
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel import is_sharded
-from orc.runtime.parallel.moving import named_parameters
+from orc.runtime.parallel.replacements import named_parameters
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext

@@ -77,10 +77,10 @@ def _agree(client: JobsClient, ids: list[str]) -> None:
 
     Raises `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
     """
-    from orc.orchestrator.cli.ui import asking, jobtext
+    from orc.orchestrator.cli.ui import jobtext, questions
 
     echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
     deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"
-    if not asking.can_ask():
+    if not questions.can_ask():
         raise click.UsageError(f"--yes is needed to {deed} where nobody can be asked", click.get_current_context())
-    asking.ask(deed)
+    questions.ask(deed)

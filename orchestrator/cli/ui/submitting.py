@@ -36,7 +36,7 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 def _agree_to_size(values: Mapping[str, Any]) -> None:
     """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
     from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.ui import asking
+    from orc.orchestrator.cli.ui import questions
     from orc.orchestrator.cli.ui.output import size
     from orc.orchestrator.cli.ui.reporting import block
 
@@ -45,7 +45,7 @@ def _agree_to_size(values: Mapping[str, Any]) -> None:
     what += f", more than {size(values['limit'])}"
     where = folders and f"largest folders: {folders}"
     hint = "name in .orcignore what the job does not need, or raise workdir.limit in the job file"
-    if not asking.can_ask():
+    if not questions.can_ask():
         raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
     echo(block({"what": what, "where": where, "do": hint}, "warning"), err=True)
-    asking.ask("take a snapshot of that size")
+    questions.ask("take a snapshot of that size")

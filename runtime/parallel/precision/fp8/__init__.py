@@ -16,9 +16,9 @@ from torch import nn
 
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.fp8_recipes import FP8Recipe, resolve_recipe
-from orc.runtime.parallel.moving import following
 from orc.runtime.parallel.precision.base import Precision
 from orc.runtime.parallel.precision.fp8.base import FP8Backend
+from orc.runtime.parallel.replacements import following
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
