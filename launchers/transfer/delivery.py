@@ -168,8 +168,10 @@ class _Delivery:
         request = {"root": root, "trusted": os.environ.get(VARIABLE, ""), "dry_run": self._dry_run}
         question = {**request, "digests": list(self.bundles)}
         answer, _ = transport.ask_program(PRESENCE, question, python=python, timeout_s=ANSWER_S)
-        # Mostly all is there, which ends a delivery. Without an answer, the receiver reports what is wrong.
-        have, clean = set((answer or {}).get("have", ())), bool((answer or {}).get("clean"))
+        try:
+            have, clean = set((answer or {})["have"]), bool((answer or {})["clean"])
+        except (KeyError, TypeError):
+            have, clean = set(), False  # the receiver reports what is wrong
         report = replace(report, sent=len(json.dumps(question)))
         lacking = tuple(digest for digest in self.bundles if digest not in have)
         if not lacking and (clean or self._dry_run):

@@ -8,6 +8,7 @@ leases keep a second start, at whatever moment, from running anything twice.
 from __future__ import annotations
 
 import json
+import secrets as secret
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.plan import Plan, PlanCommand
 
-UNLINKED = "-"  # in place of a token
 _HELD, _BUSY, _TAKEN, _OTHER = "held", "busy", "taken", "other"
 Link = dict[str, Any]
 
@@ -64,7 +64,8 @@ def prepare(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> s
     That is `None` when the attempt's first node has been there and has ended.
     """
     names = hosts_of(plan)
-    token = new_link_token() if len(names) > 1 and hosts.settings.options.shared is not True else UNLINKED
+    linked = len(names) > 1 and hosts.settings.options.shared is not True
+    token = new_link_token() if linked else secret.token_hex(32)  # agents without a link have no use for it
 
     def write(name: str) -> dict[str, Any]:
         file = file_for(plan, name)

@@ -432,4 +432,4 @@ __all__ = ["BACKENDS", "LAUNCHERS", "Job", "Phase"]
 
 @pytest.fixture(autouse=True)
 def _small_stores(bare_runtime: None) -> None:
-    """What ranks import of the runtime is none of these tests' business, and each brings it to hosts of its own."""
+    """Leave the modules of the runtime out of the stores: no job here uses them, and each brings them to new hosts."""

@@ -288,6 +288,18 @@ def test_hosts_said_to_share_are_not_all_asked(code: Bundle, store: ContentStore
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("answer", [{}, {"have": 5, "clean": True}, {"have": [[]], "clean": True}])
+def test_a_host_that_answers_nonsense_at_first_gets_everything(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
+) -> None:
+    hosts = lab(1)
+    ask = hosts["node1"].ask_program
+    monkeypatch.setattr(hosts["node1"], "ask_program", lambda *args, **more: (answer, ask(*args, **more)[1]))
+    report = good(sync([code], store, targets(hosts)))["node1"]
+    assert report.new == (code.digest,)
+    assert hosts["node1"].store.verify(code.digest) == []
+
+
 class Cut(Exception):
     """Somebody pulled the plug."""
 

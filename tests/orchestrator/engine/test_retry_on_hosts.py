@@ -1,4 +1,4 @@
-"""Who makes the next attempt, and who gets hosts that two ledgers want: on real hosts."""
+"""Next attempts by another laptop, and hosts that two ledgers want: on real hosts."""
 
 from __future__ import annotations
 
