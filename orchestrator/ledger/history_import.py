@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import JOB_ID
+from orc.orchestrator.ledger import schema
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
-from orc.orchestrator.ledger.lifecycle import AttemptState, JobState
+from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, JobState, Kind
+from orc.orchestrator.ledger.records import dump
 from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
+    from sqlalchemy import Column
+
     from orc.orchestrator.ledger.store import Ledger
 
 _BY_NAME = {table.name: table for table in TABLES}
 # What never changes of a job: two that differ here are two jobs.
 _FIXED = ("name", "cluster", "backend", "created_at", "owner", "source", "digests", "spec")
 _STATES = {"jobs": frozenset(map(str, JobState)), "attempts": frozenset(map(str, AttemptState))}
+_JSON = frozenset({"spec", "digests", "handle", "hosts", "progress", "exit", "sent_to", "data"})
+# What decides about other jobs, or about what orc does: an archive does not bring it.
+_IN_FORCE = ("reservations", "quotas")
+_LARGEST = 1 << 62  # of numbers, in either direction
 Row = dict[str, Any]
 
 
@@ -35,10 +43,39 @@ class ImportReport:
 
     added: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_BY_NAME, 0))
     known: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_BY_NAME, 0))
+    left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_IN_FORCE, 0))  # by an archive
+    ended: int = 0  # jobs that were live in the file and are history here
+    disabled: int = 0  # schedules that were enabled in the file
 
 
-def import_history(ledger: Ledger, lines: Iterable[str], where: str = "") -> ImportReport:
+@dataclass(frozen=True)
+class LiveWork:
+    """Work that a file would make this ledger go on with: a live job, or an enabled schedule."""
+
+    what: str  # "job" or "schedule"
+    name: str
+    owner: str
+    state: str  # of a job; of a schedule its cron expression
+    spec: Mapping[str, Any]
+
+
+def live_work(lines: Iterable[str], where: str = "") -> list[LiveWork]:
+    """Return the jobs of a file that have not ended, and its enabled schedules. Raises `InvalidImport`."""
+    work = []
+    for table, row in _checked_lines(lines, where):
+        if table.name == "jobs" and row["state"] not in TERMINAL_JOB:
+            work.append(LiveWork("job", row["id"], row["owner"], row["state"], json.loads(row["spec"])))
+        elif table.name == "schedules" and row["enabled"]:
+            work.append(LiveWork("schedule", row["name"], row["owner"], row["cron"], json.loads(row["spec"])))
+    return work
+
+
+def import_history(ledger: Ledger, lines: Iterable[str], where: str = "", *, take_over: bool = False) -> ImportReport:
     """Write what `export` has written into *ledger*, all of it or nothing; a second time changes nothing.
+
+    It is an archive: jobs that have not ended come in as cancelled, schedules as disabled, and attempts without their
+    handles, so that nothing of the file runs, ends or is asked about here. With *take_over* this ledger goes on with
+    the live jobs and the schedules in place of the other one.
 
     A job that is there already is left as it is. Events get new ids, in their old order. Raises `InvalidImport` for a
     file that is cut, damaged or of a newer orc, for one that knows more of a job than the ledger, and for another job
@@ -46,11 +83,12 @@ def import_history(ledger: Ledger, lines: Iterable[str], where: str = "") -> Imp
     """
     report = ImportReport()
     with ledger.transaction() as tx:
-        importing = _Import(tx.connection, report, where)
+        importing = _Import(tx.connection, report, where, take_over=take_over)
         for table, rows in groupby(_checked_lines(lines, where), key=lambda pair: pair[0]):
             kept = (row for _, row in rows)
             while batch := list(islice(kept, BATCH)):
                 importing.add(table, batch)
+        importing.end_live_jobs(tx.now)
     return report
 
 
@@ -106,8 +144,9 @@ def _checked_row(value: Any, place: str) -> tuple[ExportedTable, Row]:
         raise InvalidImport(f"{table.name} has no column {min(unknown)!r}", where=place, hint="upgrade orc")
     if missing := set(table.columns) - row.keys():
         raise InvalidImport(f"the column {min(missing)!r} is missing", where=place, hint="export again")
-    if any(isinstance(item, (dict, list)) for item in row.values()):
-        raise InvalidImport("a value is neither text nor number", where=place, hint="export again")
+    for column in schema.metadata.tables[table.name].columns:
+        if column.name in row and not _fits(column, row[column.name]):
+            raise InvalidImport(f"not a value of the column {column.name!r}", where=place, hint="export again")
     job = row[table.job] if table.job else None
     # Ids become names of directories.
     if job is not None and not (_is_text(job) and JOB_ID.fullmatch(job)):
@@ -121,19 +160,45 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _fits(column: Column[Any], value: Any) -> bool:
+    """Return True for a value that orc itself could have written into *column*: SQLite would take any."""
+    if value is None:
+        return bool(column.nullable)
+    kind = column.type.python_type
+    if kind is bool:
+        return value in (False, True)
+    if kind is float:
+        return isinstance(value, (int, float)) and -_LARGEST < value < _LARGEST
+    if kind is int:
+        return isinstance(value, int) and -_LARGEST < value < _LARGEST
+    if not _is_text(value) or len(value) > (getattr(column.type, "length", None) or len(value)):
+        return False
+    if column.name not in _JSON:
+        return True
+    try:
+        return isinstance(json.loads(value), (dict, list))
+    except (ValueError, RecursionError):
+        return False
+
+
 class _Import:
     """Import under way, in one transaction."""
 
-    def __init__(self, connection: Connection, report: ImportReport, where: str) -> None:
+    def __init__(self, connection: Connection, report: ImportReport, where: str, *, take_over: bool) -> None:
         self._connection = connection
         self._report = report
         self._where = where
+        self._take_over = take_over
+        self._live: list[str] = []  # jobs that are new here and have not ended in the file
         self._there: set[str] = set()  # jobs of the file that the ledger has had before
         self._new: set[str] = set()
         self._audited: set[tuple[Any, ...]] | None = None
 
     def add(self, table: ExportedTable, rows: list[Row]) -> None:
         """Write those of *rows* that are new."""
+        if table.name in _IN_FORCE and not self._take_over:
+            self._report.left_out[table.name] += len(rows)
+            return
         chosen: Mapping[str, Callable[[list[Row]], list[Row]]] = {
             "jobs": self._new_jobs,
             "groups": self._new_groups,
@@ -158,7 +223,11 @@ class _Import:
     def _of_new_jobs(self, table: ExportedTable, rows: list[Row]) -> list[Row]:
         if lost := next((row for row in rows if not self._holds(row[table.job])), None):
             raise self._refused(f"{table.name} of the job {lost[table.job]}, which is not in the file")
-        return [row for row in rows if row[table.job] in self._new]
+        fresh = [row for row in rows if row[table.job] in self._new]
+        if table.name == "attempts" and not self._take_over:
+            # A handle says where logs are read and what is ended: that of a stranger's file is not followed.
+            fresh = [{**row, "handle": None, "sent_to": None} for row in fresh]
+        return fresh
 
     def _holds(self, job_id: str) -> bool:
         return job_id in self._new or job_id in self._there
@@ -179,6 +248,7 @@ class _Import:
             if row["revision"] == found["revision"] and row["state"] != found["state"]:
                 raise self._refused(f"the job {row['id']} has gone on in both ledgers")
         fresh = [row for row in rows if row["id"] not in there]
+        self._live += [row["id"] for row in fresh if row["state"] not in TERMINAL_JOB]
         # One that was removed by retention comes back from an archive.
         self._connection.executemany("DELETE FROM pruned_jobs WHERE job_id = :id", [{"id": row["id"]} for row in fresh])
         return fresh
@@ -195,7 +265,9 @@ class _Import:
         there = {row["id"] for row in self._stored("schedules", ("id",), "id", [row["id"] for row in rows])}
         fresh = [row for row in rows if row["id"] not in there]
         for row in fresh:
-            row["enabled"] = bool(row["enabled"])
+            enabled = bool(row["enabled"])
+            row["enabled"] = enabled and self._take_over
+            self._report.disabled += enabled and not self._take_over
             same = "SELECT id FROM schedules WHERE owner = :owner AND name = :name"
             if self._connection.tuples(same, {"owner": row["owner"], "name": row["name"]}):
                 raise self._refused(f"there is another schedule {row['name']!r} of {row['owner']!r}")
@@ -216,6 +288,46 @@ class _Import:
         there = {row["job_id"] for row in self._stored("pruned_jobs", ("job_id",), "job_id", ids)}
         there |= {row["id"] for row in self._stored("jobs", ("id",), "id", ids)}
         return [row for row in rows if row["job_id"] not in there]
+
+    def end_live_jobs(self, now: float) -> None:
+        """End the jobs that came in live, unless they are taken over. Nobody is notified: nothing ended but a record.
+
+        Raises `InvalidImport` where the states of a job and of its attempts do not go together.
+        """
+        if self._take_over:
+            return
+        for job_id in self._live:
+            (state,) = self._connection.tuples("SELECT state, attempt FROM jobs WHERE id = :id", {"id": job_id})
+            reason = f"imported as history: it was {state[0]} in the ledger that it came from"
+            events: list[tuple[int | None, Kind]] = [(None, Kind.JOB_CANCELLED)]
+            for number, attempt in self._connection.tuples(
+                "SELECT number, state FROM attempts WHERE job_id = :id", {"id": job_id}
+            ):
+                if attempt in TERMINAL_ATTEMPT:
+                    continue
+                if number != state[1]:
+                    raise self._refused(f"attempt {number} of the job {job_id} is live and not its newest")
+                events = [(number, Kind.CANCELLED), *events]
+                if attempt == AttemptState.SUBMITTING:
+                    events = [(number, Kind.AMBIGUOUS), *events]
+                self._connection.execute(
+                    "UPDATE attempts SET state = :state, reason = :reason, ended_at = :now "
+                    "WHERE job_id = :id AND number = :number",
+                    {"state": AttemptState.CANCELLED, "reason": reason, "now": now, "id": job_id, "number": number},
+                )
+            self._connection.execute(
+                "UPDATE jobs SET state = :state, reason = :reason, ended_at = :now, updated_at = :now, "
+                "next_attempt_at = NULL, revision = revision + 1 WHERE id = :id",
+                {"state": JobState.CANCELLED, "reason": reason, "now": now, "id": job_id},
+            )
+            self._connection.executemany(
+                "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
+                [
+                    {"job": job_id, "attempt": number, "at": now, "kind": str(kind), "data": dump({"reason": reason})}
+                    for number, kind in events
+                ],
+            )
+        self._report.ended = len(self._live)
 
     def _stored(self, table: str, columns: tuple[str, ...], key: str, values: list[Any]) -> list[Row]:
         found: list[Row] = []

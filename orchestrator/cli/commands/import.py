@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from orc.orchestrator.cli.options import json_option
@@ -12,10 +10,17 @@ from orc.orchestrator.cli.ui.output import echo
 
 @click.command("import")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Go on with the file's live jobs and schedules here, after showing what will run. The other ledger must rest.",
+)
+@click.option("-y", "--yes", is_flag=True, help="With --take-over: do not ask.")
 @json_option
-def command(file: str, as_json: bool) -> int:
+def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     """Read FILE (- for standard input), which `orc export` wrote, into this ledger: all of it or nothing.
 
+    It is read as an archive: nothing of it runs. Jobs that had not ended come in as cancelled, schedules as disabled.
     Jobs that are here already stay as they are, so that a second time changes nothing.
     """
     from orc.launchers.errors import LaunchError
@@ -23,20 +28,58 @@ def command(file: str, as_json: bool) -> int:
     from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger.history_import import import_history
 
+    if yes and not take_over:
+        raise click.UsageError("--yes goes with --take-over")
     ledger = open_ledger(reconciler=False).workspace.ledger
+    where = "standard input" if file == "-" else file
     try:
-        if file == "-":
-            report = import_history(ledger, sys.stdin, "standard input")
-        else:
-            with open(file, encoding="utf-8") as opened:  # noqa: PTH123
-                report = import_history(ledger, opened, file)
+        with click.open_file(file, encoding="utf-8") as opened:
+            if take_over:
+                lines = list(opened)  # what is imported is what was shown, whoever writes the file meanwhile
+                _agree(lines, where, yes=yes)
+                report = import_history(ledger, lines, where, take_over=True)
+            else:
+                report = import_history(ledger, opened, where)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not text in UTF-8"
         raise LaunchError(f"cannot read the file: {why}", where=file, hint="`orc export FILE` writes one") from error
     if as_json:
-        output.echo_json({"file": file, "added": report.added, "known": report.known})
-    else:
-        echo(f"added {report.added['jobs']} jobs with {report.added['events']} events")
-        if report.known["jobs"]:
-            echo(f"{report.known['jobs']} jobs were here already")
+        output.echo_json(
+            {
+                "file": file,
+                "added": report.added,
+                "known": report.known,
+                "ended": report.ended,
+                "disabled": report.disabled,
+            }
+        )
+        return 0
+    echo(f"added {report.added['jobs']} jobs with {report.added['events']} events")
+    if report.known["jobs"]:
+        echo(f"{report.known['jobs']} jobs were here already")
+    if report.ended:
+        echo(f"{report.ended} jobs had not ended: they are history here, as cancelled, and nothing of them runs")
+    if report.disabled:
+        echo(f"{report.disabled} schedules came in disabled; `orc schedule resume NAME` starts one")
     return 0
+
+
+def _agree(lines: list[str], where: str, *, yes: bool) -> None:
+    """Print what will run, and ask.
+
+    Raises `InvalidImport`, `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
+    """
+    from orc.orchestrator.cli.ui import questions
+    from orc.orchestrator.ledger.history_import import live_work
+
+    work = live_work(lines, where)
+    for each in work:
+        spec = each.spec.get("job", each.spec) if each.what == "schedule" else each.spec
+        program = next((f"{key} {spec[key]}" for key in ("script", "module", "command") if spec.get(key)), "?")
+        echo(f"{each.what} {each.name}  {each.state}  of {each.owner}  runs {program}", err=True)
+    if not work or yes:
+        return
+    deed = f"go on with these {len(work)} here, with the rights of this account"
+    if not questions.can_ask():
+        raise click.UsageError(f"--yes is needed to {deed} where nobody can be asked", click.get_current_context())
+    questions.ask(deed)

@@ -14,7 +14,7 @@ from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.history_export import export
 from orc.orchestrator.ledger.history_format import TABLES
-from orc.orchestrator.ledger.history_import import InvalidImport, import_history
+from orc.orchestrator.ledger.history_import import InvalidImport, import_history, live_work
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneRule, prune
@@ -83,8 +83,8 @@ def content(exported):
     return rows
 
 
-def read(ledger, exported):
-    return import_history(ledger, io.StringIO(exported), "f.jsonl")
+def read(ledger, exported, *, take_over=True):
+    return import_history(ledger, io.StringIO(exported), "f.jsonl", take_over=take_over)
 
 
 def test_a_ledger_arrives_whole_in_any_other_and_back_and_a_second_time_changes_nothing(
@@ -143,6 +143,48 @@ def test_an_archive_brings_pruned_jobs_back_beside_those_of_the_ledger(source, c
         assert connection.tuples("SELECT job_id FROM pruned_jobs") == [("pruned",)]
 
 
+@pytest.mark.parametrize("state", ["QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING"])
+def test_an_import_is_an_archive_in_which_nothing_is_live(source, ledger, state):
+    steps = {
+        "QUEUED": [Event(Kind.FAILED, 1), Event(Kind.RETRY)],
+        "SUBMITTING": [Event(Kind.SUBMITTING, 1)],
+        "PENDING": [Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1)],
+        "RUNNING": [Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), Event(Kind.RUNNING, 1)],
+    }
+    with source.transaction() as tx:
+        job = tx.record(tx.find("live"), *steps.get(state, []), attempt_set={"handle": {"id": "/somebody/else's"}})
+    assert job.state == state
+    exported = text(source)
+    assert [(work.what, work.name) for work in live_work(exported.splitlines())] == [
+        ("job", "live"),
+        ("schedule", "nightly"),
+    ]
+    report = read(ledger, exported, take_over=False)
+    assert (report.added["jobs"], report.ended, report.disabled) == (3 - 1, 1, 1)
+    imported = ledger.job("live")
+    assert (imported.state, imported.attempt.state.terminal, imported.attempt.handle) == ("CANCELLED", True, None)
+    assert state in imported.reason
+    states = fold(Event(Kind(e.kind), e.attempt, e.data) for e in ledger.events("live"))
+    assert (states.job, states.attempts[1]) == (imported.state, imported.attempt.state)
+    assert not ledger.any_active()
+    assert ledger.reservations("lab") == []
+    with ledger.database.read() as connection:
+        assert [schedule.enabled for schedule in schedules.all_schedules(connection)] == [False]
+        assert quotas.all_quotas(connection) == []
+    assert set(read(ledger, exported, take_over=False).added.values()) == {0}
+
+
+def test_an_attempt_that_is_live_behind_the_newest_one_is_refused(source, tmp_path, clock):
+    target = Ledger(open_database(tmp_path / "target"), clock)
+    with pytest.raises(InvalidImport, match="live and not its newest"):
+        read(
+            target,
+            text(source).replace('"PREPARED","reason":"","attempt":1', '"PREPARED","reason":"","attempt":2'),
+            take_over=False,
+        )
+    target.close()
+
+
 def test_a_file_of_an_older_orc_says_not_where_attempts_were_sent(source, clock, tmp_path):
     older = re.sub(r',"sent_to":(null|"[^"]*")', "", text(source))
     assert '"sent_to"' not in older
@@ -194,7 +236,13 @@ def test_what_is_something_else_here_is_refused_and_nothing_is_changed(source, t
         (lambda t: t.replace(f'"schema":"{HEAD}"', '"schema":"0999"'), "schema '0999' in format 1"),
         (lambda t: t.replace('["quotas",', '["tokens",'), "not a row of a table"),
         (lambda t: t.replace('"amount":', '"amount; DROP TABLE jobs":'), "no column 'amount; DROP TABLE jobs'"),
-        (lambda t: t.replace('"amount":4.0', '"amount":[4]'), "neither text nor number"),
+        (lambda t: t.replace('"amount":4.0', '"amount":[4]'), "not a value of the column 'amount'"),
+        (lambda t: t.replace('"amount":4.0', '"amount":NaN'), "not a value of the column 'amount'"),
+        (lambda t: change(t, "jobs", priority=10**30), "not a value of the column 'priority'"),
+        (lambda t: change(t, "jobs", created_at="today"), "not a value of the column 'created_at'"),
+        (lambda t: change(t, "jobs", owner=None), "not a value of the column 'owner'"),
+        (lambda t: change(t, "jobs", name="n" * 999), "not a value of the column 'name'"),
+        (lambda t: change(t, "jobs", spec="[" * 100_000), "not a value of the column 'spec'"),
         (lambda t: re.sub('"amount":4.0,?|,"amount":4.0', "", t), "'amount' is missing"),
         (lambda t: t.replace('"ended"', '"../ended"'), "not a job id"),
         (lambda t: change(t, "attempts", state="FINE"), "not a state"),

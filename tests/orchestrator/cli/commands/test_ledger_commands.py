@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import time
@@ -54,7 +55,10 @@ def test_a_ledger_is_exported_and_imported(orc, url, tmp_path, monkeypatch, plac
     assert orc("export", "ledger.jsonl", "--force", "--json").json["rows"]["jobs"] == 4
     assert orc("export", "-").out.splitlines()[1:] == file.read_text().splitlines()[1:]
     monkeypatch.setenv("ORC_LEDGER_URL", f"sqlite:///{tmp_path}/other.db")
-    assert orc("import", "ledger.jsonl").out == "added 4 jobs with 7 events\n"
+    assert orc("import", "ledger.jsonl").out == (
+        "added 4 jobs with 7 events\n"
+        "1 jobs had not ended: they are history here, as cancelled, and nothing of them runs\n"
+    )
     again = orc("import", "ledger.jsonl", "--json").json
     assert (again["added"]["jobs"], again["known"]["jobs"]) == (0, 4)
     assert orc("import", "ledger.jsonl").out == "added 0 jobs with 0 events\n4 jobs were here already\n"
@@ -65,6 +69,25 @@ def test_a_ledger_is_exported_and_imported(orc, url, tmp_path, monkeypatch, plac
         assert name in failed.err
     assert orc("export", "no/where.jsonl").code != 0
     assert sorted(path.name for path in place.iterdir()) == ["ledger.jsonl", "x.jsonl"]
+
+
+def test_the_live_jobs_of_a_file_run_only_after_they_were_shown(orc, url, tmp_path, monkeypatch, place):
+    assert orc("export", "ledger.jsonl").code == 0
+    hostile = place / "hostile.jsonl"
+    text = (place / "ledger.jsonl").read_text()
+    spec = json.dumps(json.dumps({"command": "touch x\x1b[2J"}))
+    hostile.write_text(text.replace('"spec":"{}"', f'"spec":{spec}'))
+    monkeypatch.setenv("ORC_LEDGER_URL", f"sqlite:///{tmp_path}/other.db")
+    asked = orc("import", "hostile.jsonl", "--take-over")
+    assert asked.code == 2
+    assert "job live  QUEUED  of " in asked.err
+    assert "runs command touch x\\x1b[2J" in asked.err
+    assert "--yes is needed to go on with these 1 here" in asked.err
+    assert ids(orc) == set()
+    assert orc("import", "hostile.jsonl", "--yes").code == 2
+    assert orc("import", "ledger.jsonl", "--take-over", "--yes").out == "added 4 jobs with 7 events\n"
+    states = {job["id"]: job["state"] for job in orc("list", "--json").json["jobs"]}
+    assert states["live"] == "QUEUED"
 
 
 def test_old_jobs_are_removed_from_the_ledger(orc, url):
