@@ -158,6 +158,7 @@ def runtime_path() -> Path:
     import hashlib
 
     from orc.launchers.paths import state_dir
+    from orc.launchers.strict_modes import make_private
 
     room = Path(__file__).resolve().parents[1]
     runtime, hook = room.parent / "runtime", room / "rank_hooks" / "startup.py"
@@ -169,7 +170,7 @@ def runtime_path() -> Path:
             (directory / "sitecustomize.py", hook),
         ):
             if not link.is_symlink():
-                link.parent.mkdir(parents=True, exist_ok=True)
+                make_private(link.parent)
                 temporary = link.with_name(f"{link.name}.{os.getpid()}")
                 temporary.symlink_to(target)
                 temporary.rename(link)

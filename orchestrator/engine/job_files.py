@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.ids import JOB_ID
+from orc.launchers.strict_modes import make_private
 from orc.orchestrator.ledger.records import NewJob
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
     path = _file(state_dir, job.id)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
             json.dump({"created_at": created_at, "job": asdict(job)}, file)

@@ -8,6 +8,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from orc.launchers.strict_modes import make_private
 from orc.orchestrator.ledger.database import Database, SqliteDatabase, explained
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.reserve import unwritable
@@ -73,7 +74,7 @@ def _file_of(url: str) -> Path | None:
 
 def _make_private_dir(state_dir: Path) -> None:
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(state_dir)
     except OSError as error:
         raise LedgerError(
             f"cannot make the state directory: {error.strerror or error}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.strict_modes import make_private
 
 if TYPE_CHECKING:
     from paramiko import PKey
@@ -107,7 +108,7 @@ def _remember(route: Route, key: PKey) -> None:
         return
     path = Path(file)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "rb+") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)

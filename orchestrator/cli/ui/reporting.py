@@ -143,7 +143,7 @@ def _write_crash(text: str, arguments: Sequence[str]) -> Path | None:
         from orc.launchers.paths import state_dir
 
         folder = state_dir() / "crashes"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
         path.touch(mode=0o600)
         # Arguments may hold `--set env.TOKEN=...`: only the command's name is kept.

@@ -17,6 +17,7 @@ from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.local.storage import LocalStorage
 from orc.launchers.backends.sagemaker.service import NameTaken
 from orc.launchers.errors import BackendError
+from orc.launchers.strict_modes import make_private
 
 Mode = Literal["contract", "docker"]
 ACCOUNT = "000000000000"
@@ -92,7 +93,7 @@ class LocalService:
         """Start a process that runs the job. Raises `NameTaken`, and `BackendError` for what cannot run here."""
         self._check(request)
         name = str(request["TrainingJobName"])
-        self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.jobs)
         making = self.jobs / f".{name}.{os.getpid()}"
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(mode=0o700)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from orc.launchers.errors import BackendError
 from orc.launchers.remote.files import read_range, write_file
+from orc.launchers.strict_modes import make_private
 from orc.runtime.core.names import safe_relative_name
 
 
@@ -32,7 +33,7 @@ class LocalStorage:
     def write(self, uri: str, data: bytes | Path) -> None:
         """Store an object, in one step."""
         path = self.path(uri)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         write_file(str(path), data.read_bytes() if isinstance(data, Path) else data, 0o600)
 
     def read(self, uri: str, offset: int = 0) -> bytes | None:
