@@ -106,6 +106,8 @@ def write_config(values: Mapping[str, Any], path: Path, *, overwrite: bool = Fal
         finally:
             Path(temporary).unlink(missing_ok=True)
     except FileExistsError:
-        raise SpecError("is there already, and stays as it is", where=str(path), hint="--force replaces it") from None
+        raise SpecError(
+            "the file is there already, and stays as it is", where=str(path), hint="--force replaces it"
+        ) from None
     except OSError as error:
-        raise SpecError(f"cannot be written: {error.strerror}", where=str(path)) from None
+        raise SpecError(f"the file cannot be written: {error.strerror}", where=str(path)) from None

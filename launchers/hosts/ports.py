@@ -89,7 +89,7 @@ def _answer(conversation: Process, name: str) -> dict[str, Any]:
         piece = conversation.read(1 << 16)
         if not piece:
             lines = conversation.wait().stderr.strip().splitlines()
-            raise BackendError(f"cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
+            raise BackendError(f"the host cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
         received += piece
     return dict(json.loads(received))
 

@@ -19,6 +19,7 @@ _SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "
 # What git runs, or fetches, because a repository's own configuration says so: a workdir may be another person's work.
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _GIT_RESTRAINT = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+_GIT_S = 120.0  # a million files take a few seconds
 # A git hook or a wrapper may have pointed git at another repository than the one around the working directory.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -176,7 +177,14 @@ class _Lister:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 check=False,
+                timeout=_GIT_S,
             )
+        except subprocess.TimeoutExpired:
+            raise BundleError(
+                f"git has not listed the working tree within {_GIT_S:.0f} s",
+                where=decode(directory),
+                hint="is a file that git reads (`git config core.excludesFile`) a pipe, or on a disk that hangs?",
+            ) from None
         except FileNotFoundError:
             return None  # git is not installed
         except OSError as error:

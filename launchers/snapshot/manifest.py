@@ -138,7 +138,7 @@ def _check(entries: tuple[Entry, ...]) -> None:
         while "/" in parent:
             parent = parent.rpartition("/")[0]
             if parent in seen:
-                raise BundleError(f"lies below {parent!r}, which is not a directory", where=path)
+                raise BundleError(f"the file lies below {parent!r}, which is not a directory", where=path)
     links = {entry.path: entry.target for entry in entries if entry.target is not None}
     for path, target in links.items():
         if follow(path, links) is None:

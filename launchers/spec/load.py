@@ -89,7 +89,9 @@ def examine(
     document, source_path = read_job_file(path, overrides, cluster)
     if "jobs" in document.data:
         raise SpecError(
-            "is a pipeline of several jobs", where=str(source_path), hint="`orc submit` and `orc render` take those"
+            "this is a pipeline of several jobs",
+            where=str(source_path),
+            hint="`orc submit` and `orc render` take those",
         )
     return examine_document(document, source_path, env)
 
@@ -102,7 +104,7 @@ def read_job_file(
     text = source.read_file(source_path, "job file")
     if source_path.suffix == ".py":
         raise SpecError(
-            "is a Python script, not a job file",
+            "this is a Python script, not a job file",
             where=str(source_path),
             hint="`orc launch` runs it on this machine; a job file names it: `script:`",
         )
@@ -147,7 +149,7 @@ def _refuse_accelerate(document: Document, path: Path) -> None:
         import shlex
 
         raise SpecError(
-            "is a configuration file of Accelerate, not a job file",
+            "this is a configuration file of Accelerate, not a job file",
             where=document.origin((found[0],), key=True).where,
             hint=f"`orc config convert {shlex.quote(str(path))} --out DIR` makes a job file of it",
         )

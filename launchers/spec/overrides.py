@@ -20,7 +20,7 @@ def apply(document: Document, override: str, reading: Callable[[KeyPath], Readin
     try:
         override.encode()
     except UnicodeEncodeError:
-        raise SpecError("is not valid UTF-8", where=repr(where)) from None
+        raise SpecError("the override is not valid UTF-8", where=repr(where)) from None
     try:
         value = parse_value(text, where, path, reading)
     except SpecError as error:

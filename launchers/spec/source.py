@@ -154,26 +154,26 @@ def read_file(path: Path, what: str) -> str:
     except FileNotFoundError:
         raise SpecError(f"there is no such {what}", where=where) from None
     except IsADirectoryError:
-        raise SpecError(f"is a directory, not a {what}", where=where) from None
+        raise SpecError(f"this is a directory, not a {what}", where=where) from None
     except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", where=where) from None
+        raise SpecError(f"the {what} cannot be read: {error.strerror}", where=where) from None
     if len(raw) > MAX_BYTES:
-        raise SpecError(f"is larger than {MAX_BYTES >> 20} MiB; that is no {what}", where=where)
+        raise SpecError(f"the file is larger than {MAX_BYTES >> 20} MiB; that is no {what}", where=where)
     if b"\0" in raw:
-        raise SpecError(f"is a binary file, not a {what}", where=where)
+        raise SpecError(f"this is a binary file, not a {what}", where=where)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode("utf-8-sig")
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise SpecError("is not UTF-8 text", where=f"{where}:{line}:{column}") from None
+        raise SpecError("the file is not UTF-8 text", where=f"{where}:{line}:{column}") from None
 
 
 def parse(text: str, where: str, reading: Callable[[KeyPath], Reading] = typed) -> Document:
     """Return the document in *text*, a mapping. Raises `SpecError` with ``where:line:column``."""
     node = compose(text, where)
     if node is None:
-        raise SpecError("is empty", where=where, hint="a mapping of keys and values is expected")
+        raise SpecError("the file is empty", where=where, hint="a mapping of keys and values is expected")
     builder = _Builder(lambda mark: Origin(_place(where, mark), (mark.line, mark.column)), reading)
     if not isinstance(node, yaml.MappingNode):
         raise SpecError(

@@ -26,7 +26,9 @@ def listing(path: str) -> Bundle:
     except FileNotFoundError:
         raise BundleError("the job has not left it", where=path) from None
     except OSError as error:
-        raise BundleError(f"cannot be read: {error.strerror or error}", where=error.filename or path) from None
+        raise BundleError(
+            f"the output cannot be read: {error.strerror or error}", where=error.filename or path
+        ) from None
     if not entries:
         raise BundleError("the job has left an empty directory", where=path)
     return Bundle.of(entries)
@@ -43,7 +45,7 @@ def _entries(path: bytes, name: str) -> Iterator[Entry]:
         digest, seen = hash_file(path)
         yield Entry(name, EXECUTABLE if seen.st_mode & stat.S_IXUSR else FILE, digest, seen.st_size)
     else:
-        raise BundleError("is neither a file nor a directory", where=os.fsdecode(path))
+        raise BundleError("the output is neither a file nor a directory", where=os.fsdecode(path))
 
 
 def main() -> None:

@@ -51,7 +51,9 @@ def post(target: Target, body: bytes, headers: Mapping[str, str]) -> None:
             ) as answer:
                 _judge(answer.status_code, answer.headers.get("retry-after", ""))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
-            why = f"no answer within {TOTAL_S:.0f} s" if over.is_set() else f"{type(error).__name__}: {error}"
+            # What a library says may name machines of the network of the service, which owners of jobs need not know.
+            told = type(error).__name__ if target.limited else f"{type(error).__name__}: {error}"
+            why = f"no answer within {TOTAL_S:.0f} s" if over.is_set() else told
             raise Undelivered(target.masked(why)) from None
         finally:
             watch.cancel()
@@ -81,17 +83,24 @@ def _pinned(target: Target) -> tuple[str, dict[str, str], str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise Undelivered(f"{host} cannot be looked up: {error}") from None
+        raise Undelivered(f"{host} cannot be looked up ({type(error).__name__})") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not is_public(address):
             raise Undeliverable(
-                f"{host} is at {address}, which is no public address",
+                f"{host} is at no public address",
                 where=target.shown,
                 hint="`allow.hosts` in the service's notifications.yaml lists hosts that may be private",
             )
     literal = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
     return parts._replace(netloc=f"{literal}:{port}").geturl(), {"host": parts.netloc.rpartition("@")[2]}, host
+
+
+# Networks that `ipaddress` takes for global, of every Python that orc runs under: addresses of one site, of translators
+# that lead into one (RFC 8215), and the services that clouds answer their own machines with.
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "64:ff9b:1::/48", "168.63.129.16/32", "192.88.99.0/24")))
+# Where the last four bytes are an IPv4 address: NAT64 (RFC 6052), and IPv4-compatible addresses (RFC 4291, 2.5.5.1).
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "::/96")))
 
 
 def is_public(address: str) -> bool:
@@ -100,9 +109,11 @@ def is_public(address: str) -> bool:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
+    if any(ip in network for network in _NOT_PUBLIC):
+        return False
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
+        if inner is None and any(ip in network for network in _TRANSLATED):
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))

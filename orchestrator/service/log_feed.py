@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError
+from orc.launchers.remote.files import read_range
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.ledger_clients import LedgerClients
 
@@ -55,9 +56,7 @@ def read_at(client: Client, key: LogKey, offset: int, limit: int) -> bytes:
         return b""  # it is waited for
     if path := client.log_file(key.job_id, key.selector, key.attempt):
         try:
-            with open(path, "rb") as log:  # noqa: PTH123
-                log.seek(offset)
-                return log.read(limit)
+            return read_range(str(path), offset, limit)
         except FileNotFoundError:
             return b""
     chunk = next(iter(client.read_log(key.job_id, key.selector, key.attempt, offset)), None)

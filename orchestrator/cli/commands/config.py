@@ -79,7 +79,7 @@ def command(ctx: click.Context, config_file: Path | None, plain: bool, force: bo
     if path.exists() and not force:
         if isinstance(ask, PlainPrompts):
             hint = "--force replaces it, --config-file FILE writes another, `orc config update` keeps its values"
-            raise SpecError("is there already, and stays as it is", where=str(path), hint=hint)
+            raise SpecError("the file is there already, and stays as it is", where=str(path), hint=hint)
         force = ask.confirm(f"{path} is there already. Replace it?")
         if not force:
             raise click.Abort

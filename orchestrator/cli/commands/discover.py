@@ -125,6 +125,6 @@ def append(name: str, text: str, file: Path) -> None:
             raise LaunchError("the entry does not fit at the end of the file", where=str(file), hint="Add it by hand.")
         trial.replace(target)
     except OSError as error:
-        raise LaunchError(f"cannot be written: {error.strerror}", where=str(file)) from None
+        raise LaunchError(f"the file cannot be written: {error.strerror}", where=str(file)) from None
     finally:
         trial.unlink(missing_ok=True)

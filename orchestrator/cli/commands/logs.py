@@ -11,7 +11,9 @@ from orc.orchestrator.cli.options import json_option, newest_job_argument
 
 if TYPE_CHECKING:
     import re
+    from collections.abc import Sequence
 
+    from orc.launchers.attempts.logs import LogSelector
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.views import JobView
 
@@ -71,9 +73,10 @@ def command(
         raise LaunchError(f"there is no attempt {attempt}", where=job_id, hint=f"attempts so far: {len(view.attempts)}")
     number = attempt or len(view.attempts)
     selection = Selection(ranks, nodes, launcher=launcher)
-    selectors = selection.of(client.log_selectors(job_id, attempt=number), final=True) if number else []
+    existing = client.log_selectors(job_id, attempt=number) if number else []
+    selectors = selection.of(existing, final=True)
     if not selectors and not following:
-        raise _no_logs(view, number, bool(ranks or nodes or launcher))
+        raise _no_logs(view, number, existing)
     single = selection.single(view.spec) if following else len(selectors) == 1
     coloured = output.coloured() if colours is None else colours
     sink: Sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw, colours=coloured)
@@ -88,8 +91,10 @@ def command(
                 view = follow(client, job_id, cursor, selection, shown, first_attempt=number, only=attempt is not None)
         if following:
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
-            if not any(selection.of(client.log_selectors(job_id, attempt=n), final=True) for n in followed):
-                raise _no_logs(view, attempt or len(view.attempts), bool(ranks or nodes or launcher))
+            there = {n: client.log_selectors(job_id, attempt=n) for n in followed}
+            if not any(selection.of(existing, final=True) for existing in there.values()):
+                last = attempt or len(view.attempts)
+                raise _no_logs(view, last, there.get(last, ()))
         elif tail is None and len(selectors) > 1 and have_times(client, job_id, number, selectors):
             copy_merged(client, job_id, number, selectors, sink, start=since_offset)
         elif tail is None:
@@ -110,13 +115,22 @@ def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
         ) from None
 
 
-def _no_logs(view: JobView, number: int, chosen: bool) -> LaunchError:
-    """Return the error for logs that do not exist."""
+def _no_logs(view: JobView, number: int, existing: Sequence[LogSelector]) -> LaunchError:
+    """Return the error for logs that do not exist, beside those of the attempt that do."""
     from orc.launchers.errors import LaunchError
+    from orc.orchestrator.insight.sessions import ranges
 
     if not number and view.ended:
         what, hint = "it ended before it ran: there are no logs", f"`orc status {view.id}` says why"
+    elif existing:
+        names = {
+            "ranks": ranges([log.rank for log in existing if log.rank is not None]),
+            "nodes": ranges([log.node for log in existing if log.node is not None]),
+        }
+        there = [f"of the {plural} {numbers}" for plural, numbers in names.items() if numbers]
+        there += ["of the launcher"] if any(log.launcher for log in existing) else []
+        what, hint = "there is no such log", f"there are logs {', '.join(there)}"
     else:
-        what = "there is no such log" if chosen else "there are no logs yet"
+        what = "there are no logs yet"
         hint = f"`orc status {view.id}` shows whether it runs; `orc logs -f {view.id}` waits for output"
     return LaunchError(what, where=f"{view.id} attempt {number}" if number else view.id, hint=hint)

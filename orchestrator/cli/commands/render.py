@@ -86,7 +86,9 @@ def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
     from orc.launchers.errors import LaunchError
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LaunchError("is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR")
+        raise LaunchError(
+            "something is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR"
+        )
     contents = {Path("plan.json"): (json.dumps(document, indent=2, ensure_ascii=False) + "\n", 0o644)}
     steps = [f"cd {shlex.quote(c.cwd)} && {c}" if c.cwd else str(c) for c in plan.commands]
     contents[Path("commands.sh")] = ("\n".join(["#!/bin/sh", "set -e", *steps, ""]), 0o755)

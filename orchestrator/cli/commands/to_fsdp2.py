@@ -112,7 +112,7 @@ def command(
         converted, notes = convert(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise LaunchError(f"cannot be read: {reason}", where=str(source)) from None
+        raise LaunchError(f"the file cannot be read: {reason}", where=str(source)) from None
     except NotConvertibleError as error:
         raise LaunchError(str(error), where=str(source), hint="docs/how-to/fsdp.md has the table") from None
     target = output_file or (source if overwrite else None)
@@ -122,7 +122,7 @@ def command(
         try:
             target.write_text(converted, encoding="utf-8")
         except OSError as error:
-            raise LaunchError(f"cannot be written: {error.strerror}", where=str(target)) from None
+            raise LaunchError(f"the file cannot be written: {error.strerror}", where=str(target)) from None
     if as_json:
         echo_json({"converted": None if target else converted, "file": str(target) if target else None, "notes": notes})
         return

@@ -190,7 +190,7 @@ def _read(file: Path) -> str:
         return file.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise SpecError(f"cannot be read: {why}", where=str(file)) from None
+        raise SpecError(f"the file cannot be read: {why}", where=str(file)) from None
 
 
 def _pairs(texts: Iterable[str]) -> dict[str, str]:

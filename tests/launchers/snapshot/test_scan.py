@@ -73,6 +73,16 @@ def test_git_runs_nothing_that_a_repository_asks_for(repository: Path, tmp_path:
     assert not ran.exists()
 
 
+def test_git_that_waits_for_a_pipe_is_given_up(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(repository, "train.py")
+    os.mkfifo(repository.parent / "ignored")
+    git(repository, "config", "core.excludesFile", str(repository.parent / "ignored"))
+    monkeypatch.setattr("orc.launchers.snapshot.listing._GIT_S", 0.3)
+    with pytest.raises(BundleError, match="git has not listed the working tree within") as caught:
+        scan(repository)
+    assert "core.excludesFile" in caught.value.hint
+
+
 _KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
 
 

@@ -306,8 +306,8 @@ def test_says_what_is_wrong_with_the_program(case: str, job_files, complaint: Ca
 
 # (the bytes of the file, the whole complaint)
 NO_YAML = {
-    "empty": (b"", "job.yaml: is empty\n  a mapping of keys and values is expected"),
-    "comments only": (b"# nothing\n", "job.yaml: is empty\n  a mapping of keys and values is expected"),
+    "empty": (b"", "job.yaml: the file is empty\n  a mapping of keys and values is expected"),
+    "comments only": (b"# nothing\n", "job.yaml: the file is empty\n  a mapping of keys and values is expected"),
     "a list": (b"\n- a\n", "job.yaml:2:1: expected a mapping of keys and values at the top of the file"),
     "a text": (b"hello", "job.yaml:1:1: expected a mapping of keys and values at the top of the file"),
     "open bracket": (
@@ -360,10 +360,10 @@ NO_YAML = {
     "own tag": (b"name: !env HOME\n", "job.yaml:1:7: the tag !env is not supported"),
     "wrong tag": (b"grace: !!int soon\n", "job.yaml:1:8: 'soon' is not a value of type int"),
     "endless number": (b"grace: " + b"9" * 5000, "job.yaml:1:8: '" + "9" * 40 + "' is not a value of type int"),
-    "binary": (b"\x7fELF\x00\x01", "job.yaml: is a binary file, not a job file"),
-    "latin-1": ("name: x\nenv: {A: Köln}\n".encode("latin-1"), "job.yaml:2:11: is not UTF-8 text"),
+    "binary": (b"\x7fELF\x00\x01", "job.yaml: this is a binary file, not a job file"),
+    "latin-1": ("name: x\nenv: {A: Köln}\n".encode("latin-1"), "job.yaml:2:11: the file is not UTF-8 text"),
     "control character": (b"name: x\nscript: a\x01b\n", "job.yaml:2:10: contains a control character"),
-    "too large": (b"#" * (MAX_BYTES + 1), "job.yaml: is larger than 1 MiB; that is no job file"),
+    "too large": (b"#" * (MAX_BYTES + 1), "job.yaml: the file is larger than 1 MiB; that is no job file"),
     "too deep": (b"args: " + b"[" * 200_000, "job.yaml:1:70: nests deeper than 64 levels"),
 }
 
@@ -431,7 +431,7 @@ def test_directory_is_no_job_file(tmp_path: Path) -> None:
 
 def test_a_script_is_no_job_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
-    with pytest.raises(SpecError, match=r"train\.py: is a Python script, not a job file\n  `orc launch` runs it"):
+    with pytest.raises(SpecError, match=r"train\.py: this is a Python script, not a job file\n  `orc launch` runs it"):
         load_job(tmp_path / "train.py")
 
 
@@ -494,4 +494,4 @@ def test_workdir_that_cannot_be_entered_is_named(private_parts: Path) -> None:
 def test_unreadable_job_file_is_named(private_parts: Path) -> None:
     with pytest.raises(SpecError) as caught:
         load_job(private_parts / "closed.yaml")
-    assert str(caught.value) == f"{private_parts}/closed.yaml: cannot be read: Permission denied"
+    assert str(caught.value) == f"{private_parts}/closed.yaml: the job file cannot be read: Permission denied"

@@ -86,7 +86,7 @@ def test_short_forms_in_the_file_become_long_when_a_part_is_set(job_files: Any) 
         ("retry.on=[crash, cash]", "--set retry.on=[crash, cash]: retry.on[1]: expected"),
         ("env.A=[", "--set env.A=[: not valid YAML: while parsing a flow node, did not find"),
         ("env.A=" + "x" * 200 + "\0", "--set env.A=" + "x" * 71 + "...: contains a control character"),
-        ("env.A=\udcff", r"'--set env.A=\udcff': is not valid UTF-8"),
+        ("env.A=\udcff", r"'--set env.A=\udcff': the override is not valid UTF-8"),
         ("tags={a: 1, a: 2}", "--set tags={a: 1, a: 2}: duplicate key 'a'"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -205,3 +207,33 @@ def test_json_errors_list_the_problems_with_their_places(orc: Run, job_file: Cal
     assert "known clusters: local" in second["hint"]
     (alone,) = orc("status", "nobody", "--json").error["problems"]
     assert (alone["file"], alone["line"], alone["column"]) == (None, None, None)
+
+
+_VERB = re.compile(r"(is|has|was|does|needs|must|cannot|are|takes|wants|may|lies|belongs|names|should)\b")
+
+
+def _first_words(call: ast.Call) -> str:
+    text = call.args[0] if call.args else None
+    if isinstance(text, ast.JoinedStr):
+        text = text.values[0]
+    return text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+
+
+def test_no_error_begins_with_a_verb_without_its_subject() -> None:
+    """On a terminal the place stands in a line of its own: `error: is empty` says nothing."""
+    rooms = Path(__file__).parents[3]
+    raised = [
+        (path, node)
+        for room in ("launchers", "orchestrator")
+        for path in (rooms / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id.endswith("Error")
+        # `ValueError` of a key is told with the key's name in front
+        and node.func.id not in ("ValueError", "TypeError", "PydanticCustomError")
+    ]
+    assert len(raised) > 300
+    bare = [(path.name, node.lineno, _first_words(node)) for path, node in raised if _VERB.match(_first_words(node))]
+    assert [found for found in bare if not found[2].startswith("cannot ")] == []
+    assert [found for found in bare if found[2].startswith("cannot be ")] == []

@@ -245,6 +245,13 @@ def test_a_target_that_does_not_answer_keeps_no_pass_waiting(client, clock, fail
         ("https://100.64.0.1/", "no public address"),
         ("https://0.0.0.0/", "no public address"),
         ("https://2130706433/", "no public address"),
+        ("https://[64:ff9b::a00:1]/", "no public address"),
+        ("https://[64:ff9b:1::a00:1]/", "no public address"),
+        ("https://[::10.0.0.1]/", "no public address"),
+        ("https://[fec0::1]/", "no public address"),
+        ("https://[fd00:ec2::254]/", "no public address"),
+        ("https://168.63.129.16/", "no public address"),
+        ("https://100.100.100.200/", "no public address"),
         ("slack:${secret:HOME}", "looks up no secrets"),
     ],
 )
@@ -252,6 +259,7 @@ def test_a_service_tells_no_address_that_a_job_may_not_name(client, failed, deli
     failed(to)
     (dead,) = deliver(policy=Policy(service=True)).dead
     assert why in dead
+    assert "is at 127.0.0.1" not in dead
 
 
 def test_a_service_tells_private_hosts_that_its_administrator_lists(client, failed, web, settings, deliver):

@@ -170,7 +170,9 @@ def test_logs_of_all_ranks_are_told_apart_and_of_one_are_raw(orc: Run, job_file:
 
 def test_logs_that_are_not_there_are_an_error(orc: Run, job_file: JobFile) -> None:
     orc("submit", job_file(TWO), "--follow")
-    assert orc("logs", "@last", "--rank", "7").code == 2
+    missing = orc("logs", "@last", "--rank", "7")
+    assert missing.code == 2
+    assert "there are logs of the ranks 0-1, of the nodes 0" in missing.err
     followed = orc("logs", "@last", "-f", "--rank", "7")
     assert (followed.code, followed.out) == (2, "")
     assert "there is no such log" in followed.err
