@@ -236,7 +236,7 @@ class Accelerator(AcceleratorAttributes):
         """Forget everything prepared and reset `step`; returns as many `None` as there are *objects* to overwrite."""
         self._prepared.clear()
         self._accumulation.step = 0
-        self._engine.normalizer.reset()
+        self._engine.forget()
         self._gradient.active.clear()
         self._gradient.current, self._gradient.sync_gradients = None, True
         gc.collect()
@@ -284,10 +284,7 @@ class Accelerator(AcceleratorAttributes):
         fused = [one.optimizer for one in self._prepared.optimizers if hasattr(one.optimizer, "fused_backward")]
         if not fused:
             raise ValueError("lomo_backward: no prepared optimizer updates during backward; use backward() and step()")
-        if self._gradient.num_steps != 1:
-            loss = loss / self._gradient.num_steps
-        for optimizer in fused:
-            optimizer.fused_backward(loss, learning_rate)
+        self._engine.fused_backward(loss, fused, learning_rate)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A block around one batch's forward, backward and step that makes gradient accumulation happen.

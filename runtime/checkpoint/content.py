@@ -144,8 +144,8 @@ def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
         named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
     for index, loader in enumerate(prepared.dataloaders):
         named.append((layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader.state_dict(), False))
-    if prepared.scaler is not None:
-        named.append((layout.SCALER_NAME, prepared.scaler.state_dict(), False))
+    if (scaler := prepared.current_scaler()) is not None:
+        named.append((layout.SCALER_NAME, scaler.state_dict(), False))
     for index, registered in enumerate(prepared.custom):
         named.append((layout.custom_file(index), registered.state_dict(), True))
     return named

@@ -219,8 +219,8 @@ def _names(prepared: Prepared, files: Collection[str] = ()) -> dict[str, Any]:
     for index, scheduler in enumerate(prepared.schedulers):
         named[layout.numbered(layout.SCHEDULER_NAME, index, "bin")] = scheduler
     named |= _loaders(prepared)
-    if prepared.scaler is not None:
-        named[layout.SCALER_NAME] = prepared.scaler
+    if (scaler := prepared.current_scaler()) is not None:
+        named[layout.SCALER_NAME] = scaler
     for index, registered in enumerate(prepared.custom):
         named[layout.custom_file(index)] = registered
     return named

@@ -16,11 +16,15 @@ Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of training: optimizer steps, and the position of the loader that training reads."""
+    """Progress of training: optimizer steps, and the position of the loader that training reads.
+
+    ``norms`` are the usual gradient norms by which updates are vetoed (`SpikeGuard.norms`).
+    """
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
+    norms: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class RunCheckpoints:
 
     Attributes:
         base_step: optimizer steps of earlier processes; the run's step is this plus the steps taken here.
-        saved_step: the step of the last save or load.
+        saved_step: the step of the last load, or of the last save that `resume` would find.
         state: name of the strategy that saves sharded models; `None` is what the FSDP plug-in says, else shards.
     """
 
@@ -132,10 +132,12 @@ class RunCheckpoints:
     def progress(self) -> Progress:
         """Step, and the place of the loader that training reads."""
         loader = training_loader(self.prepared.dataloaders)
+        guard = self.prepared.guard
+        norms = () if guard is None else guard.norms(self.prepared.optimizers)
         if loader is None:
-            return Progress(self.step)
+            return Progress(self.step, norms=norms)
         state = loader.state_dict()
-        return Progress(self.step, state["epoch"], state["offset"])
+        return Progress(self.step, state["epoch"], state["offset"], norms)
 
     def save(
         self,
@@ -186,7 +188,8 @@ class RunCheckpoints:
         first = "meeting" not in self.__dict__
         try:
             destination = self._save(request, retain, block, self.meeting, self._survey)
-            self.saved_step = self.step
+            if numbered:
+                self.saved_step = self.step
         except RanksElsewhere as elsewhere:
             destination = self._save_alone(request, retain, block, elsewhere)
             if first:  # peers may meet for something else first
@@ -377,6 +380,8 @@ class RunCheckpoints:
         except CheckpointError as error:  # its files are whole
             raise CheckpointMisfit(str(error)) from error
         manifest = checked.manifest
+        if self.prepared.guard is not None:
+            self.prepared.guard.load_norms(self.prepared.optimizers, manifest.norms)
         self.base_step = manifest.step - self.prepared.steps()
         self.saved_step = manifest.step
         number = number_of(path)

@@ -203,6 +203,7 @@ def write(
         opened.created_at,
         files,
         random_states=(context.rank,) if request.alone else None,
+        norms=progress.norms,
     )
     if destination.leads:
         error = error or attempt(lambda: destination.seal(manifest))[1]

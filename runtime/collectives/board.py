@@ -10,11 +10,16 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from orc.runtime.core.errors import OrcRuntimeError
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
 
 ANSWER_S = 60.0  # how long rank 0's interpreter may be busy with something else
 _ATTENTIVE = 128  # ranks that may look as often as they like
@@ -23,6 +28,25 @@ _ATTENTIVE = 128  # ranks that may look as often as they like
 def pace(world_size: int) -> float:
     """Return how many times longer the ranks of a large run wait between looks, so that rank 0 keeps up."""
     return max(1.0, world_size / _ATTENTIVE)
+
+
+_series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by process group, which has one board
+
+
+def series(context: RunContext) -> Counter[str]:
+    """Return how many users of each name the board of *context* has had.
+
+    Another run on the same board, as after `free_memory` or `testing.reset`, must not find what the one before has left
+    there: the names of its keys carry the next number, which is the same on all ranks.
+    """
+    return _series.setdefault(getattr(context, "group", None) or context, Counter())
+
+
+def next_name(context: RunContext, name: str) -> str:
+    """Return ``name/number`` with the next number of *name* on the board of *context*."""
+    numbers = series(context)
+    numbers[name] += 1
+    return f"{name}/{numbers[name]}"
 
 
 class BoardError(OrcRuntimeError):

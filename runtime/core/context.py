@@ -151,7 +151,9 @@ class Prepared:
     schedulers: list[Any] = field(default_factory=list)  # AcceleratedScheduler
     dataloaders: list[Any] = field(default_factory=list)  # PreparedLoader
     custom: list[Any] = field(default_factory=list)  # registered by the user: state_dict and load_state_dict
-    scaler: Any = None  # torch.amp.GradScaler with fp16
+    scaler: Any = None  # torch.amp.GradScaler with fp16; its scale is read by `current_scaler`
+    engine: Any = None  # the Engine that trains them
+    guard: Any = None  # the SpikeGuard that may veto their updates
     sharded: bool = False  # a model has parameters that are cut over the processes (DTensors)
 
     def steps(self) -> int:
@@ -161,6 +163,14 @@ class Prepared:
             if optimizer.steps > steps:
                 steps = optimizer.steps
         return steps
+
+    def attempts(self) -> int:
+        """Return the optimizer steps taken or skipped so far."""
+        return max((optimizer.steps + optimizer.skips for optimizer in self.optimizers), default=0)
+
+    def current_scaler(self) -> Any:
+        """Return the gradient scaler with the scale that the next backward will use; `None` where nothing is scaled."""
+        return self.scaler if self.engine is None else self.engine.scaler
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """Every parameter of the optimizers once; without optimizers those of the models."""

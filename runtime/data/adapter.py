@@ -35,7 +35,7 @@ class DataLoaderAdapter:
         own_share: the data is one rank's share already, made for as many as there are.
         simulated: this is a share for a rank that is not this process's; nothing is aligned with peers.
         events: are told when the loop asks for the next batch; the Accelerator puts its own here.
-        steps: counts optimizer steps; the Accelerator puts its own here.
+        attempts: counts optimizer steps, skipped ones too; the Accelerator puts its own here.
         part: makes of a batch what this rank computes of it; `None` where that is all of it.
         meter: measures how long the loop waits for batches; the Accelerator puts its own here.
     """
@@ -44,7 +44,7 @@ class DataLoaderAdapter:
     end_of_dataloader: bool
     remainder: int
     events: Events
-    steps: Callable[[], int] | None
+    attempts: Callable[[], int] | None
     meter: Meter | None
     part: Callable[[Any], Any] | None
 
@@ -80,14 +80,14 @@ class DataLoaderAdapter:
         self.end_of_dataloader = False
         self.remainder = -1
         self.events = Events()
-        self.steps = None
+        self.attempts = None
         self.meter = None
         self.part = None
         self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what belongs to this process: workers, channels, and those who listen.
-        left = ("gradient", "events", "steps", "meter", "seek", "_iterator")
+        left = ("gradient", "events", "attempts", "meter", "seek", "_iterator")
         return {name: None if name in left else value for name, value in self.__dict__.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,12 +151,12 @@ class DataLoaderAdapter:
         """Begin a pass: a new one, or the rest of a restored one. `skip_batches` counts from the start of the epoch."""
         cursor = self.cursor
         pending, cursor.pending = cursor.pending, None
-        steps = self.steps() if self.steps is not None else 0
+        attempts = self.attempts() if self.attempts is not None else 0
         if pending is None:
-            current = Pass(cursor.epoch, self.skip_batches, None, False, steps, steps)
+            current = Pass(cursor.epoch, self.skip_batches, None, False, attempts, attempts)
         else:
             done, cut = self._continue(pending) if pending["live"] else (self.skip_batches, Cut())
-            current = Pass(pending["epoch"], done, pending["key"], pending["live"], steps, steps, cut=cut)
+            current = Pass(pending["epoch"], done, pending["key"], pending["live"], attempts, attempts, cut=cut)
         cursor.epoch, cursor.live = current.epoch, current
         self.end_of_dataloader, self.remainder = False, -1
         self._announce(current.epoch)
@@ -168,7 +168,7 @@ class DataLoaderAdapter:
         cursor = self.cursor
         if cursor.live is current:
             cursor.live = None
-            taken = current.began_at < self.steps() if self.steps is not None else current.done > 1
+            taken = current.began_at < self.attempts() if self.attempts is not None else current.done > 1
             # A look at one batch is not an epoch; a training loop left early is.
             if exhausted or taken:
                 cursor.epoch = current.epoch + 1
@@ -262,21 +262,21 @@ class DataLoaderAdapter:
 
         That is easily done: ``if step <= resume_step: continue`` skips what the loader has left out already.
         """
-        steps, restored, taken = self.steps, current.done, 0
-        began = steps() if steps is not None else 0
+        attempts, restored, taken = self.attempts, current.done, 0
+        began = attempts() if attempts is not None else 0
         for batch in source:
-            if steps is None or steps() > began:
+            if attempts is None or attempts() > began:
                 self._warn_of_skips(current, restored, taken - self.gradient.num_steps)
                 yield batch
                 yield from source
                 return
             yield batch
             taken += 1
-        trained = steps is None or steps() > began
+        trained = attempts is None or attempts() > began
         self._warn_of_skips(current, restored, taken - self.gradient.num_steps if trained else taken)
 
     def _warn_of_skips(self, current: Pass, restored: int, untrained: int) -> None:
-        if self.steps is not None and untrained > 0 and self.context.is_main:
+        if self.attempts is not None and untrained > 0 and self.context.is_main:
             warnings.warn(
                 f"a loader was restored to batch {restored} of epoch {current.epoch}, and then {untrained} of its "
                 "batches went by without an optimizer step. It goes on with the next batch by itself: a script that "

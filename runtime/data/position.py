@@ -91,8 +91,8 @@ class Pass:
     done: int = 0
     key: Key | None = None
     restored: bool = False  # continues a pass of another process: draws nothing anew
-    began_at: int = 0  # optimizer steps when it began
-    steps: int = 0  # optimizer steps when the loop last asked for a batch
+    began_at: int = 0  # optimizer steps taken or skipped when it began
+    attempts: int = 0  # ... when the loop last asked for a batch
     finished: bool = False  # the last batch is out
     cut: Cut = Cut()
 

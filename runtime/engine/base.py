@@ -79,6 +79,14 @@ class Engine(Protocol):
         """Divide the gradients of the bare *optimizers* (else of all prepared) by the loss scale, once per step."""
         ...
 
+    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
+        """Compute gradients of *loss* and update at once, by bare *optimizers* that have ``fused_backward`` (LOMO)."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what is left of an unfinished window: everything prepared is given up."""
+        ...
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A block around forward and backward in which *model*'s gradients stay local."""
         ...

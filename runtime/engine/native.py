@@ -31,6 +31,7 @@ class NativeEngine:
     def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         self.ctx = ctx
         self.prepared = Prepared() if prepared is None else prepared
+        self.prepared.engine = self
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, self.prepared.trained_parameters)
         self._gradient = ctx.gradient
@@ -81,6 +82,20 @@ class NativeEngine:
         if self.events.on_backward:
             for tell in self.events.on_backward:
                 tell(given, normalize_by is not None)
+
+    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
+        """Let *optimizers* compute gradients of *loss*, divided by the accumulation count, and update at once."""
+        given, steps = loss, self._gradient.num_steps
+        for optimizer in optimizers:
+            optimizer.fused_backward(loss if steps == 1 else loss / steps, learning_rate)
+        for tell in self.events.on_backward:
+            tell(given, False)
+
+    def forget(self) -> None:
+        """Forget what is left of an unfinished window."""
+        self.normalizer.reset()
+        self._stepped.clear()
+        self._unscaled.clear()
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""

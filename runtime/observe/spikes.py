@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,25 @@ class SpikeGuard:
             events.subscribe("before_step", self._refuses)
         events.subscribe("on_step", self._note)
 
+    def norms(self, optimizers: Sequence[AcceleratedOptimizer]) -> tuple[tuple[float, float], ...]:
+        """Return the usual gradient norm of each of *optimizers*, and the number of updates that it was taken from.
+
+        Empty where nothing was judged: the ranks that resume begin as this one did.
+        """
+        if not self._limits:
+            return ()
+        return tuple(
+            limit.state() if (limit := self._limits.get(id(optimizer))) is not None else (0.0, 0.0)
+            for optimizer in optimizers
+        )
+
+    def load_norms(self, optimizers: Sequence[AcceleratedOptimizer], norms: Sequence[tuple[float, float]]) -> None:
+        """Go on with what `norms` returned, so that a resumed run vetoes the updates that it would have vetoed."""
+        self._limits = {
+            id(optimizer): _Limit(self.context.device, self.factor, *state)
+            for optimizer, state in zip(optimizers, norms, strict=False)
+        }
+
     def _see_loss(self, loss: Tensor, normalized: bool) -> None:
         if not normalized and loss.numel() == 1:  # else it is a sum over anything
             self._loss = loss.detach()
@@ -264,8 +283,8 @@ class SpikeGuard:
                 )
         bad = limit.exceeded(norm)
         optimizer: Any = prepared.optimizer
-        if takes_found_inf(optimizer):
-            optimizer.found_inf = bad
+        if takes_found_inf(optimizer) and norm.device.type != "cpu":
+            optimizer.found_inf = prepared.skipped_on_device = bad
             optimizer.grad_scale = None
             return False
         skip = bool(bad.item())
@@ -280,10 +299,14 @@ class SpikeGuard:
 class _Limit:
     """Limit of the gradient norm, kept on the device: a multiple of its moving average."""
 
-    def __init__(self, device: torch.device, factor: float) -> None:
+    def __init__(self, device: torch.device, factor: float, average: float = 0.0, seen: float = 0.0) -> None:
         self._factor = factor
-        self._average = torch.zeros((), device=device)
-        self._seen = torch.zeros((), device=device)
+        self._average = torch.tensor(average, device=device)
+        self._seen = torch.tensor(seen, device=device)
+
+    def state(self) -> tuple[float, float]:
+        """Return the average, and the number of norms that it was taken from."""
+        return self._average.item(), self._seen.item()
 
     def exceeded(self, norm: Tensor) -> Tensor:
         """1.0 when *norm* is not finite or too large, else 0.0; as a tensor on its device."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import itertools
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from orc.runtime.collectives.board import ANSWER_S as BOARD_S
-from orc.runtime.collectives.board import BoardError, BoardTimeout, pace
+from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
 from orc.runtime.observe.watchdog import (
     EXIT_STATUS,
     Beat,
@@ -57,6 +56,7 @@ class Watch:
             limits += [reporter.interval_s / 2] if reporter is not None else []
             poll_s = max(0.02, min(limits))
         self._poll_s = poll_s * pace(context.world_size)
+        self._prefix = f"orc/{next_name(context, 'watch')}"
         self._marks = 0
         self._prepared: list[tuple[Prepared, Callable[[], int]]] = []
         self._closing = threading.Event()
@@ -193,7 +193,7 @@ class Watch:
             self._report("stalled", {**answers, beat.rank: self._answer(beat)}, beat, None)
 
     def _together(self, store: Board, beat: Beat) -> None:
-        prefix, ranks = f"orc/watch/{_generation(self.context)}", range(self.context.world_size)
+        prefix, ranks = self._prefix, range(self.context.world_size)
         if self.reporter is not None:
             self.reporter.poll(beat.step, store, prefix)
         if self.rules.factor is not None:
@@ -295,13 +295,6 @@ def _make(context: RunContext) -> Watch | None:
     return Watch(context, rules, reporter)
 
 
-def _generation(context: RunContext) -> int:
-    """Return the number of the run's watch on its store, the same on every rank: one store may serve several runs."""
-    if context not in _generations:
-        _generations[context] = next(_numbers)
-    return _generations[context]
-
-
 @contextlib.contextmanager
 def aside(context: RunContext) -> Iterator[None]:
     """A block of work that is no training step (saving, loading): progress at both ends, not part of step times."""
@@ -327,6 +320,4 @@ def close_all() -> None:
 
 
 _known: WeakKeyDictionary[RunContext, Watch | None] = WeakKeyDictionary()
-_generations: WeakKeyDictionary[RunContext, int] = WeakKeyDictionary()
-_numbers = itertools.count()
 atexit.register(close_all)

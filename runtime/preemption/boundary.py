@@ -81,13 +81,14 @@ class Boundary:
 
     def __call__(self, loader: Any) -> None:
         """Count the next batch of *loader*. Raises `Preempted` where the run is to stop."""
-        steps = self.steps()
+        attempts = self._checkpoints.prepared.attempts()
         live = loader.cursor.live
-        if steps == live.steps:
+        if attempts == live.attempts:
             return  # evaluation, or gradients still accumulating: no step was taken in this loop
-        live.steps = steps
+        live.attempts = attempts
+        steps = self.steps()
         if steps == self._seen:
-            return  # another loader of the same loop was first
+            return  # another loader of the same loop was first, or the step was skipped
         self._seen = steps
         loader.cursor.trained = True
         step = self._checkpoints.base_step + steps
@@ -99,7 +100,8 @@ class Boundary:
             self._checkpoints.finish()
         if self._preemption.tick():
             self._leave(step)
-        if self._every is not None and step % self._every == 0 and self._checkpoints.saved_step != step:
+        # A multiple may lie between two boundaries: several updates of one batch, or updates outside of the loop.
+        if self._every is not None and step // self._every > self._checkpoints.saved_step // self._every:
             self._save()
 
     def close(self) -> None:

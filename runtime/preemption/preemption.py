@@ -38,7 +38,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from orc.runtime.collectives.board import BoardError, BoardTimeout, pace
+from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
 from orc.runtime.core.errors import OrcRuntimeError
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Preemption:
         self.signal: int | None = None
         self.leaving = False  # the run is saved and this process ends
         self._given_store = context.store
+        self._prefix = f"orc/{next_name(context, 'preemption')}"
         self._poll_s = poll_s * pace(context.world_size)
         self._patience_s = patience_s
         self._lock = threading.Lock()
@@ -219,9 +220,9 @@ class Preemption:
                 try:
                     if self.signal is not None and not told:
                         notice = {"rank": self.rank, "signal": signal.Signals(self.signal).name, "at": time.time()}
-                        store.set("orc/preemption/notice", json.dumps(notice))
+                        store.set(f"{self._prefix}/notice", json.dumps(notice))
                         told = True
-                    noticed = store.check(["orc/preemption/notice"])
+                    noticed = store.check([f"{self._prefix}/notice"])
                 except BoardTimeout:  # rank 0's interpreter is busy with something else, for long
                     continue
                 if noticed:
@@ -236,17 +237,17 @@ class Preemption:
         with self._lock:
             mine = self._passed
             self._limit = mine + 1
-        store.set(f"orc/preemption/tick/{self.rank}", str(mine))
-        keys = [f"orc/preemption/tick/{rank}" for rank in range(self.world_size)]
+        store.set(f"{self._prefix}/tick/{self.rank}", str(mine))
+        keys = [f"{self._prefix}/tick/{rank}" for rank in range(self.world_size)]
         while not store.check(keys):
             if self._closing.wait(0.02):
                 return
         self._stop = max(int(value) for value in store.multi_get(keys)) + 1
         self._settled.set()
         if self.rank != 0:
-            store.set(f"orc/preemption/knows/{self.rank}", "1")
+            store.set(f"{self._prefix}/knows/{self.rank}", "1")
             return
-        others = [f"orc/preemption/knows/{rank}" for rank in range(1, self.world_size)]
+        others = [f"{self._prefix}/knows/{rank}" for rank in range(1, self.world_size)]
         while not store.check(others) and not self._closing.wait(0.02):
             pass
 

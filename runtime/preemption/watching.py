@@ -70,6 +70,7 @@ class Watching:
             lambda: self._checkpointing.checkpoints.base_step,
         )
         guard.listen(self._engine.events)
+        self._engine.prepared.guard = guard
         if self.watch is not None and self.watch.reporter is not None:
             self.watch.reporter.extra = lambda: guard.latest
         return guard
@@ -92,7 +93,7 @@ class Watching:
     def attach(self, loader: Any) -> None:
         """Connect the prepared *loader* to the events, metrics and steps of the run."""
         _ = self.boundary
-        loader.events, loader.meter, loader.steps = self._engine.events, self.meter, self._engine.prepared.steps
+        loader.events, loader.meter, loader.attempts = self._engine.events, self.meter, self._engine.prepared.attempts
 
     def count_tokens(self, count: int) -> None:
         """Count *count* tokens of this process's batch for the metrics, where it has no ``input_ids``.

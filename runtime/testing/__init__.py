@@ -44,14 +44,18 @@ def reset() -> None:
     context_module.reset_default()
 
 
-# What watches over a run in the background, by context.
-_WATCHERS = (("preemption", "Preemption"), ("watch", "Watch"), ("notices", "Notices"))
+# What watches over a run in the background, by context; modules that were not imported watch nothing.
+_WATCHERS = (
+    ("orc.runtime.preemption.preemption", "Preemption"),
+    ("orc.runtime.observe.watch", "Watch"),
+    ("orc.runtime.preemption.notices", "Notices"),
+)
 
 
 def _retire(context: RunContext | None) -> None:
     """End the background threads of *context*: its run is over, though this process goes on."""
     for name, watcher in _WATCHERS:
-        module = sys.modules.get(f"orc.runtime.preemption.{name}")
+        module = sys.modules.get(name)
         if module is not None and context is not None:
             getattr(module, watcher).forget(context)
 

@@ -51,8 +51,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._gradient = gradient
         self._engine = engine
         self._device = device
-        self.steps = 0  # updates made, skipped ones not counted
-        self.skipped = False  # the last update, by the engine
+        self.steps = 0  # updates made
+        self.skips = 0  # updates skipped, by the engine or by a watcher of the gradients
+        self._skipped = False
+        self.skipped_on_device: torch.Tensor | None = None  # 1.0 where the optimizer itself skips it, on its device
         if device_placement and device is not None and optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
@@ -137,9 +139,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     @property
+    def skipped(self) -> bool:
+        """`True` when the last update was skipped, as far as the host knows; the engine sets it for each update."""
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, value: bool) -> None:
+        self._skipped = value
+        self.skips += value
+
+    @property
     def step_was_skipped(self) -> bool:
         """`True` if an overflow, or a watcher of the gradients, made the optimizer skip its last step."""
-        return self.skipped
+        return self._skipped or (self.skipped_on_device is not None and bool(self.skipped_on_device.item()))
 
     def train(self) -> None:
         """Training mode of optimizers that have one (schedule-free)."""

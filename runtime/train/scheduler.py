@@ -53,8 +53,7 @@ class AcceleratedScheduler:
         self._gradient = gradient
         self._advance = 1 if split_batches else num_processes
         self._counts = hasattr(scheduler, "_step_count")  # some of torch's have none
-        # Only optimizers with a gradient scaler can skip; without one there is nothing to ask on every step.
-        self._can_skip = [o for o in self.optimizers if getattr(o, "scaler", None) is not None]
+        self._can_skip = [optimizer for optimizer in self.optimizers if hasattr(optimizer, "step_was_skipped")]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, unless gradients are still accumulating or an optimizer skipped its step."""

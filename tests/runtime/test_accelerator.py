@@ -505,8 +505,11 @@ def test_lomo_optimizers_update_in_backward():
     accelerator.prepare(Lomo(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="needs the learning_rate"):
         accelerator.lomo_backward(model(torch.ones(1, 1)).sum())
+    told = []
+    accelerator._engine.events.subscribe("on_backward", lambda loss, normalized: told.append(loss.item()))
     accelerator.lomo_backward(model(torch.ones(1, 1)).sum(), 0.5)
     assert model.weight.item() == pytest.approx(before - 0.25)
+    assert told == [pytest.approx(before)]  # the engine makes it, and whoever watches losses sees it
 
 
 @pytest.mark.distributed

@@ -27,7 +27,8 @@ class Manifest:
 
     ``epoch`` and ``offset`` (samples over all ranks) are where training goes on. On object stores, ``prefix`` stands
     before the names of files that took the place of others. ``checksum`` names the algorithm of ``files``.
-    ``random_states`` are the ranks whose random states are among the files; `None` for all of them.
+    ``random_states`` are the ranks whose random states are among the files; `None` for all of them. ``norms`` are the
+    usual gradient norms by which updates are vetoed, each with the number of updates that it was taken from.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Manifest:
     prefix: str = ""
     checksum: str = DEFAULT
     random_states: tuple[int, ...] | None = None
+    norms: tuple[tuple[float, float], ...] = ()
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -54,6 +56,7 @@ class Manifest:
             **({"prefix": self.prefix} if self.prefix else {}),
             "checksum": self.checksum,
             **({} if self.random_states is None else {"random_states": list(self.random_states)}),
+            **({"norms": [list(pair) for pair in self.norms]} if self.norms else {}),
             "files": {
                 name: {"size": record.size, "sums": list(record.sums)} for name, record in sorted(self.files.items())
             },
@@ -93,6 +96,7 @@ class Manifest:
                 prefix,
                 checksum,
                 None if ranks is None else tuple(int(rank) for rank in ranks),
+                tuple((float(average), float(seen)) for average, seen in raw.get("norms", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from orc.runtime.checkpoint.errors import RanksElsewhere
 from orc.runtime.checkpoint.replication.standing import Standing, stands_still, stays_away
-from orc.runtime.collectives.board import BoardError, BoardTimeout, pace
+from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
@@ -37,8 +36,8 @@ ANSWER_S = 5.0
 class Attendant:
     """The thread of a rank that answers for it. Made by `of`."""
 
-    def __init__(self, context: RunContext, store: Board, number: int) -> None:
-        self.prefix = f"orc/standing/{number}"
+    def __init__(self, context: RunContext, store: Board) -> None:
+        self.prefix = f"orc/{next_name(context, 'standing')}"
         self.ranks = context.world_size
         # Not kept alive: a training that is over leaves its models to the garbage collector.
         self._prepared: list[weakref.ref[Prepared]] = []
@@ -60,7 +59,7 @@ class Attendant:
         if context not in _known:
             if prepared is None or context.store is None or context.mirrored or not context.key:
                 return None
-            _known[context] = cls(context, context.store, next(_numbers))
+            _known[context] = cls(context, context.store)
         attendant = _known[context]
         if prepared is not None and not any(prepared is one for one in attendant.prepared()):
             attendant._prepared.append(weakref.ref(prepared))
@@ -188,4 +187,3 @@ class Absence:
 
 
 _known: WeakKeyDictionary[RunContext, Attendant] = WeakKeyDictionary()
-_numbers = itertools.count()

@@ -10,15 +10,13 @@ import atexit
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, RanksElsewhere
-from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout
+from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout, next_name, series
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.replication.absence import Absence
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
     from orc.runtime.core.context import RunContext
 
-_series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # of a process group, which has one board
 Verdict = Callable[[list[Any]], Any]
 T = TypeVar("T")
 PATIENCE_S = 600.0
@@ -48,10 +45,8 @@ class Meeting:
         self.world_size = context.world_size
         self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
         self._given = context.store
-        # Another Accelerator of this run, or one after `_reset_state`, must not find what this one left on the board.
-        self._series = _series.setdefault(getattr(context, "group", None) or context, Counter())
-        self._series[name] += 1
-        self._name = f"{name}/{self._series[name]}"
+        self._series = series(context)
+        self._name = next_name(context, name)
         self._store: Board | None = None
         self._count = 0
         self._relays = 0
@@ -183,9 +178,9 @@ class Meeting:
 
     def withdraw(self) -> None:
         """Let the next series have the name of this one, where no meeting has been held that peers could have seen."""
-        series, (name, _) = self._series, self._name.rsplit("/", 1)
-        if self._count == 0 and self._name == f"{name}/{series[name]}":
-            series[name] -= 1
+        name, number = self._name.rsplit("/", 1)
+        if self._count == 0 and int(number) == self._series[name]:
+            self._series[name] -= 1
 
     def relay(self) -> Relay:
         """A way to send files; all ranks request it, at the same place between two meetings."""

@@ -216,6 +216,13 @@ class DeepSpeed:
         for tell in self.events.on_backward:
             tell(loss, False)
 
+    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
+        """Refused. Raises `ValueError`: DeepSpeed updates by itself."""
+        raise ValueError("lomo_backward is not possible with DeepSpeed, which updates by itself")
+
+    def forget(self) -> None:
+        """Do nothing: what is prepared is known by ``prepared`` alone."""
+
     def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Count the update that `backward` made."""
         engine = self._training().engine

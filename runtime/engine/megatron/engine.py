@@ -47,7 +47,6 @@ class MegatronLM:
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, tuple)
         self._gradient = ctx.gradient
-        self._model: MegatronModel | None = None
         self._warned = False
 
     @property
@@ -90,8 +89,8 @@ class MegatronLM:
             seed = library.common_seed(self.ctx)
             library.open_groups(self.ctx, self.plugin, self._pieces(objects[model_at]))
             random = library.Random(self.ctx, seed)
-            self._model = result[model_at] = MegatronModel(objects[model_at], self.ctx, self.plugin, random)
-            self.prepared.models.append(self._model)
+            model = result[model_at] = MegatronModel(objects[model_at], self.ctx, self.plugin, random)
+            self.prepared.models.append(model)
             if optimizer_at is not None:
                 result[optimizer_at] = self._optimizer(given, rates, preparation)
         for index, one in enumerate(objects):
@@ -186,9 +185,10 @@ class MegatronLM:
         from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
         from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper
 
-        assert self._model is not None
+        model = self._model
+        assert model is not None
         scaling, precision = preparation.options.scaler, str(self.ctx.config.mixed_precision)
-        made = MegatronOptimizer(self._model, given, rates, self.plugin, precision, scaling)
+        made = MegatronOptimizer(model, given, rates, self.plugin, precision, scaling)
         return preparation.prepare_optimizer(MegatronLMOptimizerWrapper(made, gradient=self._gradient, trainer=self))
 
     def _schedule(self, placeholder: MegatronLMDummyScheduler) -> Any:
@@ -203,10 +203,18 @@ class MegatronLM:
 
     # ---- training
 
+    @property
+    def _model(self) -> MegatronModel | None:
+        """The model that is trained; `None` before `prepare`, and after `free_memory`."""
+        from orc.runtime.engine.megatron.model import MegatronModel
+
+        return next((model for model in self.prepared.models if isinstance(model, MegatronModel)), None)
+
     def _trained(self) -> MegatronModel:
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise ValueError(f"nothing is prepared for training: with Megatron-LM, {_TOGETHER}")
-        return self._model
+        return model
 
     def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
         """Notify subscribers: the model has computed the gradients of its own loss already.
@@ -225,6 +233,13 @@ class MegatronLM:
         check_accumulation(self._gradient.num_steps)
         for tell in self.events.on_backward:
             tell(loss, False)
+
+    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
+        """Refused. Raises `ValueError`: Megatron-LM updates by itself."""
+        raise ValueError("lomo_backward is not possible with Megatron-LM, which updates by itself")
+
+    def forget(self) -> None:
+        """Do nothing: what is prepared is known by ``prepared`` alone."""
 
     def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Clip and update; an overflow skips the update.

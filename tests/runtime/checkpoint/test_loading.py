@@ -26,6 +26,7 @@ from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.verified import Verified, verified, verify
 from orc.runtime.core.compute import TORCH, Compute
+from orc.runtime.core.context import Prepared
 from orc.runtime.data.plan import PositionError
 
 PATIENCE = 3600.0
@@ -52,9 +53,7 @@ class Table:
         return verdict([value, *self.others.get(what, [])])
 
 
-def nothing(**changes):
-    parts = {"models": [], "optimizers": [], "schedulers": [], "dataloaders": [], "scaler": None, "custom": []}
-    return SimpleNamespace(**parts | changes)
+nothing = Prepared
 
 
 def said(act):

@@ -31,6 +31,7 @@ from orc.runtime.checkpoint.storage.durable import FileRecord
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 from orc.runtime.core.compute import TORCH, Compute
+from orc.runtime.core.context import Prepared
 
 ALONE = Sites(0, (0,))
 
@@ -86,9 +87,7 @@ def request(directory=None, root=None, at_least=0, **options):
     return SaveRequest(directory, root, at_least, Progress(7, 1, 20), **options)
 
 
-def nothing(**changes):
-    parts = {"models": [], "optimizers": [], "schedulers": [], "dataloaders": [], "scaler": None, "custom": []}
-    return SimpleNamespace(**parts | changes)
+nothing = Prepared
 
 
 def said(act):

@@ -326,7 +326,7 @@ def test_a_look_at_one_batch_is_no_epoch_but_a_training_loop_left_early_is():
     next(iter(loader))
     assert loader.epoch == 0
     taken = []
-    loader.steps = lambda: len(taken)
+    loader.attempts = lambda: len(taken)
     for _ in loader:
         taken.append("a step")
         break

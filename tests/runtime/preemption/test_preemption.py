@@ -108,6 +108,10 @@ def test_a_rank_that_asks_gets_the_same_answer_in_the_same_step(run_ranks):
     assert first == second
 
 
+class Group:
+    """The process group of one rank."""
+
+
 class BusyBoard(LocalBoard):
     """Of a rank 0 whose interpreter is busy with something else at the first questions."""
 
@@ -129,7 +133,7 @@ def test_a_rank_0_that_was_busy_for_long_is_asked_again():
         stops[preemption.rank] = preemption.ticks
 
     env = SimpleNamespace(job=SimpleNamespace(attempt_dir=None))
-    contexts = [SimpleNamespace(rank=rank, world_size=2, store=board, env=env) for rank in range(2)]
+    contexts = [SimpleNamespace(rank=rank, world_size=2, store=board, env=env, group=Group()) for rank in range(2)]
     both = [Preemption(context, poll_s=0.01, patience_s=20) for context in contexts]
     try:
         for preemption in both:

@@ -350,3 +350,18 @@ def test_an_isolated_block_leaves_nothing_behind(monkeypatch):
     assert current_context() is outer
     assert os.environ["KEPT"] == "1"
     assert "ORC_MIXED_PRECISION" not in os.environ
+
+
+def test_a_reset_ends_everything_that_watches_a_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORC_STALL_TIMEOUT_S", "60")
+    monkeypatch.setenv("ORC_ATTEMPT_DIR", str(tmp_path))
+    before = set(threading.enumerate())
+    with isolated():
+        model = torch.nn.Linear(1, 1)
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader([1.0]))
+        begun = set(threading.enumerate()) - before
+    for thread in begun:
+        thread.join(timeout=10)
+    assert begun, "nothing watched the run"
+    assert not [thread.name for thread in begun if thread.is_alive()]
