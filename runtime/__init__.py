@@ -50,6 +50,7 @@ HOMES: dict[str, str] = {
     "clear_environment": "compat.patching",
     "ClearMLTracker": "tracking",
     "CometMLTracker": "tracking",
+    "compile_regions": "parallel.compile",
     "compare_versions": "compat.versions",
     "compute_module_sizes": "weights.sizes",
     "ComputeEnvironment": "compat.enums",
@@ -99,6 +100,8 @@ HOMES: dict[str, str] = {
     "find_executable_batch_size": "train.memory",
     "find_tied_parameters": "weights.device_map",
     "FP8RecipeKwargs": "core.fp8_recipes",
+    "fsdp2_prepare_auto_wrap_policy": "parallel.fsdp_plugin",
+    "fsdp2_prepare_model": "parallel.fsdp_plugin",
     "FSDP_MODEL_NAME": "checkpoint.format.layout",
     "FullyShardedDataParallelPlugin": "parallel.fsdp_plugin",
     "gather": "collectives.collectives",
@@ -249,6 +252,7 @@ HOMES: dict[str, str] = {
     "recursive_getattr": "compat.objects",
     "recursively_apply": "collectives.tree",
     "reduce": "collectives.collectives",
+    "register_tracker_class": "tracking",
     "release_memory": "train.memory",
     "remove_hook_from_module": "weights.hooks",
     "remove_hook_from_submodules": "weights.hooks",
@@ -304,10 +308,17 @@ HOMES: dict[str, str] = {
 
 __all__ = list(HOMES)
 
+_DOCUMENTED_MODULES = frozenset(
+    (
+        *("accelerator", "big_modeling", "data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
+        *("optimizer", "scheduler", "state", "tracking", "utils"),
+    )
+)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "utils":  # `import orc.runtime as accelerate; accelerate.utils` needs no second import
-        return importlib.import_module(f"{__name__}.utils")
+    if name in _DOCUMENTED_MODULES:  # `import orc.runtime as accelerate; accelerate.utils` needs no second import
+        return importlib.import_module(f"{__name__}.{name}")
     home = HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

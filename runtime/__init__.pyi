@@ -194,9 +194,12 @@ from orc.runtime.logging import get_logger as get_logger
 from orc.runtime.observe.profile_options import ProfileKwargs as ProfileKwargs
 from orc.runtime.observe.progress_bar import tqdm as tqdm
 from orc.runtime.parallel import extract_model_from_parallel as extract_model_from_parallel
+from orc.runtime.parallel.compile import compile_regions as compile_regions
 from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from orc.runtime.parallel.fsdp_plugin import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from orc.runtime.parallel.fsdp_plugin import fsdp2_prepare_model as fsdp2_prepare_model
 from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
@@ -221,6 +224,7 @@ from orc.runtime.tracking import WandBTracker as WandBTracker
 from orc.runtime.tracking import filter_trackers as filter_trackers
 from orc.runtime.tracking import get_available_trackers as get_available_trackers
 from orc.runtime.tracking import on_main_process as on_main_process
+from orc.runtime.tracking import register_tracker_class as register_tracker_class
 from orc.runtime.tracking.logger_type import LoggerType as LoggerType
 from orc.runtime.train.amp import get_grad_scaler as get_grad_scaler
 from orc.runtime.train.amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
@@ -323,6 +327,7 @@ __all__ = [
     "clear_environment",
     "ClearMLTracker",
     "CometMLTracker",
+    "compile_regions",
     "compare_versions",
     "compute_module_sizes",
     "ComputeEnvironment",
@@ -372,6 +377,8 @@ __all__ = [
     "find_executable_batch_size",
     "find_tied_parameters",
     "FP8RecipeKwargs",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
     "FSDP_MODEL_NAME",
     "FullyShardedDataParallelPlugin",
     "gather",
@@ -522,6 +529,7 @@ __all__ = [
     "recursive_getattr",
     "recursively_apply",
     "reduce",
+    "register_tracker_class",
     "release_memory",
     "remove_hook_from_module",
     "remove_hook_from_submodules",

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.parallel.precision import Precision
     from orc.runtime.tracking.base import GeneralTracker
-    from orc.runtime.tracking.logger_type import LoggerType
+    from orc.runtime.tracking.selection import Chosen
 
 
 class Accelerator(AcceleratorAttributes):
@@ -477,7 +477,7 @@ class Accelerator(AcceleratorAttributes):
         return self._tracking.trackers
 
     @property
-    def log_with(self) -> list[LoggerType | GeneralTracker]:
+    def log_with(self) -> list[Chosen]:
         """The trackers that were requested, as far as their libraries are installed."""
         return self._tracking.log_with
 

@@ -114,8 +114,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
 
     Args:
         tensor: a structure of tensors, the same on all processes.
-        reduction: ``sum``, ``mean`` or ``none`` (returns the input). Means of whole numbers are float32. Truth values
-            are counted.
+        reduction: ``sum``, ``mean``, ``max``, ``min`` or ``none`` (returns the input). Means of whole numbers are
+            float32. Sums and means count truth values.
         scale: what results are multiplied by on XLA devices; it has no meaning elsewhere.
         ctx: the process context.
 
@@ -124,11 +124,18 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
         ValueError: an unknown reduction.
         DistributedOperationException: the processes differ.
     """
-    if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"reduce: unknown reduction {reduction!r}; choose sum, mean or none")
+    if reduction not in ("sum", "mean", "max", "min", "none"):
+        raise ValueError(f"reduce: unknown reduction {reduction!r}; choose sum, mean, max, min or none")
     ctx = ctx or current_context()
     if ctx.world_size == 1 or reduction == "none":
         return tensor
+    if reduction in ("max", "min"):
+        # Rare and small (a metric, a flag): gathered, and looked at here.
+        extreme = torch.amax if reduction == "max" else torch.amin
+        from orc.runtime.collectives.tree import recursively_apply
+
+        rows = gather(recursively_apply(lambda leaf: leaf.unsqueeze(0), tensor, error_on_other_type=True), ctx=ctx)
+        return recursively_apply(lambda leaf: extreme(leaf, 0), rows)
     group = ctx.require_group("reduce")
     leaves, spec = flatten(tensor, "reduce")
     key = key_of(leaves)

@@ -27,7 +27,7 @@ def agree(
     Raises:
         DistributedOperationException: the operands differ; on all processes.
     """
-    if ctx.config.debug_mode:
+    if ctx.debug:
         same(operation, data, ctx, free_sizes=free_sizes)
     rows = exchange(ctx, operation, fingerprint(operation, key), payload)
     if rows is None:

@@ -63,6 +63,59 @@ class AcceleratorAttributes(ProcessControl):
         return self.state.deepspeed_plugin
 
     @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The configuration of the DeepSpeed plug-in in force; `None` where DeepSpeed does not train."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """`True` if models are sharded by FSDP 2."""
+        plugin = self.ctx.fsdp_plugin
+        return plugin is not None and plugin.fsdp_version == 2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """`True` if ways of parallelism can be combined: with FSDP 2."""
+        return self.is_fsdp2
+
+    @property
+    def multi_device(self) -> bool:
+        """`True` if several processes train copies or shards on devices of their own."""
+        return self.ctx.world_size > 1
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this process among those with other copies of the model."""
+        return self.ctx.topology.place("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Number of this process among those that hold one copy of the model in shards."""
+        return self.ctx.topology.place("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Number of this process among those that share the model's matrices."""
+        return self.ctx.topology.place("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Number of this process among those that share sequences."""
+        return self.ctx.topology.place("cp")
+
+    @property
+    def should_save_model(self) -> bool:
+        """`True` if what this process saves of a model is needed: it is not a copy of what another process has."""
+        topology = self.ctx.topology
+        return topology.place("dp_replicate") == 0 if self.ctx.topology_chosen else self.ctx.is_main
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """`True` if a prepared optimizer updates during backward: see `Accelerator.lomo_backward`."""
+        return any(hasattr(prepared.optimizer, "fused_backward") for prepared in self._prepared.optimizers)
+
+    @property
     def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
         """DeepSpeed's engine, once a model is prepared with its optimizer; `None` where DeepSpeed does not train."""
         wrapped: DeepSpeedEngineWrapper | None = getattr(self._engine, "wrapped", None)

@@ -191,6 +191,8 @@ class _Settings:
 
     config: RuntimeConfig
     fixed: bool = False  # an Accelerator has chosen
+    debug: bool | None = None  # set by the script, in place of the configuration's
+    forgotten: bool = False  # `_reset_state` was called: views of the context answer no more
     topology: Topology | None = None  # None: nobody has asked
     chosen: bool = False  # the topology was set, it is not just the default
     library: Any = None  # a TrainingLibrary, which then trains
@@ -238,6 +240,21 @@ class RunContext:
     def configured(self) -> bool:
         """`True` once an Accelerator has chosen the settings."""
         return self._settings.fixed
+
+    @property
+    def debug(self) -> bool:
+        """`True` if the operands of collectives are compared across the ranks first."""
+        settings = self._settings
+        return bool(settings.config.debug_mode) if settings.debug is None else settings.debug
+
+    def set_debug(self, value: bool) -> None:
+        """Switch the comparison of operands on or off from here on; on all ranks together."""
+        self._settings.debug = bool(value)
+
+    @property
+    def forgotten(self) -> bool:
+        """`True` once the state of this process was reset."""
+        return self._settings.forgotten
 
     @property
     def library(self) -> Any:
@@ -432,7 +449,7 @@ class RunContext:
     def unconfigure(self) -> None:
         """Let the next Accelerator choose its settings again; the process group stays."""
         self._settings.config = resolve({}, os.environ)
-        self._settings.fixed = False
+        self._settings.fixed, self._settings.debug = False, None
         self._settings.topology, self._settings.chosen = None, False
         self._settings.library = self._settings.fsdp_plugin = None
         self.gradient.reset()
@@ -495,4 +512,6 @@ def use_context(context: RunContext) -> Iterator[RunContext]:
 def reset_default() -> None:
     """Forget the process default; the next use makes a new one. An open process group stays and is used again."""
     global _default
+    if _default is not None:
+        _default._settings.forgotten = True
     _default = None

@@ -5,18 +5,22 @@ They are `str`. Those of one feature are beside it.
 
 from __future__ import annotations
 
-import sys
+from enum import Enum
 
-if sys.version_info >= (3, 11):
-    from enum import StrEnum as StrEnum
-else:
-    from enum import Enum
 
-    class StrEnum(str, Enum):
-        """Enumeration whose members are their values, as in newer Pythons."""
+class StrEnum(str, Enum):
+    """Enumeration whose members are their values, as `enum.StrEnum` of newer Pythons, with the documented `list`."""
 
-        __str__ = str.__str__
-        __format__ = str.__format__
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values of all members, in order."""
+        return [str(member) for member in cls]
 
 
 class DistributedType(StrEnum):
@@ -31,6 +35,7 @@ class DistributedType(StrEnum):
     MULTI_SDAA = "MULTI_SDAA"
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"

@@ -56,7 +56,32 @@ class _View:
         object.__setattr__(view, "ctx", ctx)
         return view
 
+    def __getattribute__(self, name: str) -> Any:
+        # Dunders and private names are for Python, libraries' checks and this class.
+        if not name.startswith("_") and name != "initialized" and object.__getattribute__(self, "ctx").forgotten:
+            self._catch_up(name)
+        return object.__getattribute__(self, name)
+
+    def _catch_up(self, name: str) -> None:
+        """Show the process context that was made since the reset. Raises `AttributeError` where there is none."""
+        context = peek_context()
+        if context is None or context.forgotten:
+            raise AttributeError(
+                f"`{type(self).__name__}` object has no attribute `{name}`: its state was reset by "
+                f"`{type(self).__name__}._reset_state()`. Make an `Accelerator` or a `PartialState` to set it up again"
+            )
+        object.__setattr__(self, "ctx", context)
+
+    @property
+    def initialized(self) -> bool:
+        """`False` after a reset, until the next Accelerator or PartialState."""
+        context = object.__getattribute__(self, "ctx")
+        return not context.forgotten or peek_context() is not None
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(found := getattr(type(self), name, None), property) and found.fset is not None:
+            found.fset(self, value)
+            return
         raise AttributeError(f"{type(self).__name__} is read-only; {name} is decided when the process starts")
 
 
@@ -109,12 +134,14 @@ class PartialState(_View, ProcessControl):
     @property
     def debug(self) -> bool:
         """`True` if the operands of a collective are compared across the ranks first."""
-        return bool(self.ctx.config.debug_mode)
+        return self.ctx.debug
 
-    @property
-    def initialized(self) -> bool:
-        """Always true: a view shows an existing context."""
-        return True
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        self.ctx.set_debug(value)
+
+    def set_device(self) -> None:
+        """Do nothing: the device was chosen, and made the current one, when the process context was made."""
 
     def destroy_process_group(self) -> None:
         """Close the process group that the runtime opened."""
@@ -242,11 +269,6 @@ class GradientState(_View):
         by themselves, instead of with `Accelerator.accumulate`.
         """
         self.ctx.gradient.sync_gradients = sync_gradients
-
-    @property
-    def initialized(self) -> bool:
-        """Always true: a view shows an existing context."""
-        return True
 
     @property
     def num_steps(self) -> int:

@@ -18,6 +18,7 @@ from orc.runtime.data.synchronize import align
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.state import GradientState
     from orc.runtime.observe.meter import Meter
 
 
@@ -100,6 +101,30 @@ class DataLoaderAdapter:
         """Samples of the dataset over all ranks. Raises `TypeError` for a stream without a length."""
         inner = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
         return len(inner)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Accumulation and synchronisation of gradients in the run that this loader belongs to."""
+        from orc.runtime.core.state import GradientState
+
+        return GradientState.of(self.context)
+
+    @property
+    def iteration(self) -> int:
+        """The number of passes that came before the running or next one; the same as `epoch`."""
+        return self.epoch
+
+    @property
+    def base_dataloader(self) -> Any:
+        """The loader that reads: this one, which is a `torch.utils.data.DataLoader` itself."""
+        return self
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """`True` if this is a torchdata `StatefulDataLoader` as well."""
+        from orc.runtime.data.stateful import Backed
+
+        return isinstance(self, Backed)
 
     @property
     def epoch(self) -> int:

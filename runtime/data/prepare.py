@@ -167,13 +167,15 @@ def prepare_data_loader(
         common |= {"sampler": passes, "batch_size": None} if _unbatched(dataloader) else {"batch_sampler": passes}
         common["synchronized_generator"] = generator
     if dispatch:
-        return DataLoaderDispatcher(
+        dispatcher = DataLoaderDispatcher(
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             drops_last=_drops_last(dataloader),
             use_stateful_dataloader=use_stateful_dataloader,
             **common,
         )
+        dispatcher.__dict__["drop_last"] = dataloader.drop_last
+        return dispatcher
     rows = _batch_size(dataloader) or 1
     loader = DataLoaderShard(
         world_size=world,
@@ -182,6 +184,8 @@ def prepare_data_loader(
         **common,
     )
     loader.simulated, loader.own_share = simulated, whole
+    # As it was given: torch keeps it from being set, and its own reading of it is over with a batch sampler.
+    loader.__dict__["drop_last"] = dataloader.drop_last
     return loader
 
 

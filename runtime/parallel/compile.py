@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,6 +48,21 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         if block._compiled_call_impl is None:
             block.compile(**options)
     return model
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of *module* in place, or all of it where there are none, and return it.
+
+    The compiler meets each kind of block once, so that a deep model compiles as fast as one of its blocks.
+
+    Args:
+        module: a model, such as one with a ``ModuleList`` of blocks of one class.
+        compile_kwargs: of `torch.compile`.
+    """
+    for block in repeated_blocks(module) or [module]:
+        if block._compiled_call_impl is None:
+            block.compile(**compile_kwargs)
+    return module
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -32,6 +32,8 @@ from orc.runtime.parallel.wrap_policy import class_policy, known_classes, size_p
 if TYPE_CHECKING:
     from torch import nn
 
+    from orc.runtime.accelerator import Accelerator
+
 _DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -302,6 +304,36 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = size_policy(_SIZE if self.min_num_params is None else self.min_num_params)
         elif self._wrapping == "NO_WRAP":
             self.auto_wrap_policy = None
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """Return the function that selects the units of *model* which FSDP 2 shards; `None` where only the whole is one.
+
+    Raises:
+        ValueError: no classes are named, or *model* has no module of such a class.
+    """
+    from orc.runtime.parallel.wrap_policy import units
+
+    fsdp2_plugin.set_auto_wrap_policy(model)
+    if fsdp2_plugin.auto_wrap_policy is None:
+        return None
+    chosen = {id(unit) for unit in units(model, fsdp2_plugin.auto_wrap_policy) if unit is not model}
+    return lambda module: id(module) in chosen
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return *model* sharded by FSDP 2, as `Accelerator.prepare` does it.
+
+    Raises:
+        ValueError: the Accelerator has no plug-in of FSDP 2.
+    """
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "fsdp2_prepare_model: pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+        )
+    return accelerator.prepare_model(model)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -59,7 +59,6 @@ ABSENT: dict[str, str] = {
     "load_accelerator_state": "Call Accelerator.load_state.",
     "save_accelerator_state": "Call Accelerator.save_state.",
     "is_initialized": "PartialState().initialized is always true.",
-    "fsdp2_prepare_model": "Pass the model to Accelerator.prepare with a FullyShardedDataParallelPlugin.",
 }
 
 _STATE = ("PartialState", "AcceleratorState", "GradientState", "DistributedType", "is_initialized")

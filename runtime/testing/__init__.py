@@ -68,7 +68,7 @@ def isolated() -> Iterator[None]:
     """
     outer, variables = context_module._default, dict(os.environ)
     token = context_module._override.set(None)
-    context_module.reset_default()
+    context_module._default = None
     try:
         yield
     finally:

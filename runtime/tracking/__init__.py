@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from orc.runtime.tracking.comet import CometMLTracker
     from orc.runtime.tracking.dvclive import DVCLiveTracker
     from orc.runtime.tracking.mlflow import MLflowTracker
-    from orc.runtime.tracking.selection import filter_trackers, get_available_trackers
+    from orc.runtime.tracking.selection import filter_trackers, get_available_trackers, register_tracker_class
     from orc.runtime.tracking.swanlab import SwanLabTracker
     from orc.runtime.tracking.tensorboard import TensorBoardTracker
     from orc.runtime.tracking.trackio import TrackioTracker
@@ -32,6 +32,7 @@ __all__ = [
     "filter_trackers",
     "get_available_trackers",
     "on_main_process",
+    "register_tracker_class",
 ]
 
 _HOMES = {
@@ -48,6 +49,7 @@ _HOMES = {
     "filter_trackers": "selection",
     "get_available_trackers": "selection",
     "on_main_process": "base",
+    "register_tracker_class": "selection",
 }
 
 

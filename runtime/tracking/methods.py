@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.handlers import ProjectConfiguration
     from orc.runtime.tracking.base import GeneralTracker
-    from orc.runtime.tracking.logger_type import LoggerType
+    from orc.runtime.tracking.selection import Chosen
 
 
 class Tracking:
@@ -28,7 +28,7 @@ class Tracking:
     def __init__(self, ctx: RunContext, project: ProjectConfiguration, log_with: Any) -> None:
         self.ctx = ctx
         self.project = project
-        self.log_with: list[LoggerType | GeneralTracker] = []  # the argument, as far as libraries are installed
+        self.log_with: list[Chosen] = []  # the argument, as far as libraries are installed
         if log_with is not None:
             from orc.runtime.tracking.selection import filter_trackers
 
@@ -68,6 +68,11 @@ class Tracking:
         for chosen in self.log_with:
             if isinstance(chosen, GeneralTracker):
                 trackers.append(chosen)
+                continue
+            if isinstance(chosen, type):
+                place = (self.project.logging_dir,) if chosen.requires_logging_directory else ()
+                make: Any = chosen
+                trackers.append(make(project_name, *place, **options.get(chosen.name, {})))
                 continue
             kind: Any = TRACKERS[chosen]
             arguments = options.get(str(chosen), {})

@@ -21,6 +21,7 @@ from orc.runtime.tracking.trackio import TrackioTracker
 from orc.runtime.tracking.wandb import WandBTracker
 
 Tracker: TypeAlias = str | LoggerType | GeneralTracker
+Chosen: TypeAlias = "LoggerType | GeneralTracker | type[GeneralTracker]"  # built in, made by the script, registered
 
 TRACKERS: dict[LoggerType, type[LibraryTracker]] = {
     LoggerType(tracker.name): tracker
@@ -38,6 +39,34 @@ TRACKERS: dict[LoggerType, type[LibraryTracker]] = {
 }
 
 
+_REGISTERED: dict[str, type[GeneralTracker]] = {}  # by name, which ``log_with`` takes
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let ``log_with`` and ``init_kwargs`` name *tracker_class* by its ``name``; returns the class.
+
+    `Accelerator.init_trackers` makes the tracker with the project's name, then the logging directory where
+    ``requires_logging_directory`` is true, and its ``init_kwargs``.
+
+    Raises:
+        TypeError: it is no subclass of `GeneralTracker`.
+        ValueError: it has no ``name`` of its own, or that of a built-in tracker.
+
+    Example:
+        >>> @register_tracker_class
+        ... class Printer(GeneralTracker):
+        ...     name = "printer"
+        ...     requires_logging_directory = False
+    """
+    if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
+        raise TypeError(f"register_tracker_class: {tracker_class!r} is no subclass of GeneralTracker")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name or name.lower() in {*LoggerType}:
+        raise ValueError(f"register_tracker_class: {tracker_class.__name__} needs a name of its own, not {name!r}")
+    _REGISTERED[name.lower()] = tracker_class
+    return tracker_class
+
+
 def get_available_trackers() -> list[LoggerType]:
     """Return the built-in trackers whose library is installed."""
     return [kind for kind, tracker in TRACKERS.items() if any(is_package(module) for module in tracker.modules)]
@@ -45,7 +74,7 @@ def get_available_trackers() -> list[LoggerType]:
 
 def filter_trackers(
     log_with: Tracker | Iterable[Tracker] | None, logging_dir: str | os.PathLike[str] | None = None
-) -> list[LoggerType | GeneralTracker]:
+) -> list[Chosen]:
     """The trackers that *log_with* means here, each once, in order.
 
     Args:
@@ -54,8 +83,9 @@ def filter_trackers(
         logging_dir: where trackers write that need a folder.
 
     Returns:
-        Members of `LoggerType` for built-in trackers, and the script's own trackers. Named trackers whose library is
-        not installed are left out with a warning; so is, of ``"all"``, what needs a folder when there is none.
+        Members of `LoggerType` for built-in trackers, registered classes, and the script's own trackers. Named trackers
+        whose library is not installed are left out with a warning; so is, of ``"all"``, what needs a folder when there
+        is none.
 
     Raises:
         ValueError: an unknown name, or a named tracker needs a folder and there is none.
@@ -68,7 +98,7 @@ def filter_trackers(
         log_with = [log_with]
     wanted = [_known(one) for one in log_with]
     available = get_available_trackers()
-    chosen: list[LoggerType | GeneralTracker] = []
+    chosen: list[Chosen] = []
     for one in wanted:
         for tracker in _installed(available, logging_dir) if one == LoggerType.ALL else [one]:
             if any(tracker is known for known in chosen):
@@ -89,7 +119,7 @@ def filter_trackers(
     return chosen
 
 
-def _known(one: Tracker) -> LoggerType | GeneralTracker:
+def _known(one: Tracker) -> Chosen:
     if isinstance(one, GeneralTracker):
         check_tracker(one)
         return one
@@ -97,6 +127,8 @@ def _known(one: Tracker) -> LoggerType | GeneralTracker:
         kind = f"the class {one.__name__}; give an instance" if isinstance(one, type) else repr(one)
         raise TypeError(f"log_with: expected names and trackers, not {kind}")
     name = str(one).lower()
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     if name not in {*LoggerType}:
         near = difflib.get_close_matches(name, LoggerType, n=1)
         hint = f", did you mean {str(near[0])!r}?" if near else ""

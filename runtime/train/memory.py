@@ -60,7 +60,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: call the function with a batch size, half of it, ... until it does not run out of memory.
+    """Decorator: call the function with a batch size, one tenth less, ... until it does not run out of memory.
 
     The function takes the batch size as its first parameter, which callers leave out. Everything that holds device
     memory must be made inside. Each call begins at *starting_batch_size* again. With several processes all of them must
@@ -69,7 +69,7 @@ def find_executable_batch_size(
     Args:
         function: what to run; left out when the decorator has arguments.
         starting_batch_size: what to try first.
-        reduce_batch_size_fn: gives the next batch size, instead of halving; called with the last one if it takes an
+        reduce_batch_size_fn: gives the next batch size, instead of nine tenths; called with the last one if it takes an
             argument.
 
     Raises:
@@ -120,7 +120,7 @@ def find_executable_batch_size(
 
 def _reducer(reduce_batch_size_fn: Callable[..., int] | None) -> Callable[[int], int]:
     if reduce_batch_size_fn is None:
-        return lambda size: size // 2
+        return lambda size: int(size * 0.9)
     chosen = reduce_batch_size_fn
     return chosen if inspect.signature(chosen).parameters else lambda _: chosen()
 

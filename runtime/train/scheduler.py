@@ -53,6 +53,7 @@ class AcceleratedScheduler:
         self._gradient = gradient
         self._advance = 1 if split_batches else num_processes
         self._counts = hasattr(scheduler, "_step_count")  # some of torch's have none
+        self._ends = getattr(scheduler, "total_steps", None) is not None  # torch's raise beyond their last step
         self._can_skip = [optimizer for optimizer in self.optimizers if hasattr(optimizer, "step_was_skipped")]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +69,7 @@ class AcceleratedScheduler:
         for optimizer in self._can_skip:
             if optimizer.step_was_skipped:
                 return
-        if self._advance == 1:
+        if self._advance == 1 and not self._ends:
             scheduler.step(*args, **kwargs)
         else:
             jump(scheduler, self._advance, *args, **kwargs)
