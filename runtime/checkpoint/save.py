@@ -168,8 +168,11 @@ def write(
         tasks = content
         error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
     lengths: list[dict[str, list[int]]] = []
+    if error is None:
+        destination.hand_over()
 
     def verdict(reports: list[Any]) -> dict[str, Any]:
+        destination.take_over(name for report in reports if report["error"] is None for name in report["files"])
         files = _files_by_site(reports)
         lengths.extend(report.get("lengths", {}) for report in reports)
         return files
@@ -213,12 +216,12 @@ def write(
     if destination.leads:
         error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
     meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
-    destination.keep()
+    error = attempt(destination.clear)[1] if destination.leads else None
     if request.directory is None:
-        error = attempt(lambda: retain(destination))[1]
-        if error is not None:
-            error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
-        meeting.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+        error = error or attempt(lambda: retain(destination))[1]
+    if error is not None:
+        error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
+    meeting.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 
 def _write_metadata(destination: Destination, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:

@@ -113,12 +113,12 @@ def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether parameters of *model* are cut over processes: DTensors, or those of FSDP version 1."""
-    # Where their modules are not loaded there are none.
-    wrappers = sys.modules.get("torch.distributed.fsdp")
-    if wrappers is not None and any(isinstance(one, wrappers.FullyShardedDataParallel) for one in model.modules()):
+    # Where their modules are not loaded, or another thread is loading them, there are none.
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
         return True
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
+    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor is not None and any(isinstance(parameter, tensor) for parameter in model.parameters())
 
 
 def extract_model_from_parallel(

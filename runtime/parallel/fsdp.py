@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def is_instance(model: nn.Module, name: str) -> bool:
     """Return whether *model* is an instance of torch's class *name* of FSDP; it is not where that is not loaded."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and isinstance(model, getattr(module, name))
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)  # another thread may be loading it
+    return found is not None and isinstance(model, found)
 
 
 def inside(model: nn.Module) -> nn.Module:

@@ -350,7 +350,7 @@ def test_memory_aware_batch_size(run_ranks, world):
                 model, optimizer, train_dataloader, lr_scheduler
             )
             seen.append(batch_size)
-            if batch_size > 32:
+            if batch_size > 110:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
             for inputs, targets in train_dataloader:
                 accelerator.backward(loss_function(model(inputs), targets))
@@ -361,7 +361,7 @@ def test_memory_aware_batch_size(run_ranks, world):
 
         return inner_training_loop(), seen
 
-    assert run_ranks(world, training_function) == [(32, [128, 64, 32])] * world
+    assert run_ranks(world, training_function) == [(103, [128, 115, 103])] * world
 
 
 def test_a_custom_tracker(run_ranks):

@@ -101,7 +101,7 @@ def test_enumerations_are_words():
     assert DynamoBackend.NO == "NO"
     assert {"EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "ONNXRT", "TENSORRT", "TVM", "IPEX"} <= {*DynamoBackend}
     assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
-            "MULTI_HPU", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"} == {*DistributedType}  # fmt: skip
+            "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"} == {*DistributedType}  # fmt: skip
     assert {"npu", "xpu", "mlu", "hpu"} <= {*RNGType}
     assert "batched_power_sgd" in {*DDPCommunicationHookType}
     assert {"no", "fp16", "bf16", "power_sgd"} <= {*DDPCommunicationHookType}

@@ -28,6 +28,7 @@ Verdict = Callable[[list[Any]], Any]
 T = TypeVar("T")
 PATIENCE_S = 600.0
 FAREWELL_S = 5.0
+_VERDICT_S = 5.0  # beyond the time-out, in which rank 0 tells who has not come
 
 
 class Meeting:
@@ -75,7 +76,7 @@ class Meeting:
         if self.rank != 0:
             try:
                 store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
-                patience = timedelta(seconds=max(deadline - time.monotonic(), 0) + 5)
+                patience = timedelta(seconds=max(deadline - time.monotonic(), 0) + _VERDICT_S)
                 if absence is None:
                     store.wait([f"{prefix}verdict"], patience)
                 else:

@@ -31,14 +31,14 @@ def gathers_state(one: object) -> bool:
 
 def is_dtensor(value: object) -> bool:
     """Return whether *value* is a DTensor; torch's module of them is not imported for the question."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be loading it
+    return found is not None and isinstance(value, found)
 
 
 def is_fsdp1(model: nn.Module) -> bool:
     """Return whether *model* or a part of it is wrapped by `torch.distributed.fsdp.FullyShardedDataParallel`."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and any(isinstance(one, module.FullyShardedDataParallel) for one in model.modules())
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return found is not None and any(isinstance(module, found) for module in model.modules())
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +68,15 @@ class Destination(ABC):
         """The local directory that they are in."""
         raise NotImplementedError
 
+    def hand_over(self) -> None:  # noqa: B027 - what was written may lie where only the leading rank removes it
+        """This rank is about to report what it has written: from here on only the leading rank may remove it.
+
+        The report may make it a part of a checkpoint, and whether it has may never be heard of here.
+        """
+
+    def take_over(self, names: Iterable[str]) -> None:  # noqa: B027 - see `hand_over`
+        """The ranks have reported the files *names*; on the leading rank."""
+
     def seal(self, manifest: Manifest) -> None:  # noqa: B027 - there may be nothing to do before the last step
         """Do all of the commit but its last step; on the leading rank, when all have written."""
 
@@ -73,8 +84,8 @@ class Destination(ABC):
     def commit(self, manifest: Manifest) -> None:
         """Make it a checkpoint, in one step; on the leading rank, after `seal`."""
 
-    def keep(self) -> None:  # noqa: B027 - what was written may lie where nobody removes it
-        """It is a checkpoint: `abandon` takes nothing of it away any more; on every rank, after `commit`."""
+    def clear(self) -> None:  # noqa: B027 - the commit may leave nothing
+        """Remove what the checkpoint has replaced; on the leading rank, when all ranks have agreed on the commit."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -226,6 +237,9 @@ class LocalDestination(Destination):
             disown(self._owned)
 
 
+_PREFIXED = re.compile(r"\.[0-9a-f]{16}-")  # of the files of a save that took the place of a checkpoint
+
+
 class RemoteDestination(Destination):
     """Objects written under their final names, or a new *prefix* where a checkpoint is; the manifest comes last."""
 
@@ -234,7 +248,9 @@ class RemoteDestination(Destination):
         self.leads = leads
         self._prefix = prefix
         self._spool: Path | None = None
-        self._created: list[Remote] = []
+        self._created: list[Remote] = []  # what `abandon` removes here
+        self._id: str | None = None  # of the manifest that this rank has begun to put in place
+        self._replaced: Manifest | None = None
 
     def prepare(self) -> None:
         """Make the directory, on stores that have directories; what is wrong with the store shows here."""
@@ -266,29 +282,51 @@ class RemoteDestination(Destination):
         """There when closed."""
         return RemoteFile(self._object(name))
 
+    def hand_over(self) -> None:
+        """Forget what this rank has written."""
+        self._created.clear()
+
+    def take_over(self, names: Iterable[str]) -> None:
+        """Remove the files *names* when the save fails before the commit."""
+        self._created += [self.target / (self._prefix + name) for name in names]
+
     def commit(self, manifest: Manifest) -> None:
-        """Put the manifest in place, then remove the files of the one that was there."""
+        """Put the manifest in place."""
         manifest = replace(manifest, prefix=self._prefix)
         lines = remote.problems(self.target, manifest)
         if lines:
             raise CheckpointError(f"{self.target} does not hold what was just written: {'; '.join(lines)}")
-        before = remote.read_manifest(self.target) if self._prefix else None
+        self._replaced = remote.read_manifest(self.target) if self._prefix else None
+        self._id = manifest.id
         (self.target / NAME).replace(manifest.to_json())
-        self.keep()
-        if before is not None:
-            for name in before.files:
-                (self.target / (before.prefix + name)).remove()
-
-    def keep(self) -> None:
-        """Forget what this rank has written."""
         self._created.clear()
 
+    def clear(self) -> None:
+        """Remove the files of the checkpoint that was there, and those that interrupted saves have left beside it."""
+        if self._replaced is None:
+            return
+        old = {self._replaced.prefix + name for name in self._replaced.files}
+        old |= set(self._replaced.files)  # of the first save, where the one that replaced it was interrupted here
+        left = {name for name in self.target.entries() if (found := _PREFIXED.match(name)) and found[0] != self._prefix}
+        for name in old | left:
+            (self.target / name).remove()
+
     def abandon(self) -> None:
-        """Remove what this rank has written."""
+        """Remove what no checkpoint consists of, as far as this rank can tell."""
         if self._spool is not None:
             shutil.rmtree(self._spool, ignore_errors=True)
-        for one in self._created:
-            one.remove()
+        if self._created and not self._may_be_committed():
+            for one in self._created:
+                one.remove()
+
+    def _may_be_committed(self) -> bool:
+        """Return whether the manifest may be in place although `commit` failed: an answer can be lost."""
+        if self._id is None:
+            return False
+        try:
+            return remote.read_manifest(self.target).id == self._id
+        except CheckpointError:
+            return NAME in self.target.entries()
 
     def _object(self, name: str) -> Remote:
         one = self.target / (self._prefix + name)

@@ -1,10 +1,12 @@
 """A small training run to save and load."""
 
+import fsspec
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator, ProjectConfiguration
+from orc.runtime.checkpoint.storage import s3
 from orc.runtime.core.context import reset_default
 
 
@@ -60,3 +62,40 @@ def make_run(monkeypatch):
     reset_default()
     yield Run
     reset_default()
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """The address of a server that speaks the protocol of S3."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3_store(s3_server, monkeypatch):
+    """S3 with an empty bucket called bucket."""
+    import urllib.request
+
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/moto-api/reset", method="POST")).close()
+    for name, value in (("ENDPOINT_URL", s3_server), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3._client.cache_clear()
+    system, _ = s3.open_url("s3://bucket")
+    system._client.create_bucket(Bucket="bucket")
+    yield system
+    s3._client.cache_clear()
+
+
+@pytest.fixture
+def memory_store():
+    """The empty memory file system."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()

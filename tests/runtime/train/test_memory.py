@@ -43,15 +43,15 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
-def test_sizes_are_halved_until_one_fits(error):
+def test_sizes_go_down_by_a_tenth_until_one_fits(error):
     tried, train = trying(32, error, starting_batch_size=128)
     assert train() == (32, (), {})
-    assert tried == [128, 64, 32]
+    assert tried == [128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41, 36, 32]
 
 
 def test_arguments_are_passed_on():
-    _, train = trying(16, OUT_OF_MEMORY[0], starting_batch_size=32)
-    assert train("a", key=1) == (16, ("a",), {"key": 1})
+    _, train = trying(28, OUT_OF_MEMORY[0], starting_batch_size=32)
+    assert train("a", key=1) == (28, ("a",), {"key": 1})
 
 
 def test_the_default_begins_at_128_and_needs_no_brackets():
@@ -80,7 +80,7 @@ def test_reaching_zero_is_an_error():
     tried, train = trying(0, OUT_OF_MEMORY[0], starting_batch_size=4)
     with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero.* from 4 down.*CUDA out of"):
         train()
-    assert tried == [4, 2, 1]
+    assert tried == [4, 3, 2, 1]
 
 
 def test_a_batch_size_from_the_caller_is_refused():
@@ -122,7 +122,7 @@ def test_what_failed_is_freed_before_the_next_try():
             raise torch.OutOfMemoryError
 
     train()
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 def test_release_memory_gives_as_many_nones():

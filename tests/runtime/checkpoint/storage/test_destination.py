@@ -292,7 +292,8 @@ def test_a_replaced_object_goes_after_the_manifest_has_changed(bucket, monkeypat
     monkeypatch.setattr(Remote, "remove", removed)
     saved(RemoteDestination(bucket / "s", ".2-", True), b"newer")
     assert (bucket / "s").entries() == [".2-model", NAME]
-    assert sorted(events) == [(".1-model", ".2-"), (".1-notes", ".2-")]
+    assert {(".1-model", ".2-"), (".1-notes", ".2-")} <= {*events}
+    assert {prefix for _, prefix in events} == {".2-"}
     assert read_remote(bucket / "s").prefix == ".2-"
 
 
