@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -74,17 +75,18 @@ class Owner:
 
 @dataclass(frozen=True)
 class Ownership:
-    """This run's hold on the folder of *path*, the file that records it."""
+    """This run's hold on *folder*, which the file *path* records."""
 
     path: Path
     fd: int
+    folder: Path
 
     def check(self) -> None:
         """Raise `CheckpointError` when another run has taken the folder meanwhile."""
         owner = _read(self.path)
         if owner is not None and owner.run != _RUN:
             raise CheckpointError(
-                f"{_folder(self.path)} was taken over by another run: {owner}. Only one run may save in a folder; give "
+                f"{self.folder} was taken over by another run: {owner}. Only one run may save in a folder; give "
                 "each its own"
             )
 
@@ -101,24 +103,34 @@ _lock = threading.Lock()
 
 
 def record(folder: Path) -> tuple[Path, str]:
-    """Return the directory and the suffix of the file that names the run that saves checkpoints in *folder*.
+    """Return the directory and the suffix of the file that names the run that numbers checkpoints in *folder*.
 
-    It lies in *folder*, but for ``<project_dir>/checkpoints`` beside it: scripts list that one and expect checkpoints
-    alone. A link or a mount leads to where other paths lead, too.
+    It lies in *folder*, but for ``<project_dir>/checkpoints`` below the user's state directory: people and scripts list
+    their project, and what they find there is theirs.
     """
-    beside = folder.name == PROJECT_FOLDER and not folder.is_symlink() and not folder.is_mount()
-    if beside and os.access(folder.parent, os.W_OK):
-        return folder.parent, f"-{folder.name}"
-    return folder, ""
+    if folder.name != PROJECT_FOLDER:
+        return folder, ""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "orc"
+    directory = state / "checkpoint-folders"
+    try:
+        state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for one in (state, directory):
+            one.mkdir(mode=0o700, exist_ok=True)
+    except OSError:  # a container's user may have no home that can be written
+        return folder, ""
+    return directory, f"-{sha256(os.fsencode(folder.resolve())).hexdigest()[:32]}"
 
 
-def own(folder: Path, part: str = "") -> Ownership:
+def own(folder: Path, part: str = "", *, within: Path | None = None) -> Ownership:
     """Return this run's hold on *folder* (or *part* of it, by machine), which it gets if no other run has it.
+
+    Args:
+        within: the directory of the file that says so, where it is not *folder* (see `record`).
 
     Raises:
         CheckpointError: another run has it; the text names host, process and job.
     """
-    path = folder / f"{FILE}{part}"
+    path = (within or folder) / f"{FILE}{part}"
     with _lock:
         known = _held.get(path)
         if known is not None and _same(known.fd, path):
@@ -126,7 +138,7 @@ def own(folder: Path, part: str = "") -> Ownership:
             return known
         if known is not None:  # the folder was removed, and is a new one now
             os.close(_held.pop(path).fd)
-        _held[path] = taken = _take(path)
+        _held[path] = taken = _take(path, folder)
         return taken
 
 
@@ -145,9 +157,8 @@ def release_all() -> None:
 
 
 def forget_dead(folder: Path) -> None:
-    """Remove what killed runs of this machine have left of their holds on *folder*."""
-    folder, suffix = record(folder)
-    for path in folder.glob(f"{FILE}{suffix}*"):
+    """Remove what killed runs of this machine have left where the hold on *folder* is recorded."""
+    for path in record(folder)[0].glob(f"{FILE}*"):
         owner = _read(path)
         if path in _held or owner is None or owner.host != socket.gethostname() or _lives(owner):
             continue
@@ -160,13 +171,7 @@ def forget_dead(folder: Path) -> None:
                 os.close(fd)
 
 
-def _folder(path: Path) -> Path:
-    """Return the folder of checkpoints that the record at *path* is about."""
-    beside = path.name.startswith(f"{FILE}-{PROJECT_FOLDER}")
-    return path.with_name(PROJECT_FOLDER) if beside else path.parent
-
-
-def _take(path: Path) -> Ownership:
+def _take(path: Path, folder: Path) -> Ownership:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -174,13 +179,13 @@ def _take(path: Path) -> Ownership:
             locked = _flock(fd)
             if locked and _same(fd, path):  # else whoever had it has removed it
                 _write(fd)
-                return Ownership(path, fd)
+                return Ownership(path, fd, folder)
             owner = _read(path)
             if not locked and owner is not None and Owner.of_this_process().succeeds(owner):
                 path.unlink(missing_ok=True)  # the next one is another file, with a lock of its own
             elif not locked and (time.monotonic() >= deadline or _lives(owner)):
                 raise CheckpointError(
-                    f"{_folder(path)} is in use by another run: {owner or 'it does not say which'}. Only one run may "
+                    f"{folder} is in use by another run: {owner or 'it does not say which'}. Only one run may "
                     "save in a folder; give each its own, or wait until that one has ended"
                 )
         except BaseException:

@@ -121,8 +121,11 @@ class LocalDestination(Destination):
             raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
         target.parent.mkdir(parents=True, exist_ok=True)
         part = "" if self._site is None else f"-site-{self._site}"
-        folder, name = record(target.parent) if self._numbered else (target.parent, f"-{target.name}")
-        self._owned = own(folder, f"{name}{part}")
+        if self._numbered:
+            directory, name = record(target.parent)
+            self._owned = own(target.parent, f"{name}{part}", within=directory)
+        else:
+            self._owned = own(target.parent, f"-{target.name}{part}")
         self._before = {entry.name: _stamp(entry) for entry in target.iterdir()} if target.exists() else None
         remove_tree(self._temporary)
         self._temporary.mkdir()

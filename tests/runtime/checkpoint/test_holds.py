@@ -364,7 +364,7 @@ def test_what_dead_runs_of_this_machine_left_goes_and_nothing_else(tmp_path, mon
     (tmp_path / f"{FILE}-none").touch()
     (tmp_path / "other").write_text(json.dumps(OTHER | {"host": HERE}))
     held = tmp_path / f"{FILE}-d-held"
-    alone[held] = Ownership(held, os.open(held, os.O_RDONLY))
+    alone[held] = Ownership(held, os.open(held, os.O_RDONLY), tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     with Lock(tmp_path / f"{FILE}-c-locked"):
         forget_dead(tmp_path)

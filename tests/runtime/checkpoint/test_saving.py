@@ -376,7 +376,11 @@ def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
     table = Table()
     table.timeout_s = 9000.0
     write(context(), table, request(tmp_path / "s"), opened(tmp_path / "s"), {}, None)
-    assert table.log == [("save_state (writing)", 9000.0), ("save_state (committing)", 3600.0)]
+    assert table.log == [
+        ("save_state (writing)", 9000.0),
+        ("save_state (committing)", 3600.0),
+        ("save_state (retention)", 3600.0),
+    ]
 
 
 def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
@@ -448,7 +452,7 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
     table = Table()
     write(context(), table, request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {}, None)
     assert events == []
-    assert table.brought[1:] == [None]
+    assert table.brought[1:] == [None, None]
 
 
 def test_objects_are_committed_with_the_manifest_of_what_was_written(bucket):

@@ -13,9 +13,8 @@ import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state import ownership
-from orc.runtime.checkpoint.state.ownership import FILE, PROJECT_FOLDER, own
+from orc.runtime.checkpoint.state.ownership import FILE, own, record
 
-RECORD = f"{FILE}-{PROJECT_FOLDER}"
 RUN = """
 import sys, torch
 from orc.runtime import Accelerator, ProjectConfiguration
@@ -31,6 +30,14 @@ sys.stdin.readline()
 
 
 @pytest.fixture
+def owner_file(tmp_path):
+    """The file that names the run that has the project folder *tmp_path*."""
+    directory, suffix = record(tmp_path / "checkpoints")
+    assert not directory.is_relative_to(tmp_path)
+    return directory / f"{FILE}{suffix}"
+
+
+@pytest.fixture
 def other_run(tmp_path):
     """Another process that has saved a checkpoint, and ends its training when it gets a line."""
     program = [sys.executable, "-c", RUN, str(tmp_path)]
@@ -41,7 +48,7 @@ def other_run(tmp_path):
         run.kill()
 
 
-def test_the_second_run_is_told_who_has_the_folder(tmp_path, make_run, other_run):
+def test_the_second_run_is_told_who_has_the_folder(tmp_path, make_run, other_run, owner_file):
     run = make_run(tmp_path, total_limit=1)
     with pytest.raises(CheckpointError) as told:
         run.accelerator.save_state()
@@ -55,33 +62,36 @@ def test_the_second_run_is_told_who_has_the_folder(tmp_path, make_run, other_run
     assert other_run.stdout.readline() == "ended\n"
     run.accelerator.save_state()
     assert sorted(os.listdir(root)) == ["checkpoint_1"]
-    assert sorted(os.listdir(tmp_path)) == [RECORD, "checkpoints"]
-    run.accelerator.end_training()
+    assert owner_file.exists()
     assert os.listdir(tmp_path) == ["checkpoints"]
+    run.accelerator.end_training()
+    assert not owner_file.exists()
 
 
-def test_what_a_killed_run_had_is_free(tmp_path, make_run, other_run):
+def test_what_a_killed_run_had_is_free(tmp_path, make_run, other_run, owner_file):
     os.kill(other_run.pid, signal.SIGKILL)
     other_run.wait()
     root = tmp_path / "checkpoints"
-    (tmp_path / f"{RECORD}-site-1").write_text((tmp_path / RECORD).read_text())  # of a time with several machines
+    other_machine = owner_file.with_name(f"{owner_file.name}-site-1")  # of a time with several
+    other_machine.write_text(owner_file.read_text())
     make_run(tmp_path).accelerator.save_state()
     assert sorted(os.listdir(root)) == ["checkpoint_0", "checkpoint_1"]
-    assert sorted(os.listdir(tmp_path)) == [RECORD, "checkpoints"]
+    assert owner_file.exists()
+    assert not other_machine.exists()
 
 
-def test_without_locks_between_machines_the_last_to_come_owns_the_folder(tmp_path, make_run):
+def test_without_locks_between_machines_the_last_to_come_owns_the_folder(tmp_path, make_run, owner_file):
     run = make_run(tmp_path)
     run.accelerator.save_state()
     root = tmp_path / "checkpoints"
     record = {"run": "other", "host": "node7", "pid": 12, "job": "job tides", "since": 0.0}
-    (tmp_path / RECORD).write_text(json.dumps(record))  # as a machine does that sees no lock
+    owner_file.write_text(json.dumps(record))  # as a machine does that sees no lock
     message = f"{re.escape(str(root))} was taken over by another run: job tides, process 12 on node7, since 1970-01-01"
     with pytest.raises(CheckpointError, match=message):
         run.accelerator.save_state()
     assert sorted(os.listdir(root)) == ["checkpoint_0"]
     run.accelerator.end_training()
-    assert json.loads((tmp_path / RECORD).read_text()) == record
+    assert json.loads(owner_file.read_text()) == record
 
 
 def test_a_directory_of_its_own_is_owned_only_while_it_is_saved(tmp_path, make_run):
@@ -92,6 +102,12 @@ def test_a_directory_of_its_own_is_owned_only_while_it_is_saved(tmp_path, make_r
     with pytest.raises(CheckpointError, match="is a file"):
         run.accelerator.save_state(tmp_path / "t")
     assert sorted(os.listdir(tmp_path)) == ["s", "t"]
+
+
+def test_without_a_home_the_folder_holds_the_record(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert record(tmp_path / "checkpoints") == (tmp_path / "checkpoints", "")
 
 
 def test_a_lock_that_dead_processes_keep_is_waited_for(tmp_path, monkeypatch):

@@ -47,6 +47,7 @@ def saved(where, content, manifest=MANIFEST, hooks=()):
     manifest = replace(manifest, files={"model": record, **where.hook_files()})
     where.seal(manifest)
     where.commit(manifest)
+    where.clear()
     return where
 
 
