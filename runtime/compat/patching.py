@@ -57,7 +57,8 @@ _OURS = ("ORC_", "ACCELERATE_")
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator for tests: afterwards the ``ORC_`` and ``ACCELERATE_`` variables are as they were before.
 
-    On a class it covers every method whose name begins with ``test``; on a coroutine function, the awaited call.
+    On a class it covers every method whose name begins with ``test``, those of classes derived from it too; on a
+    coroutine function, the awaited call.
 
     Args:
         func_or_cls: the test function, or the class of tests.
@@ -68,9 +69,15 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     import inspect
 
     if isinstance(func_or_cls, type):
-        for name, member in list(vars(func_or_cls).items()):
-            if name.startswith("test") and callable(member):
-                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        _purge_methods(func_or_cls)
+        inherited = func_or_cls.__init_subclass__
+
+        def derived(cls: type, **kwargs: Any) -> None:
+            if hasattr(inherited, "__func__"):  # its own, or that of a class above; object's has nothing to do
+                inherited.__func__(cls, **kwargs)
+            _purge_methods(cls)
+
+        func_or_cls.__init_subclass__ = classmethod(derived)  # type: ignore[assignment]
         return func_or_cls
     function: Any = func_or_cls
     if inspect.iscoroutinefunction(function):
@@ -88,6 +95,16 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _purge_methods(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, staticmethod | classmethod):
+            setattr(cls, name, type(member)(purge_accelerate_environment(member.__func__)))
+        elif callable(member):
+            setattr(cls, name, purge_accelerate_environment(member))
 
 
 @contextlib.contextmanager

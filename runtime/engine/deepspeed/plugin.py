@@ -7,6 +7,7 @@ the configuration file says explicitly is never overruled in silence.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from orc.runtime.engine.deepspeed.settings import (
     configuration,
     fill_in,
     given_by_launcher,
+    meet_file,
     precision_of,
-    refuse_ambiguity,
 )
 
 if TYPE_CHECKING:
@@ -93,12 +94,13 @@ class DeepSpeedPlugin:
             if not isinstance(self.hf_ds_config, HfDeepSpeedConfig) or type(self.hf_ds_config) is HfDeepSpeedConfig:
                 self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
             # else of a class derived from ours: its owner goes on filling it in (Transformers)
-            refuse_ambiguity(self.hf_ds_config, given, told, file_from_launcher, env)
+            meet_file(self.hf_ds_config, given, told, file_from_launcher, env)
             fill_in(self.hf_ds_config, {**told, **given})
         self.deepspeed_config["steps_per_print"] = float("inf")  # a script prints for itself
         self.zero3_init_flag = self.zero_stage_of() == 3 if flag is None else check_value("zero3_init_flag", flag)
         if self.zero3_init_flag and self.zero_stage_of() != 3:
             self.zero3_init_flag = False  # as documented: stage 3 only
+        self._drop_offloads()
         self._show()
         self._check()
 
@@ -302,6 +304,20 @@ class DeepSpeedPlugin:
 
     # ---- construction
 
+    def _drop_offloads(self) -> None:
+        """Take offloading away that the stage has nothing for: documented as applicable from a stage on, no more."""
+        stage = check_value("zero_stage", self.zero_stage_of())
+        for kind, least in (("optimizer", 1), ("param", 3)):
+            path = f"zero_optimization.offload_{kind}.device"
+            where = self.get_value(path, "none")
+            if where != "none" and stage < least:
+                warnings.warn(
+                    f"offload_{kind}_device={where!r} has no effect: it needs zero_stage {least} or more, and it is "
+                    f"{stage}",
+                    stacklevel=4,
+                )
+                self.hf_ds_config.set_value(path, "none")
+
     def _show(self) -> None:
         """Set the attributes to the values of the configuration."""
         self.gradient_accumulation_steps = self.get_value("gradient_accumulation_steps", AUTO)
@@ -315,14 +331,9 @@ class DeepSpeedPlugin:
         self.zero3_save_16bit_model = gathers
 
     def _check(self) -> None:
-        stage = check_value("zero_stage", self.zero_stage)
-        for kind, least in (("optimizer", 1), ("param", 3)):
-            where = check_value(f"offload_{kind}_device", getattr(self, f"offload_{kind}_device"))
-            if where != "none" and stage < least:
-                raise ValueError(f"offload_{kind}_device={where!r} needs zero_stage {least} or more, and it is {stage}")
-            if where == "nvme" and not getattr(self, f"offload_{kind}_nvme_path"):
-                # Not refused: the documented command line has no flag for the parameters' folder.
-                continue
+        check_value("zero_stage", self.zero_stage)
+        for kind in ("optimizer", "param"):  # without a folder for nvme: the documented command line has no flag for it
+            check_value(f"offload_{kind}_device", getattr(self, f"offload_{kind}_device"))
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             if getattr(self, name) is not None:
                 check_value(name, getattr(self, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,14 +74,17 @@ def precision_of(config: HfDeepSpeedConfig) -> str | None:
     return "no" if all(value is False for value in enabled.values()) else None
 
 
-def refuse_ambiguity(
+def meet_file(
     config: HfDeepSpeedConfig,
     given: Mapping[str, Any],
     told: Mapping[str, Any],
     file_from_launcher: bool,
     env: Mapping[str, str],
 ) -> None:
-    """Raise `ValueError` when settings stand in the configuration file and elsewhere.
+    """Check settings that stand in the configuration file and elsewhere: the file's are taken.
+
+    Arguments of a plug-in that say something else are told of in a warning. Raises `ValueError` when a launcher or the
+    environment does: somebody has asked for two things.
 
     Args:
         config: the file's content.
@@ -92,7 +96,14 @@ def refuse_ambiguity(
     explicit = {name: config.get_value(path) for name, path in PATHS.items()}
     explicit = {name: value for name, value in explicit.items() if value is not None and value != AUTO}
     both = [name for name in PATHS if name in explicit and (name in given or name in told)]
-    ignored = [name for name in both if explicit[name] != {**told, **given}[name]]
+    for name in PATHS:
+        if name in explicit and name in given and explicit[name] != given[name]:
+            warnings.warn(
+                f"DeepSpeedPlugin({name}={given[name]!r}) has no effect: the DeepSpeed configuration says "
+                f"{PATHS[name]} = {explicit[name]!r}. Leave one of them out",
+                stacklevel=4,
+            )
+    ignored = [name for name in both if name in told and explicit[name] != told[name]]
     if file_from_launcher:
         ignored = ignored or [name for name in both if name in told]
     said = precision_of(config)

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import unittest
+from typing import ClassVar
 
 import pytest
 
@@ -84,6 +86,45 @@ def test_our_variables_are_purged_after_a_test(monkeypatch):
     finally:
         for name in ("OTHER_NEW", "ORC_HELPER"):
             os.environ.pop(name, None)
+
+
+def test_tests_of_derived_classes_are_purged_in_the_styles_of_pytest_and_unittest():
+    @purge_accelerate_environment
+    class Base(unittest.TestCase):
+        kinds: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, kind="none", **kwargs):
+            super().__init_subclass__(**kwargs)
+            cls.kinds.append(kind)
+
+        def setUp(self):
+            os.environ.pop("ORC_TEST", None)
+
+        def test_base(self):
+            os.environ["ORC_TEST"] = "during"
+
+        @staticmethod
+        def test_static():
+            os.environ["ORC_TEST"] = "during"
+
+    class Derived(Base, kind="derived"):
+        def test_derived(self):
+            os.environ["ORC_TEST"] = "during"
+
+        @classmethod
+        def test_class(cls):
+            os.environ["ORC_TEST"] = "during"
+
+        def test_failing(self):
+            os.environ["ORC_TEST"] = "during"
+            raise KeyError
+
+    assert Base.kinds == ["derived"]
+    for name in ("test_base", "test_static", "test_derived", "test_class", "test_failing"):
+        result = unittest.TestResult()
+        Derived(name).run(result)
+        assert (result.testsRun, len(result.errors)) == (1, name == "test_failing")
+        assert "ORC_TEST" not in os.environ
 
 
 def test_truth_values():

@@ -161,19 +161,35 @@ def test_a_configuration_is_read_from_a_file_a_dictionary_an_object_and_base64(f
         ({"hf_ds_config": {"zero_optimisation": {"stage": 2}}}, "did you mean 'zero_optimization'"),
         ({"hf_ds_config": {"zero_optimization": 2}}, "not a section"),
         ({"hf_ds_config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "fp16 and bf16"),
-        ({"hf_ds_config": EXPLICIT, "zero_stage": 2}, "zero_stage"),
         ({"zero_stage": 4}, "zero_stage = 4"),
         ({"zero_stage": "two"}, "zero_stage = 'two'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"gradient_clipping": -1}, "gradient_clipping"),
         ({"offload_optimizer_device": "disk"}, "none, cpu, nvme"),
-        ({"zero_stage": 2, "offload_param_device": "cpu"}, "needs zero_stage 3"),
         ({"enable_msamp": True}, "MS-AMP"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         DeepSpeedPlugin(**arguments)
+
+
+@pytest.mark.parametrize("source", [{"zero_stage": 2, "offload_param_device": "cpu"}, "file"])
+def test_offloading_that_the_stage_has_nothing_for_is_left_out_with_a_warning(source):
+    section = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    arguments = {"hf_ds_config": {"zero_optimization": section}} if source == "file" else source
+    with pytest.warns(UserWarning, match="offload_param_device='cpu' has no effect: it needs zero_stage 3 or more"):
+        plugin = DeepSpeedPlugin(**arguments)
+    assert (plugin.zero_stage, plugin.offload_param_device) == (2, "none")
+    assert plugin.get_value("zero_optimization.offload_param.device") == "none"
+    assert plugin.offload_optimizer_device == ("cpu" if source == "file" else "none")
+
+
+def test_of_arguments_that_say_something_else_the_file_is_taken_with_a_warning():
+    less = {"zero_optimization": {"stage": 2}}
+    with pytest.warns(UserWarning, match=r"DeepSpeedPlugin\(zero_stage=3\) has no effect: .*stage = 2"):
+        plugin = DeepSpeedPlugin(less, zero_stage=3, gradient_clipping=1.0)
+    assert (plugin.zero_stage, plugin.gradient_clipping) == (2, 1.0)
 
 
 def test_an_explicit_precision_that_contradicts_the_file_is_refused():
