@@ -72,7 +72,7 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
         _purge_methods(func_or_cls)
         inherited = func_or_cls.__init_subclass__
 
-        def derived(cls: type, **kwargs: Any) -> None:
+        def derived(cls: type, /, **kwargs: Any) -> None:
             if hasattr(inherited, "__func__"):  # its own, or that of a class above; object's has nothing to do
                 inherited.__func__(cls, **kwargs)
             _purge_methods(cls)

@@ -376,7 +376,8 @@ class RunContext:
         if self.group is None or not _is_open(self.group):
             raise ContextError(
                 f"{what} needs the process group of {self.world_size} processes, but it is closed; "
-                "call it before end_training() and inside the process that was launched"
+                "call it before end_training(), which comes once, after a script's last training, and inside the "
+                "process that was launched. AcceleratorState._reset_state(True) begins anew with the next Accelerator"
             )
         return self.group
 

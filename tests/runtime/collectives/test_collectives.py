@@ -481,14 +481,28 @@ def test_one_process_returns_its_input():
     assert not dist.is_initialized()
 
 
-def test_a_closed_group_is_an_error_with_advice(run_ranks):
+def test_a_closed_group_is_an_error_with_advice_that_helps(run_ranks):
     def body():
-        state = PartialState()
-        state.destroy_process_group()
-        from orc.runtime import ContextError
+        from orc.runtime import Accelerator, AcceleratorState, ContextError
 
+        def train():
+            model = torch.nn.Linear(1, 1)
+            accelerator = Accelerator()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            accelerator.backward(model(torch.ones(1, 1)).sum() * (accelerator.process_index + 1))
+            optimizer.step()
+            moved = gather(accelerator.unwrap_model(model).weight.grad).flatten().tolist()
+            accelerator.end_training()
+            return moved
+
+        moved = train()
         with pytest.raises(ContextError, match="call it before end_training"):
             gather(torch.ones(1))
+        with pytest.raises(ContextError, match=r"_reset_state\(True\) begins"):
+            train()
+        AcceleratorState._reset_state(True)
+        assert train() == moved == [1.5, 1.5]
 
     run_ranks(2, body)
 
