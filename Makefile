@@ -45,6 +45,7 @@ $(LINKS): .types/orc/%:
 
 typecheck: $(INSTALLED) $(LINKS)  ## mypy --strict on everything that is imported
 	MYPYPATH=.types $(BIN)/mypy -p orc.runtime -p orc.launchers -p orc.orchestrator
+	MYPYPATH=.types $(BIN)/mypy tests/runtime/typed_program.py  # what users import is typed, too
 
 exports: $(INSTALLED)  ## runtime/__init__.pyi from the table of public names in runtime/__init__.py
 	$(BIN)/python .ci/exports.py > runtime/__init__.pyi.new && mv runtime/__init__.pyi.new runtime/__init__.pyi

@@ -86,6 +86,10 @@ class DataLoaderAdapter:
         self.part = None
         self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
 
+    if TYPE_CHECKING:  # each loader has its own
+
+        def __iter__(self) -> Iterator[Any]: ...
+
     def __getstate__(self) -> dict[str, Any]:
         # Without what belongs to this process: workers, channels, and those who listen.
         left = ("gradient", "events", "attempts", "meter", "seek", "_iterator")
