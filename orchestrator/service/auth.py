@@ -75,12 +75,15 @@ def address_of(request: Request) -> str:
 
 
 def authenticate(service: Service, token: str, address: str) -> Principal:
-    """Return the holder of *token*. Raises `ApiError` for an invalid one, or too many of them from *address*."""
-    service.rates.refuse_guessing(address)
+    """Return the holder of *token*. Raises `ApiError` for an invalid one, or too many of them from *address*.
+
+    It is looked up first: who shares an address with somebody who guesses is not refused. A guess that is right would
+    be told by its answer so, but 256 random bits are not guessed.
+    """
     with service.clients.client() as client:
         record = tokens.find(client.workspace.ledger, token, service.clock())
     if record is None:
-        service.rates.note_failure(address)
+        service.rates.refuse_guessing(address)
         raise _unauthorized("this token does not count: it is unknown, expired or revoked")
     return Principal(user=record.user, role=record.role, token_id=record.id)
 

@@ -25,13 +25,9 @@ class RequestRates:
         return None if self._limiter.hit(self._requests, kind, name) else self._wait(self._requests, kind, name)
 
     def refuse_guessing(self, address: str) -> None:
-        """Raise `ApiError` (429) for an address from which too many refused tokens came."""
-        if not self._limiter.test(self._failures, "failed", address):
+        """Count a refused token. Raises `ApiError` (429) for an address from which too many of them came."""
+        if not self._limiter.hit(self._failures, "failed", address):
             raise too_many(self._wait(self._failures, "failed", address), "too many refused tokens from this address")
-
-    def note_failure(self, address: str) -> None:
-        """Count a refused token."""
-        self._limiter.hit(self._failures, "failed", address)
 
     def _wait(self, item: RateLimitItem, *names: str) -> int:
         reset = self._limiter.get_window_stats(item, *names).reset_time
