@@ -13,6 +13,7 @@ from orc.orchestrator.ledger.tokens import TokenRecord
 
 PREFIX = "orc_"
 ROLES = ("viewer", "user", "admin")  # each may do what those before it may
+DEFAULT_EXPIRES_S = 90 * 86400.0  # of a token for which nothing else was said, by the command or by REST
 _USED_EVERY_S = 60.0  # how exact `last_used_at` is: a write for every request would be most of its work
 
 

@@ -25,7 +25,12 @@ class TokenWanted(BaseModel):
 
     user: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.@+-]+$")
     role: Literal["viewer", "user", "admin"] = "user"
-    expires_s: float | None = Field(None, gt=0, le=_YEARS_S, description="seconds until it ends; never by default")
+    expires_s: float | None = Field(
+        tokens.DEFAULT_EXPIRES_S,
+        gt=0,
+        le=_YEARS_S,
+        description="seconds until it ends, null for never; else 90 days",
+    )
     note: str = Field("", max_length=200)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from orc.orchestrator.cli.commands.token import create_command
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.auth import SAFE_METHODS, role_of_route
 from orc.orchestrator.service.settings import Settings
+from orc.orchestrator.service.tokens import DEFAULT_EXPIRES_S
 
 REFERENCE = Path(__file__).parents[3] / "docs/reference/rest-api.md"
 PUBLIC = {"/healthz", "/readyz", "/api/v1/login", "/api/v1/logout"}
@@ -92,6 +94,16 @@ def test_each_role_reaches_what_it_may_and_nothing_else(running: Any, user: str)
             if (status not in (401, 403)) != let_in:
                 wrong[method, path] = status
     assert wrong == {}
+
+
+def test_a_token_made_by_rest_ends_when_one_of_the_command_would(running: Any) -> None:
+    (command,) = (one for one in create_command.params if one.name == "expires")
+    assert command.type.convert(command.default, command, None) == DEFAULT_EXPIRES_S
+    with running.http() as admin:
+        made = admin.post("/api/v1/tokens", json={"user": "linus"}).json()
+        assert made["expires_at"] - made["created_at"] == DEFAULT_EXPIRES_S
+        for_ever = admin.post("/api/v1/tokens", json={"user": "linus", "expires_s": None}).json()
+    assert for_ever["expires_at"] is None
 
 
 def test_a_token_is_shown_once_and_ends(running: Any) -> None:
