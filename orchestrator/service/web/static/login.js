@@ -7,10 +7,10 @@ $("login").onsubmit = async (event) => {
   problem($("problem"), null);
   try {
     await request("login", { method: "POST", body: { token: $("token").value.trim() } });
-    // Only a path of this service: `//host` and `https:` lead elsewhere.
+    // Compared is what is used, parsed once: the path of `/.//host` is `//host`, which leads elsewhere by itself.
     const next = new URLSearchParams(location.search).get("next") ?? "/";
     const target = new URL(next, location.origin);
-    location.replace(target.origin === location.origin ? target.pathname + target.search : "/");
+    location.replace(target.origin === location.origin ? target.href : "/");
   } catch (error) {
     problem($("problem"), error);
     $("token").select();
