@@ -10,7 +10,7 @@ from orc.launchers.agent.processes import users_umask
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import create_json, remove
 from orc.launchers.agent.signals import release_signals
-from orc.launchers.agent.variables import DERIVED
+from orc.launchers.agent.variables import without_own
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def finish_gang(config: AgentConfig) -> None:
     on_exit = config.on_exit
     if not on_exit or not create_json(os.path.join(attempt_dir, "finished.json"), identity()):
         return
-    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+    env = without_own(os.environ)
     env.update(on_exit.get("env") or {}, ORC_GANG=config.marker)
     sys.stderr.flush()
     if os.fork() == 0:

@@ -9,7 +9,7 @@ from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.rendezvous import node_address
 from orc.launchers.agent.state import NodeState, Rank
-from orc.launchers.agent.variables import DERIVED, prepend_path, rank_variables, substitute
+from orc.launchers.agent.variables import prepend_path, rank_variables, substitute, without_own
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
     command's.
     """
     config = node.config
-    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+    env = without_own(os.environ)
     env.update(defaults or {})
     env.update(config.env)
     env.update(node.secrets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +20,20 @@ DERIVED = (
     "ORC_TOKEN",  # what the ranks of one incarnation know each other by
     "ORC_GANG",  # the marker of the attempt that a process runs without being one of its ranks
 )
+
+
+# What a job of another user gets of the environment that the service has: how programs are found and texts are written.
+_OF_SERVICE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+
+
+def without_own(environ: Mapping[str, str], *, of_service: bool = False) -> dict[str, str]:
+    """Return the part of *environ* that a new job may inherit: nothing that an agent derives for its own ranks.
+
+    With *of_service* it is a service's environment, and the job somebody else's: what a job needs, by name.
+    """
+    if of_service:
+        return {name: value for name, value in environ.items() if name in _OF_SERVICE or name.startswith("LC_")}
+    return {name: value for name, value in environ.items() if name not in DERIVED}
 
 
 def prepend_path(env: dict[str, str], directory: str) -> None:

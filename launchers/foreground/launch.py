@@ -28,7 +28,7 @@ from orc.launchers.agent.processes import (
 from orc.launchers.agent.procfs import children
 from orc.launchers.agent.signals import next_signal, release_signals, signal_process, take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S
-from orc.launchers.agent.variables import DERIVED, prepend_path
+from orc.launchers.agent.variables import prepend_path, without_own
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.tee import Streams, chosen, open_tee
@@ -183,7 +183,7 @@ def runtime_path() -> Path:
 
 def environment(request: LocalLaunch) -> dict[str, str]:
     """Return the variables that all ranks of *request* have in common. Raises `LaunchError`."""
-    env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+    env = without_own(os.environ)
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")

@@ -290,7 +290,7 @@ class _Import:
         return [row for row in rows if row["job_id"] not in there]
 
     def end_live_jobs(self, now: float) -> None:
-        """End the jobs that came in live, unless they are taken over. Nobody is notified: nothing ended but a record.
+        """End the jobs that came in live, unless they are taken over; no notification is sent for them.
 
         Raises `InvalidImport` where the states of a job and of its attempts do not go together.
         """

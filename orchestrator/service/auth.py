@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
+import anyio.to_thread
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPBearer
 from pydantic import BaseModel
@@ -40,6 +41,10 @@ class Principal(BaseModel):
         """Return True when this role includes *role*."""
         return tokens.ROLES.index(self.role) >= tokens.ROLES.index(role)
 
+    def may_read_code(self, owner: str) -> bool:
+        """Return True when the code of jobs of *owner* may be read: by an admin, or by its owner."""
+        return self.role == "admin" or self.user == owner
+
     def may_change(self, owner: str) -> bool:
         """Return True when what belongs to *owner* may be changed: by an admin, or by its owner in the role user."""
         return self.role == "admin" or (self.role == "user" and self.user == owner)
@@ -56,6 +61,16 @@ def needs_role(role: str) -> Callable[[_ENDPOINT], _ENDPOINT]:
 
     def mark(endpoint: _ENDPOINT) -> _ENDPOINT:
         endpoint.__dict__["orc_role"] = role
+        return endpoint
+
+    return mark
+
+
+def shows_code_of(*parameters: str) -> Callable[[_ENDPOINT], _ENDPOINT]:
+    """Mark a route that shows code: of the jobs whose ids are in these *parameters*, to their owners and admins."""
+
+    def mark(endpoint: _ENDPOINT) -> _ENDPOINT:
+        endpoint.__dict__["orc_shows_code_of"] = parameters
         return endpoint
 
     return mark
@@ -112,7 +127,7 @@ def admit(service: Service, request: Request, role: str) -> Principal:
     return principal
 
 
-def guard(
+async def guard(
     request: Request,
     service: Annotated[Service, Depends(service_of)],
     _shown: Annotated[object, Security(_bearer)] = None,
@@ -120,15 +135,26 @@ def guard(
 ) -> None:
     """Let a request pass that its route allows; the `Principal` is ``request.state.principal`` from then on.
 
-    Here alone it is decided who may do what: a route needs a role, and what changes a job, a group or a schedule
-    (``{job_id}``, ``{group_id}``, ``{schedule_id}`` in its path) needs its owner. Raises `ApiError`.
+    Here alone it is decided who may do what: a route needs a role, what changes a job, a group or a schedule
+    (``{job_id}``, ``{group_id}``, ``{schedule_id}`` in its path) needs its owner, and so does what shows a job's code.
+    Raises `ApiError`.
     """
     role = role_of_route(request.scope.get("endpoint"), request.method)
-    if role is None:
-        return
+    if role is not None:  # a public route answers when all threads are at work, too
+        await anyio.to_thread.run_sync(_admit_to_route, service, request, role)
+
+
+def _admit_to_route(service: Service, request: Request, role: str) -> None:
     principal = admit(service, request, role)
     if wait := service.rates.retry_after("token", principal.token_id):
         raise too_many(wait)
+    for parameter in getattr(request.scope.get("endpoint"), "orc_shows_code_of", ()):
+        if name := request.query_params.get(parameter):
+            with service.clients.client() as client:
+                owners = _owners_of_job(client, name)
+            if not all(map(principal.may_read_code, owners)):
+                owner = ", ".join(owners) or "nobody"
+                raise ApiError(403, f"{name} belongs to {owner}: only its owner or an admin may read its code")
     if request.method in SAFE_METHODS:
         return
     for parameter, owners_of in _OWNERS.items():

@@ -37,7 +37,7 @@ class Service:
     driver_status: Callable[[], DriverStatus | None] = lambda: None  # None: no driver in this process
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     """Return the service that a request came to."""
     service: Service = request.app.state.service
     return service

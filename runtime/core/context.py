@@ -248,7 +248,7 @@ class RunContext:
         return bool(settings.config.debug_mode) if settings.debug is None else settings.debug
 
     def set_debug(self, value: bool) -> None:
-        """Switch the comparison of operands on or off from here on; on all ranks together."""
+        """Set to *value* whether operands are compared from here on; on all ranks together."""
         self._settings.debug = bool(value)
 
     @property

@@ -133,7 +133,7 @@ class PartialState(_View, ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """`True` if the operands of a collective are compared across the ranks first."""
+        """`True` if the operands of a collective are compared across the ranks first; a script may set it (value)."""
         return self.ctx.debug
 
     @debug.setter

@@ -58,6 +58,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Args:
         module: a model, such as one with a ``ModuleList`` of blocks of one class.
         compile_kwargs: of `torch.compile`.
+
+    Returns:
+        *module* itself.
     """
     for block in repeated_blocks(module) or [module]:
         if block._compiled_call_impl is None:

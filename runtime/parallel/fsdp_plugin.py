@@ -311,6 +311,10 @@ def fsdp2_prepare_auto_wrap_policy(
 ) -> Callable[[nn.Module], bool] | None:
     """Return the function that selects the units of *model* which FSDP 2 shards; `None` where only the whole is one.
 
+    Args:
+        fsdp2_plugin: the plug-in whose policy says which they are.
+        model: the model, whose classes the policy names.
+
     Raises:
         ValueError: no classes are named, or *model* has no module of such a class.
     """
@@ -325,6 +329,10 @@ def fsdp2_prepare_auto_wrap_policy(
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return *model* sharded by FSDP 2, as `Accelerator.prepare` does it.
+
+    Args:
+        accelerator: the Accelerator, which was made with a plug-in of FSDP 2.
+        model: the model.
 
     Raises:
         ValueError: the Accelerator has no plug-in of FSDP 2.

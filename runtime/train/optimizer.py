@@ -140,7 +140,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> bool:
-        """`True` when the last update was skipped, as far as the host knows; the engine sets it for each update."""
+        """`True` if the last update was skipped, as the engine sees it without waiting for the device."""
         return self._skipped
 
     @skipped.setter

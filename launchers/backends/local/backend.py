@@ -193,7 +193,7 @@ class LocalBackend(Backend):
         """Write the files, start the gang, and return when it holds the attempt."""
         import subprocess
 
-        from orc.launchers.agent.variables import DERIVED
+        from orc.launchers.agent.variables import without_own
         from orc.launchers.remote.transport import LocalTransport
 
         if found := self.find(plan.marker):
@@ -206,7 +206,7 @@ class LocalBackend(Backend):
         secrets_path = f"{directory}/secrets.json"
         if values:
             transport.write(secrets_path, _json(values), mode=0o600)
-        env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+        env = without_own(os.environ, of_service=self.cluster.run_as == "service")
         env["ORC_GANG"] = plan.marker  # whoever submits this from within a job must not end it with itself
         try:
             done = subprocess.run(

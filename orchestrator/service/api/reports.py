@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from orc.orchestrator.service.api.jobs import JobId, Text
+from orc.orchestrator.service.auth import shows_code_of
 from orc.orchestrator.service.context import ServiceDep
 
 router = APIRouter(tags=["reports"])
@@ -72,8 +73,12 @@ def retry_notifications(service: ServiceDep, job_id: JobId) -> Any:
 
 
 @router.get("/diff", response_model=Comparison)
+@shows_code_of("a", "b")
 def diff_jobs(service: ServiceDep, a: Id, b: Id) -> Any:
-    """Return what differs between two jobs: specification, environment, code, outcome, metrics."""
+    """Return what differs between two jobs of the caller: specification, environment, code, outcome, metrics.
+
+    An admin may compare those of other users, too.
+    """
     with service.clients.client() as client:
         return JSONResponse(client.diff(a, b))
 

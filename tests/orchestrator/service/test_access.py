@@ -96,6 +96,21 @@ def test_each_role_reaches_what_it_may_and_nothing_else(running: Any, user: str)
     assert wrong == {}
 
 
+def test_the_code_of_jobs_is_shown_to_their_owners_and_admins(running: Any) -> None:
+    for user in ROLE_OF_USER:
+        with running.http(user) as http:
+            jobs = http.get("/api/v1/jobs").json()["jobs"]
+            other = next(job for job in jobs if job["owner"] != user)
+            own = [job["id"] for job in jobs if job["owner"] == user]
+            asked = [http.get("/api/v1/diff", params=ids) for a in own[:1] for ids in ({"a": a, "b": other["id"]},)]
+            asked += [http.get("/api/v1/diff", params={"a": other["id"], "b": other["id"]})]
+        if ROLE_OF_USER[user] == "admin":
+            assert [answer.status_code for answer in asked] == [200] * len(asked)
+        else:
+            assert {answer.status_code for answer in asked} == {403}
+            assert "only its owner or an admin" in asked[0].json()["error"]["what"]
+
+
 def test_a_token_made_by_rest_ends_when_one_of_the_command_would(running: Any) -> None:
     (command,) = (one for one in create_command.params if one.name == "expires")
     assert command.type.convert(command.default, command, None) == DEFAULT_EXPIRES_S

@@ -112,9 +112,9 @@ class LocalService:
             os.close(lock)
 
     def _start(self, directory: Path, lock: int) -> None:
-        from orc.launchers.agent.variables import DERIVED
+        from orc.launchers.agent.variables import without_own
 
-        env = {name: value for name, value in os.environ.items() if name not in DERIVED}
+        env = without_own(os.environ)
         env["ORC_GANG"] = directory.name  # whoever submits this from within a job must not end it with itself
         with (directory / "driver.log").open("ab") as log:
             process = subprocess.Popen(

@@ -205,6 +205,21 @@ def test_the_next_reconciler_pass_is_started_with_the_state_of_this_one(backend,
     assert called.read_text() == f"{backend.state_dir} -m orc.orchestrator.cli.main tick --job x-k3f9a2\n"
 
 
+def test_a_job_of_another_user_gets_nothing_of_the_services_environment(plan, monkeypatch):
+    monkeypatch.setenv("ORC_LEDGER_URL", "postgresql://canary")
+    monkeypatch.setenv("CANARY", "canary")
+    monkeypatch.setenv("LC_TIME", "C")
+    program = "import json, os; print('FOUND', json.dumps(dict(os.environ)), flush=True)"
+    service = LocalBackend(builtin_local().model_copy(update={"run_as": "service"}))
+    prepared = plan(program, env={"MINE": "said"})
+    handle = service.submit(prepared, {})
+    until(lambda: look(service, handle).phase is Phase.SUCCEEDED)
+    output = Path(handle.native_id, "logs", "rank-0.log").read_text()
+    environment = json.loads(output.partition("FOUND ")[2].partition("\n")[0])
+    assert (environment["MINE"], environment["LC_TIME"], environment["PATH"]) == ("said", "C", os.environ["PATH"])
+    assert "canary" not in json.dumps(environment)
+
+
 def test_files_are_private(backend, plan):
     handle = backend.submit(plan("pass", secrets=["TOKEN"]), {"TOKEN": "x"})
     until(lambda: look(backend, handle).phase.ended)

@@ -8,6 +8,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlencode
 
 import pytest
 
@@ -113,6 +114,23 @@ def test_a_stranger_has_to_log_in_and_a_viewer_changes_nothing(service, chromium
     page.get_by_role("button", name="Log out").click()
     expect(page).to_have_url(re.compile("/login"))
     assert context.cookies() == []
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["/.//other.example/", "//other.example/", r"/\other.example", "https://other.example/", "/%09/other.example"],
+)
+def test_a_login_leads_to_no_other_site(service, chromium: Browser, wanted):
+    context = chromium.new_context()
+    page = context.new_page()
+    asked = []
+    context.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{service.url}/login?{urlencode({'next': unquote(wanted)})}")
+    page.get_by_label("Token").fill(service.token("vera", "viewer"))
+    page.keyboard.press("Enter")
+    expect(page).not_to_have_url(re.compile("/login"))
+    assert [url for url in asked if not url.startswith(f"{service.url}/")] == []
     context.close()
 
 
