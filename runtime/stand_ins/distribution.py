@@ -7,8 +7,14 @@ from importlib.metadata import Distribution
 
 from orc.runtime.stand_ins.finder import PACKAGE, VERSION
 
+_METADATA = f"""Metadata-Version: 2.1
+Name: {PACKAGE}
+Version: {VERSION}
+Summary: orc.runtime stands in for it
+Home-page: https://github.com/huggingface/{PACKAGE}
+"""  # Sentence Transformers takes a package for the one it wants by its home page
 _FILES = {
-    "METADATA": f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\nSummary: orc.runtime stands in for it\n",
+    "METADATA": _METADATA,
     "top_level.txt": f"{PACKAGE}\n",
 }
 

@@ -67,6 +67,7 @@ print(json.dumps({
     "cheap": cheap,
     "same": accelerate.Accelerator is orc.runtime.Accelerator and AcceleratorState is orc.runtime.AcceleratorState,
     "version": [accelerate.__version__, importlib.metadata.version("accelerate"), set(distributions) == {"accelerate"}],
+    "home": "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"],  # by which some know it
     "strategies": FSDP_SHARDING_STRATEGY[:2],
     "peft": is_peft_model(linear),
     "instance": isinstance(linear, accelerate.utils.MegatronEngine) or issubclass(ModelHook, AlignDevicesHook),
@@ -89,6 +90,7 @@ print(json.dumps({
         "cheap": True,
         "same": True,
         "version": ["1.12.0", "1.12.0", True],
+        "home": True,
         "strategies": ["FULL_SHARD", "SHARD_GRAD_OP"],
         "peft": False,
         "instance": False,
