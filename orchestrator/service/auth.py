@@ -108,17 +108,20 @@ def _unauthorized(what: str) -> ApiError:
     return ApiError(401, what, hint=hint, headers={"WWW-Authenticate": "Bearer"})
 
 
+def token_of(request: Request) -> tuple[str, bool]:
+    """Return the token that *request* brings (empty without one), and whether it is that of a session (a cookie)."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if not scheme:
+        return request.cookies.get(COOKIE, "").strip(), True
+    return token.strip() if scheme.lower() == "bearer" else "", False
+
+
 def admit(service: Service, request: Request, role: str) -> Principal:
     """Return the sender of *request*, who has *role*. Raises `ApiError`."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    by_cookie = not scheme
-    if by_cookie:
-        token = request.cookies.get(COOKIE, "")
-    elif scheme.lower() != "bearer":
-        token = ""
+    token, by_cookie = token_of(request)
     if not token:
         raise _unauthorized("a token is needed")
-    principal = authenticate(service, token.strip(), address_of(request))
+    principal = authenticate(service, token, address_of(request))
     request.state.principal = principal
     if by_cookie and request.method not in SAFE_METHODS and PAGE_HEADER not in request.headers:
         raise ApiError(403, f"requests of a session that change something need the header {PAGE_HEADER}")

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.service.auth import admit
+from orc.orchestrator.service.auth import address_of, admit, token_of
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError, error_response, status_of
 
@@ -122,8 +122,9 @@ class Gate:
             return error_response(
                 400, "this service is not known by that name", where="Host", hint="allowed_hosts names the others"
             )
-        address = scope["client"][0] if scope.get("client") else "?"
-        if wait := service.rates.retry_after("address", address):
+        request = Request(scope)
+        # Who brings a token is counted by it, once it is known to be one: others behind the same address are strangers.
+        if not token_of(request)[0] and (wait := service.rates.retry_after("address", address_of(request))):
             return error_response(
                 429, "too many requests", hint=f"come again in {wait} s", headers={"Retry-After": str(wait)}
             )

@@ -43,7 +43,9 @@ class Settings(BaseModel):
     reconciler: bool = Field(True, description="run the passes in this process")
     max_body: int = Field(2 << 20, ge=1024, description="largest body of a request")
     max_upload: int = Field(512 << 20, ge=1024, description="largest body that brings content of snapshots")
-    requests_per_minute: int = Field(12_000, ge=1, description="requests of one token, and of one address")
+    requests_per_minute: int = Field(
+        12_000, ge=1, description="requests of one token, and those without one of an address"
+    )
     failed_logins_per_minute: int = Field(10, ge=1, description="refused tokens from one address")
     max_streams: int = Field(1000, ge=1, description="event streams that are open at the same time")
     threads: int = Field(16, ge=2, le=256, description="requests that are worked on at the same time")

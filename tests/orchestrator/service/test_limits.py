@@ -77,6 +77,14 @@ def test_a_token_has_to_wait_when_it_asks_too_often(strict: Running) -> None:
     assert answers[-1].json()["error"]["what"] == "too many requests"
 
 
+def test_a_flood_without_a_token_does_not_lock_out_others_at_its_address(strict: Running) -> None:
+    with _address(strict, 25) as http:
+        anonymous = [http.get("/healthz", headers={"Authorization": ""}).status_code for _ in range(41)]
+        assert (anonymous[0], anonymous[-1]) == (200, 429)
+        right = {"Authorization": f"Bearer {strict.tokens['eve']}"}
+        assert http.get("/api/v1/me", headers=right).status_code == 200
+
+
 def test_an_address_that_guesses_tokens_has_to_wait_and_a_valid_token_does_not(strict: Running) -> None:
     with _address(strict, 30) as http:
         wrong = {"Authorization": "Bearer orc_guessed"}
@@ -94,6 +102,21 @@ def test_an_address_that_a_client_invents_is_not_believed(strict: Running) -> No
             http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in range(4)
         ]
     assert told == [401, 401, 401, 429]
+
+
+def test_a_proxy_that_is_not_trusted_names_no_address(tmp_path: Path) -> None:
+    made = make_running(
+        tmp_path / "state", behind_proxy=True, trusted_proxies=("10.9.9.9",), failed_logins_per_minute=1
+    ).start()
+    try:
+        with made.http() as http:
+            guess = {"Authorization": "Bearer orc_guessed"}
+            told = [
+                http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in (1, 2)
+            ]
+            assert told == [401, 429]
+    finally:
+        made.stop()
 
 
 def test_a_proxy_that_is_trusted_names_the_address(tmp_path: Path) -> None:
