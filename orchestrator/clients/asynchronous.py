@@ -206,7 +206,7 @@ class AsyncServiceClient:
 
     async def resolve(self, ref: str) -> str:
         """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        return await self.lead(flows.resolve(ref))
+        return await self.ask(requests.resolve(ref))
 
     async def wait(
         self,
@@ -280,7 +280,7 @@ class AsyncServiceClient:
 
     async def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        return await self.lead(flows.queueing_clusters())
+        return await self.ask(requests.queueing_clusters())
 
     async def queue(self, cluster: str) -> QueueReport:
         """Return a cluster's own queue, and the jobs of the service in it."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.orchestrator.clients import requests
-from orc.orchestrator.clients.errors import JobNotFound, SnapshotMissing
+from orc.orchestrator.clients.errors import SnapshotMissing
 from orc.orchestrator.clients.requests import Request
 
 if TYPE_CHECKING:
-    from orc.launchers.errors import LaunchError
     from orc.launchers.spec import LoadedJob
     from orc.orchestrator.clients.protocol import ProgressCallback
     from orc.orchestrator.clients.uploads import LocalSnapshot
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 # Between two looks of `wait`: a twentieth of the time since something changed, within these bounds (seconds).
 _INTERVAL_S = (0.2, 3.0)
 _UPLOADS = 3  # what was uploaded may be collected before it is used
-_NO_SUCH = "`orc list` shows the jobs"
 
 
 @dataclass(frozen=True)
@@ -149,33 +147,6 @@ def events(job_id: str) -> Flow[list[EventView]]:
     return found
 
 
-def resolve(ref: str) -> Flow[str]:
-    """Return the job that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-    import difflib
-
-    if ref == "@last":
-        newest, _ = yield requests.jobs(None, None, None, 1)
-        if not newest:
-            raise JobNotFound("there is no job yet", hint="submit one: orc submit job.yaml")
-        return str(newest[0].id)
-    if not ref:
-        raise JobNotFound("no such job: ", hint=_NO_SUCH)
-    try:
-        view: JobView = yield requests.job(ref)
-        return view.id
-    except JobNotFound:
-        pass
-    rows: list[JobRow] = yield from jobs(None, None, None, None)
-    candidates = [row.id for row in rows if row.id.startswith(ref)]
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        shown = ", ".join(candidates[:5]) + (", ..." if len(candidates) > 5 else "")
-        raise JobNotFound(f"{ref!r} is not unique", hint=f"it is the start of {shown}")
-    near = difflib.get_close_matches(ref, [row.id for row in rows[:200]], n=3)
-    raise JobNotFound(f"no such job: {ref}", hint=f"did you mean {' or '.join(near)}?" if near else _NO_SUCH)
-
-
 def wait(
     job_ids: Sequence[str],
     timeout_s: float | None,
@@ -200,19 +171,3 @@ def wait(
             return [views[job_id] for job_id in job_ids]
         pause = min(max(_INTERVAL_S[0], (now - last_change) / 20), _INTERVAL_S[1])
         yield Pause(pause if timeout_s is None else min(pause, max(began + timeout_s - now, 0.0)))
-
-
-def queueing_clusters() -> Flow[tuple[list[str], dict[str, LaunchError]]]:
-    """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-    clusters = yield requests.clusters()
-    wrong: dict[str, LaunchError] = {}
-    return [str(one["name"]) for one in clusters if _has_queue(str(one["kind"]))], wrong
-
-
-def _has_queue(kind: str) -> bool:
-    """Return True for clusters that have a queue of their own, where their backend is installed here."""
-    from orc.launchers.backends import backend_class
-    from orc.launchers.backends.base import SupportsQueue
-    from orc.launchers.plugins import BACKENDS
-
-    return BACKENDS.has(kind) and issubclass(backend_class(kind), SupportsQueue)

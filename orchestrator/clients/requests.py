@@ -16,6 +16,7 @@ from orc.orchestrator.clients import wire
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import QueueReport
+    from orc.launchers.errors import LaunchError
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import EventView, JobRow, JobView
 
@@ -62,6 +63,11 @@ def job_path(job_id: str, rest: str = "") -> str:
 def job(job_id: str) -> Request[JobView]:
     """Return the request for a job."""
     return Request("GET", job_path(job_id), lambda reply: wire.job_view(reply.json))
+
+
+def resolve(ref: str) -> Request[str]:
+    """Return the request for the id of the job that *ref* means."""
+    return Request("GET", f"{API}/resolve", lambda reply: str(reply.json["id"]), {"ref": ref})
 
 
 def jobs(
@@ -179,9 +185,13 @@ def metrics(job_id: str) -> Request[tuple[list[Line], dict[str, str]]]:
     )
 
 
-def clusters() -> Request[list[Mapping[str, Any]]]:
-    """Return the request for the clusters of the service."""
-    return Request("GET", f"{API}/clusters", lambda reply: list(reply.json["clusters"]))
+def queueing_clusters() -> Request[tuple[list[str], dict[str, LaunchError]]]:
+    """Return the request for the clusters of the service that have a queue of their own."""
+    return Request(
+        "GET",
+        f"{API}/clusters",
+        lambda reply: ([str(one["name"]) for one in reply.json["clusters"] if one["has_queue"]], {}),
+    )
 
 
 def queue(cluster: str) -> Request[QueueReport]:

@@ -209,7 +209,7 @@ class ServiceClient(ServiceGroupCalls):
 
     def resolve(self, ref: str) -> str:
         """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        return self.lead(flows.resolve(ref))
+        return self.ask(requests.resolve(ref))
 
     def wait(
         self,
@@ -281,7 +281,7 @@ class ServiceClient(ServiceGroupCalls):
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        return self.lead(flows.queueing_clusters())
+        return self.ask(requests.queueing_clusters())
 
     def queue(self, cluster: str) -> QueueReport:
         """Return a cluster's own queue, and the jobs of the service in it."""

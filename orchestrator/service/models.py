@@ -30,6 +30,10 @@ class JobRowModel(_Answer):
     owner: str
     project: str
     priority: int
+    group_id: str | None
+    group_index: int | None
+    not_before: float | None
+    deadline_at: float | None
 
 
 class JobList(_Answer):
@@ -79,6 +83,11 @@ class JobModel(_Answer):
     owner: str
     project: str
     priority: int
+    group_id: str | None
+    group_index: int | None
+    not_before: float | None
+    deadline_at: float | None
+    seen_at: float | None
     attempts: list[AttemptModel]
 
 
@@ -128,6 +137,12 @@ class LogSearch(_Answer):
     next: int | None
 
 
+class JobIdModel(_Answer):
+    """Job that was meant."""
+
+    id: str
+
+
 class ClusterModel(_Answer):
     """Cluster, and how it answers."""
 
@@ -137,6 +152,7 @@ class ClusterModel(_Answer):
     answered_at: float | None
     interval_s: float | None
     error: str | None
+    has_queue: bool
 
 
 class ClusterList(_Answer):

@@ -27,12 +27,14 @@ def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
 
     only = None if principal.role == "admin" else principal.user
     with service.clients.client() as client:
+        queueing, _ = client.queueing_clusters()
         found, _ = read_clusters(client.clusters_file if client.clusters_file.exists() else None)
         with client.workspace.ledger.database.read() as connection:
             polls = {poll.cluster: poll for poll in by_cluster(connection, only)}
     names = ("polled_at", "answered_at", "interval_s", "error")
     clusters = [
-        {"name": name, "kind": cluster.kind, **{key: getattr(polls.get(name), key, None) for key in names}}
+        {"name": name, "kind": cluster.kind, "has_queue": name in queueing}
+        | {key: getattr(polls.get(name), key, None) for key in names}
         for name, cluster in found.items()
     ]
     return JSONResponse({"clusters": clusters})

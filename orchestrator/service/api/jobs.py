@@ -11,7 +11,7 @@ from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.listing import JobFilter
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.models import EventList, JobList, JobModel
+from orc.orchestrator.service.models import EventList, JobIdModel, JobList, JobModel
 from orc.orchestrator.views import JobRow
 
 router = APIRouter(tags=["jobs"])
@@ -46,6 +46,16 @@ def list_jobs(
     with service.clients.client() as client:
         page = client.workspace.ledger.page(wanted, cursor, limit)
     return JSONResponse({"jobs": [JobRow(*row).to_dict() for row in page.rows], "next": page.next})
+
+
+@router.get("/resolve", response_model=JobIdModel)
+def resolve_job(
+    service: ServiceDep,
+    ref: Annotated[str, Query(max_length=64, description="An id, the unambiguous start of one, or `@last`")],
+) -> Any:
+    """Return the id of the job that a text means."""
+    with service.clients.client() as client:
+        return JSONResponse({"id": client.resolve(ref)})
 
 
 @router.get("/jobs/{job_id}", response_model=JobModel)

@@ -103,6 +103,17 @@ def test_a_job_that_is_not_there_is_the_same_error(client: JobsClient, ask) -> N
         ask(client)
 
 
+def test_what_is_meant_by_a_part_of_an_id_takes_one_request(served: Served, project: Project) -> None:
+    with served.client() as client:
+        made = client.submit(project())
+        asked: list[str] = []
+        client._http.event_hooks["request"].append(lambda request: asked.append(request.url.path))
+        assert [client.resolve(ref) for ref in (made.id, made.id[:-1], "@last")] == [made.id] * 3
+        with pytest.raises(JobNotFound, match="no such job"):
+            client.resolve("x" * 60)
+        assert asked == ["/api/v1/resolve"] * 4
+
+
 @pytest.fixture
 def group_file(project: Project) -> Callable[[str], LoadedGroup]:
     """Writes a file with several jobs of one directory, and loads it."""
