@@ -102,4 +102,4 @@ def make_private(directory: str | os.PathLike[str]) -> None:
             os.mkdir(directory, 0o700)
         except FileExistsError:  # another process, or another host of a shared file system, was faster
             if not os.path.isdir(directory):
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,14 +17,111 @@ TAIL_LINES = 40
 TAIL_BYTES = 8192
 
 
+RECORD_BYTES = 16 << 20  # an agent's configuration names each host and variable of a large job
+MOST_NODES = 10_000
+_LATEST = 1e11  # seconds since the epoch; the year 5138
+_TEXT = 4096
+# What the fields mean in whichever record they are: a whole number in a range, a time, or a text of so many characters.
+_WHOLE = {
+    "nnodes": (1, MOST_NODES),
+    "nproc": (1, MOST_NODES),
+    "node": (-1, MOST_NODES),
+    "lost_node": (0, MOST_NODES),
+    "restart": (0, 1 << 31),
+    "rank": (0, MOST_NODES * 1000),
+    "exit_code": (-(1 << 31), 1 << 31),
+    "exit_status": (-(1 << 31), 1 << 31),
+}
+_TIMES = ("at", "started_at", "ended_at")
+_TEXTS = {
+    "host": 255,
+    "state": 64,
+    "outcome": 64,
+    "signal": 64,
+    "reason": _TEXT,
+    "stall": _TEXT,
+    "log_tail": TAIL_BYTES,
+}
+_PARTS = ("first_failure", "progress", "backend")  # records in a record
+_MAY_BE_UNKNOWN = ("rank", "exit_code", "signal", "lost_node", "first_failure")
+_FIELDS = {*_WHOLE, *_TIMES, *_TEXTS, *_PARTS, "lost_nodes", "ranks"}
+
+
 def read_json(path: str) -> dict[str, Any] | None:
-    """Return the JSON object in *path*; `None` when there is no such file (or, on a crashed disk, no object in it)."""
+    """Return the JSON object in *path*; `None` when there is no such file (or, on a crashed disk, no object in it).
+
+    For those who run in the job's own account; others take it as `checked`.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would never open otherwise
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            return parse_object(file.read(RECORD_BYTES + 1))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
-    return data if isinstance(data, dict) else None
+
+
+def parse_record(data: bytes) -> dict[str, Any] | None:
+    """Return the record that *data* is, `checked`; `None` for what is no JSON object, or larger than `RECORD_BYTES`.
+
+    Whoever runs in a job's account can write anything in the place of its records: all others read them through here.
+    """
+    found = parse_object(data)
+    return None if found is None else checked(found)
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON object that *data* is, NaN and infinities as `None`; `None` for anything else."""
+    try:
+        found = json.loads(data, parse_constant=_unknown, parse_int=_whole) if len(data) <= RECORD_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def checked(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *record* without the known fields whose values cannot be, and with texts no longer than they may be.
+
+    Fields that may be unknown are `None` instead.
+    """
+    found = {}
+    for name, value in record.items():
+        known = _known(name, value)
+        if known is not None or name in _MAY_BE_UNKNOWN or (value is None and name not in _FIELDS):
+            found[name] = known
+    return found
+
+
+def _known(name: str, value: Any) -> Any:
+    """Return *value* as a field *name* can have it, else `None`."""
+    if name in _WHOLE:
+        low, high = _WHOLE[name]
+        return value if type(value) is int and low <= value <= high else None
+    if name in _TIMES:
+        return value if type(value) in (int, float) and 0 <= value <= _LATEST else None
+    if name in _TEXTS:
+        end = slice(-_TEXTS[name], None) if name == "log_tail" else slice(_TEXTS[name])
+        return value[end] if isinstance(value, str) else None
+    if name in _PARTS:
+        return checked(value) if isinstance(value, dict) else None
+    if name == "lost_nodes":
+        nodes = value if isinstance(value, list) else []
+        return [node for node in nodes if type(node) is int and 0 <= node <= MOST_NODES][:MOST_NODES]
+    if name == "ranks":
+        ranks = value.items() if isinstance(value, dict) else ()
+        return {rank: checked(one) for rank, one in ranks if rank.isdecimal() and isinstance(one, dict)}
+    return value
+
+
+def _unknown(constant: str) -> None:
+    """NaN and infinities are no numbers of JSON, and a service could not pass them on; a loss may well be one."""
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError("a number of more than 20 digits")
+    return int(digits)
 
 
 def _sync_directory(path: str) -> None:

@@ -5,7 +5,6 @@ Everything goes through a `Transport`, so it does not matter whether the directo
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.records import parse_record
 from orc.launchers.attempts.logs import LogChunk, LogSelector
-from orc.launchers.attempts.records import AttemptExit, merge
+from orc.launchers.attempts.records import AttemptExit, is_exit, merge
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
@@ -121,7 +121,7 @@ def read_attempts(transport: Transport, directories: Sequence[str]) -> dict[str,
         for node in range(nnodes):
             for name, records in by_name.items():
                 record = own.get(f"{directory}/node-{node}/{name}.json")
-                if record is not None:
+                if record is not None and (name != "exit" or is_exit(record)):
                     records[node] = record
         restart = max((int(lease.get("restart", 0)) for lease in by_name["lease"].values()), default=0)
         found[directory] = AttemptRecords(
@@ -148,11 +148,8 @@ def _of(restart: int, records: Mapping[int, Record]) -> dict[int, Record]:
 def _read(transport: Transport, paths: Iterable[str]) -> dict[str, dict[str, Any]]:
     records = {}
     for path, data in transport.read_many(list(paths)).items():
-        try:
-            record = json.loads(data)
-        except ValueError:
-            continue  # renames are atomic, so this is a file that a crashed machine has lost the content of
-        if isinstance(record, dict):
+        record = parse_record(data)
+        if record is not None:  # else a crashed machine has lost it, or somebody else has written it
             records[path] = record
     return records
 

@@ -5,11 +5,16 @@ The format is docs/explanation/attempt-directory.md. Everything here is pure; ba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from orc.launchers.attempts.cause import Cause
+
+_TRACEBACK = "Traceback (most recent call last):"
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?")
+_LONGEST_EXCEPTION = 200  # characters: a reason is a line of a list, and the message of a notification
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,21 @@ class RankFailure:
         who = f"rank {self.rank}" if self.rank is not None else f"node {self.node}"
         how = f"was killed by {self.signal}" if self.signal else f"exited with {self.exit_code}"
         return f"{who} on {self.host} {how}" + (f"; {self.stall}" if self.stall else "")
+
+    @property
+    def exception(self) -> str:
+        """Return the exception of the last traceback in the output: its last line, or the first of a long message."""
+        _, traceback, after = self.log_tail.rpartition(_TRACEBACK)
+        if not traceback:
+            return ""
+        # Frames are indented; a message may have lines of its own, and the script's output may follow.
+        said = next((line for line in after.splitlines() if _EXCEPTION.fullmatch(line)), "")
+        return said if len(said) <= _LONGEST_EXCEPTION else said[: _LONGEST_EXCEPTION - 1] + "…"
+
+    @property
+    def reason(self) -> str:
+        """Return the summary and the exception, where there is one: ``rank 1 on a exited with 1: ValueError: x``."""
+        return f"{self.summary}: {self.exception}" if self.exception else self.summary
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFailure:
@@ -95,6 +115,11 @@ class AttemptExit:
 _PRECEDENCE = ("cancelled", "preempted", "timeout", "launch", "crash", "node_failure", "peer")
 
 
+def is_exit(record: Mapping[str, Any]) -> bool:
+    """Return whether *record* can be judged by: it says which node ended, and how."""
+    return record.get("node", -1) >= 0 and record.get("outcome") in (*_PRECEDENCE, "succeeded")
+
+
 def _outcome(record: Mapping[str, Any]) -> str:
     outcome = str(record["outcome"])
     # A node that was stopped because a peer fell silent is the only witness of the node failure.
@@ -125,10 +150,10 @@ def merge(records: Sequence[Mapping[str, Any]], nnodes: int) -> AttemptExit | No
     own = [r for r, o in zip(ordered, outcomes, strict=True) if o == speaker]
     failures = [RankFailure.from_dict(r["first_failure"]) for r in own if r.get("first_failure")]
     first = min(failures, key=lambda f: f.at, default=None)
-    reason = first.summary if first and cause is Cause.CRASH else str(own[0].get("reason") or speaker)
+    reason = first.reason if first and cause is Cause.CRASH else str(own[0].get("reason") or speaker)
     status = next(
         (
-            int(r["exit_status"])
+            int(r.get("exit_status") or 1)
             for r in own
             if r.get("first_failure") and first and r["first_failure"].get("at") == first.at
         ),

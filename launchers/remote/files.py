@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
+from typing import BinaryIO
 
 
 def write_file(path: str, data: bytes | Iterable[bytes], mode: int) -> None:
@@ -48,11 +51,23 @@ def remove(path: str) -> None:
 
 def read_range(path: str, offset: int, limit: int | None) -> bytes:
     """Return at most *limit* bytes from *offset* on; none beyond the end, however far that is."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if offset > os.fstat(file.fileno()).st_size:
             return b""
         file.seek(offset)
         return file.read() if limit is None else file.read(limit)
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open the file *path* for reading; a FIFO or a device, which could be waited for for ever, is as if not there.
+
+    Raises `FileNotFoundError`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "no regular file", path)
+    return open(descriptor, "rb")
 
 
 def read_existing(paths: Iterable[str]) -> dict[str, bytes]:
@@ -60,7 +75,7 @@ def read_existing(paths: Iterable[str]) -> dict[str, bytes]:
     found = {}
     for path in paths:
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 found[path] = file.read()
         except (FileNotFoundError, NotADirectoryError):
             continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.records import parse_object
 from orc.launchers.errors import BackendUnreachable
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
 
 FILE = "metrics.jsonl"
+_OF_LINE = ("at", "attempt", "restart", "step")  # which are no measurements
 Line = Mapping[str, Any]
 
 
@@ -62,15 +64,8 @@ class Reader:
 
 def parse(data: bytes) -> list[Line]:
     """Return the JSON objects of *data*, one on each line; a line that a crashed machine has spoilt is left out."""
-    found: list[Line] = []
-    for text in data.splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+    found = (parse_object(text) for text in data.splitlines())
+    return [line for line in found if line is not None]
 
 
 def course(lines: Iterable[Line]) -> list[Line]:
@@ -91,7 +86,7 @@ def course(lines: Iterable[Line]) -> list[Line]:
 def names(lines: Iterable[Line]) -> list[str]:
     """Return the names of the measurements, in order of appearance."""
     found = dict.fromkeys(name for line in lines for name, value in line.items() if _number(value) is not None)
-    return [name for name in found if name not in ("at", "attempt", "restart", "step")]
+    return [name for name in found if name not in _OF_LINE]
 
 
 def series(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
@@ -100,5 +95,20 @@ def series(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
+def curves(lines: Iterable[Line]) -> dict[str, list[tuple[float, float]]]:
+    """Return ``(step, value)`` of every measurement by its name, in order of appearance, in one pass."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        step = _number(line.get("step"))
+        for name, value in line.items():
+            if name not in _OF_LINE and (number := _number(value)) is not None:
+                points = found.setdefault(name, [])
+                if step is not None:
+                    points.append((step, number))
+    return found
+
+
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) else None  # 1e999 is an infinity without its name

@@ -334,15 +334,15 @@ class SlurmBackend(Backend):
         The controller is asked for the job first: a step would wait for one that is silent without a word, and end
         with a status that looks like the program's.
         """
+        from orc.launchers.agent.records import parse_record
         from orc.launchers.backends.slurm.exec import entries
 
         self._client.queue((handle.native_id,))
         directory = self._lookup.directory(handle.marker)
-        config = json.loads(
-            self._transport.read_many([f"{directory}/agent.json"]).get(f"{directory}/agent.json", b"{}")
-        )
+        path = f"{directory}/agent.json"
+        config = parse_record(self._transport.read_many([path]).get(path, b"")) or {}
         python = self._transport.expand(self.cluster.python or DEFAULT_PYTHON)
-        parts = config.get("backend", {}).get("components", [int(config.get("nnodes", 1))])
+        parts = config.get("backend", {}).get("components", [config.get("nnodes", 1)])
         return entries(self._settings, handle.native_id, directory, parts, python)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from orc.launchers.agent.records import parse_record
 from orc.launchers.backends.base import Handle
 from orc.launchers.backends.slurm.arrays import RECORD_NAME, ArrayElement, elements_of
 from orc.launchers.backends.slurm.queue_rows import job_number
@@ -81,9 +81,8 @@ class JobLookup:
         return {marker: handle for marker, handle in found.items() if handle is not None}
 
     def _of_lease(self, marker: str, data: bytes) -> Handle | None:
-        try:
-            lease: dict[str, Any] = json.loads(data)
-        except ValueError:  # renames are atomic, so this is a file that a crashed machine has lost the content of
+        lease = parse_record(data)
+        if lease is None:  # renames are atomic, so this is a file that a crashed machine has lost the content of
             return None
         kind, _, job_id = str(lease.get("owner", "")).partition(":")
         if kind != KIND or lease.get("marker") != marker or not job_id.replace("_", "", 1).isdigit():

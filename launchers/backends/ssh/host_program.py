@@ -13,7 +13,7 @@ import time
 
 from orc.launchers.agent import procfs
 from orc.launchers.agent.cleanup import kill_attempt
-from orc.launchers.agent.records import create_json, read_json, remove
+from orc.launchers.agent.records import checked, create_json, read_json, remove
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
@@ -58,6 +58,7 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
     config = read_json(os.path.join(directory, "agent.json"))
     if config is None:
         return {"there": False, "alive": False}
+    config = checked(config)
     names = [str(other.get("name")) for other in config.get("hosts", ())]
     node = names.index(host) if host in names else None
     lease = read_json(os.path.join(directory, f"node-{node}", "lease.json"))
@@ -66,7 +67,7 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
     ages: dict[str, float] = {}
     here = set(os.listdir(directory))
     found = [name for name in here if name.startswith("stop-r") and name.endswith(".json")]
-    nodes = [k for k in range(int(config["nnodes"])) if f"node-{k}" in here]  # few, on hosts that share no files
+    nodes = [k for k in range(config.get("nnodes", 1)) if f"node-{k}" in here]  # few, on hosts that share no files
     for name in (*found, "cancel.json", *(f"node-{k}/{r}" for k in nodes for r in _RECORDS)):
         path = os.path.join(directory, name)
         record = read_json(path)

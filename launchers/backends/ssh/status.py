@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orc.launchers.agent.records import checked
 from orc.launchers.attempts.reader import AttemptRecords
+from orc.launchers.attempts.records import is_exit
 from orc.launchers.backends.ssh.verdict import NodeStatus
 
 # Clocks that differ by less are left alone: records then keep the times that the logs show.
@@ -39,8 +41,8 @@ class HostStatus:
 
     def record(self, name: str) -> Record | None:
         """Return one of the records in the attempt's directory there."""
-        found: Record | None = (self.answer or {}).get("records", {}).get(name)
-        return found
+        found = (self.answer or {}).get("records", {}).get(name)
+        return checked(found) if isinstance(found, dict) else None
 
     def age(self, name: str) -> float | None:
         """Return how long ago a record was written there, in seconds."""
@@ -56,7 +58,8 @@ def merge_records(directory: str, hosts: Sequence[str], statuses: Mapping[str, H
     by_name: dict[str, dict[int, Record]] = {"lease": {}, "heartbeat": {}, "exit": {}}
     for node, host in enumerate(hosts):
         for name, records in by_name.items():
-            if found := _newest(f"node-{node}/{name}.json", statuses, host):
+            found = _newest(f"node-{node}/{name}.json", statuses, host)
+            if found and (name != "exit" or is_exit(found)):
                 records[node] = _named(found, hosts, _ahead(statuses, host))
     stop = _newest("stop-r0.json", statuses, hosts[0]) if hosts else None
     if stop is not None:

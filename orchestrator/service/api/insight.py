@@ -51,7 +51,7 @@ def read_metrics(
 
     A curve leaves out what came after the checkpoint from which a later attempt went on.
     """
-    from orc.orchestrator.insight.metrics import Reader, course, names, series
+    from orc.orchestrator.insight.metrics import Reader, course, curves
 
     with service.clients.client() as client:
         _checked(client, job_id)
@@ -60,9 +60,8 @@ def read_metrics(
     unreachable = {host: error.what for host, error in reader.unreachable.items()}
     if points is None:
         return JSONResponse({"lines": lines, "series": {}, "unreachable": unreachable})
-    kept = course(lines)
-    curves = {name: _thinned(series(kept, name), points) for name in names(kept)}
-    return JSONResponse({"lines": [], "series": curves, "unreachable": unreachable})
+    found = {name: _thinned(curve, points) for name, curve in curves(course(lines)).items()}
+    return JSONResponse({"lines": [], "series": found, "unreachable": unreachable})
 
 
 def _thinned(curve: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:

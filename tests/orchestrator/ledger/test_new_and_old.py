@@ -152,7 +152,7 @@ def test_a_state_directory_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     hint = "point ORC_STATE_DIR to a directory that you can write to"
     said = refusal(tmp_path / "file" / "state")
     assert said == ("cannot make the state directory: Not a directory", str(tmp_path / "file" / "state"), hint)
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError("odd")))
+    monkeypatch.setattr(os, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError("odd")))
     assert refusal(tmp_path / "state")[0] == "cannot make the state directory: odd"
 
 

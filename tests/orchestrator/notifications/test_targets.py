@@ -308,7 +308,7 @@ def test_a_name_that_leads_inside_among_others_is_not_posted_to(before, private,
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 443)) for one in addresses]
     target = target_of("webhook:https://hooks.example.org/x", Settings(), Policy(service=True), known)
     with mock.patch.object(socket, "getaddrinfo", return_value=found), mock.patch("httpx.Client.stream") as sent:
-        with pytest.raises(Undeliverable, match="which is no public address"):
+        with pytest.raises(Undeliverable, match="is at no public address"):
             post(target, b"{}", {})
         assert not sent.called
 
