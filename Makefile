@@ -3,7 +3,8 @@
 .PHONY: help demo test setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
-INSTALLED := .venv/.orc-installed
+INSTALLED := .venv/.orc-installed-all
+FOR_DEMO := .venv/.orc-installed-demo
 ROOMS := runtime launchers orchestrator templates
 LINKS := $(ROOMS:%=.types/orc/%)
 DEMO_STATE := .orc-demo
@@ -19,16 +20,17 @@ MUTANTS ?=
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 16
 
-demo: $(INSTALLED)  ## Train on two local processes with `orc submit --follow`
+demo: $(FOR_DEMO)  ## Train on two local processes with `orc submit --follow`
 	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
 
 test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests
 
 setup: $(INSTALLED)  ## Make .venv with everything in it
 
-# Stamped by the files that decide what is installed, so that a second run starts at once.
-$(INSTALLED): pyproject.toml .ci/constraints.txt .ci/setup.sh
-	.ci/setup.sh
+# Stamped by the files that decide what is installed, so that a second run starts at once. What the demo needs is a tenth of
+# what the tests need.
+.venv/.orc-installed-%: pyproject.toml .ci/constraints.txt .ci/setup.sh
+	@.ci/setup.sh $*
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

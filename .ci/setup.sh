@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Make .venv with everything the tests and the demo need. Called by the Makefile; safe to run again.
+# setup.sh demo|all: make .venv with what the demo needs, or with what the tests need besides. Called by the Makefile; safe
+# to run again: what is there stays.
 #
 #   PYTHON      interpreter to use (default: the first Python >= 3.11 found)
 #   PIP_FLAGS   more arguments for pip install, e.g. --extra-index-url https://download.pytorch.org/whl/cpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case "${1:-}" in
+  demo) extras=runtime,examples what="what the demo needs" takes="about a minute" ;;
+  all) extras=dev,runtime,slurm,aws,gcp,service,examples,docs,programs what="what the tests need" takes="two to three minutes" ;;
+  *) echo "usage: $0 demo|all" >&2; exit 2 ;;
+esac
 
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] ERROR: %s\n' "$*" >&2; exit 1; }
@@ -49,11 +55,20 @@ if [ ! -x .venv/bin/pip ]; then
   rm -rf .venv
   "$python" -m venv .venv
 fi
-say "installing orc and the tested versions of what it needs"
+say "installing orc and $what, in the tested versions ($takes with a fast network)"
+failed() { die "a package could not be installed; the lines above say which. Run make again when that is mended: what is there stays"; }
+pip=(.venv/bin/python -m pip install -q --disable-pip-version-check)
+# torch comes by pip alone, whose settings say from where (the index decides between CPU and CUDA wheels).
 # shellcheck disable=SC2086  # PIP_FLAGS is a list of words
-.venv/bin/python -m pip install -q --disable-pip-version-check ${PIP_FLAGS:-} \
-  -c .ci/constraints.txt -e '.[dev,runtime,slurm,aws,gcp,service,examples,docs,programs]'
+"${pip[@]}" ${PIP_FLAGS:-} -c .ci/constraints.txt torch || failed
+# uv takes a third of pip's time for hundreds of packages. Its own settings are those of other projects.
+if [ -z "${PIP_FLAGS:-}" ] && [ "$1" = all ] && "${pip[@]}" -c .ci/constraints.txt uv; then
+  .venv/bin/uv --no-config pip install -q --python .venv/bin/python --compile-bytecode -c .ci/constraints.txt -e ".[$extras]" || failed
+else
+  # shellcheck disable=SC2086
+  "${pip[@]}" ${PIP_FLAGS:-} -c .ci/constraints.txt -e ".[$extras]" || failed
+fi
 # Byte code now, so that the first commands are as fast as the later ones, also where PYTHONDONTWRITEBYTECODE is set.
 .venv/bin/python -m compileall -q launchers orchestrator runtime templates
-touch .venv/.orc-installed
+touch ".venv/.orc-installed-$1" .venv/.orc-installed-demo
 say "done"
