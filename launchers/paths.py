@@ -21,7 +21,7 @@ def state_dir(*, create: bool = True) -> Path:
         if create and not path.is_dir():
             strict_modes.make_private(path)
     except OSError as error:
-        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        reason = "a file is in the way" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
         raise LaunchError(
             f"the state directory cannot be created: {reason}",
             where=str(path),
