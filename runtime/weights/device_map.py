@@ -103,27 +103,29 @@ def get_balanced_memory(
     if total > sum(limits[key] for key in numbers):
         return limits  # something has to be offloaded: then all strategies fill the devices in order
     largest, _ = get_max_layer_size(top_level(model), sizes, no_split_module_classes)
+    low_zero = low_zero and 0 in numbers
     first, spread = numbers[0], numbers[1:] if low_zero else numbers
     share = _even_share(total, [limits[key] for key in spread])
-    lowest_peak, best = float("inf"), limits
+    lowest, best = [float("inf")], limits  # bytes by device, largest first
     # Layers do not fill a device exactly: allow as little more than the share as it takes to place them all.
     for slack in (largest * quarters // 4 for quarters in range(9)):
         lowered = {key: min(limits[key], share + slack) for key in spread}
         if low_zero:
             on_first = [max(0, total - sum(lowered.values()) + slack)]
-        else:  # a plan may keep room for a layer there
-            on_first = [min(share + slack + largest, total - 1), share + slack]
-        for most in on_first:
+        else:  # a plan keeps room for a layer there, unless it holds the whole model
+            with_room = share + slack + largest
+            on_first = [share + slack, with_room, min(with_room, total - 1)]
+        for most in dict.fromkeys(on_first):
             lowered[first] = min(limits[first], most)
             plan = Filling(
                 model, {key: lowered[key] for key in numbers}, no_split_module_classes, dtype, special_dtypes
             )
             plan.fill(fallback=False)
-            peak = max(plan.used.values(), default=0)
-            if not plan.used.get("disk") and peak < lowest_peak:
+            loads = sorted(plan.used.values(), reverse=True)
+            if not plan.used.get("disk") and loads < lowest:
                 # The last device takes what is left in any case.
-                lowest_peak, best = peak, limits | lowered | {numbers[-1]: limits[numbers[-1]]}
-        if lowest_peak <= share + slack:
+                lowest, best = loads, limits | lowered | {numbers[-1]: limits[numbers[-1]]}
+        if lowest[0] <= share + slack:
             break
     return best
 
