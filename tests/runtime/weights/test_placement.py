@@ -219,9 +219,9 @@ def test_where_device_0_has_no_room_leaving_it_free_changes_nothing():
 
 
 def test_a_small_device_leaves_its_share_to_the_others():
-    model = nn.Sequential(*(linear(100) for _ in range(9)))
+    model = nn.Sequential(*(linear(20) for _ in range(45)))
     plan = infer_auto_device_map(model, get_balanced_memory(model, {0: 2000, 1: 100, 2: 2000}))
-    assert [list(plan.values()).count(device) for device in range(3)] == [4, 1, 4]
+    assert [list(plan.values()).count(device) for device in range(3)] == [20, 5, 20]
 
 
 def with_tie(extra=0):
@@ -246,6 +246,15 @@ def test_a_weight_that_stays_on_two_devices_needs_room_on_both():
     assert infer_auto_device_map(model, {0: 0, 1: 120, 2: 228}, "ModuleDict") == {"embed": 1, "block": 2}
     plan = infer_auto_device_map(model, {0: 0, 1: 120, 2: 227}, "ModuleDict", offload_buffers=True)
     assert plan == {"embed": 1, "block": "disk"}
+
+
+def test_a_weight_that_is_on_a_device_already_needs_no_room_again():
+    model = nn.ModuleDict({"embed": linear(100), "norm": linear(100), "head": linear(100)})
+    for name, own in (("norm", 20), ("head", 500)):
+        model[name].weight = model["embed"].weight
+        model[name].register_buffer("table", torch.empty(own // 4, device="meta"))
+    plan = infer_auto_device_map(model, {0: 0, 1: 120, 2: 1000})
+    assert plan == {"embed": 1, "norm": 1, "head": 2}
 
 
 def test_the_last_layer_needs_no_room_for_another():
