@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from orc.runtime.weights.filling import Device, Filling
 from orc.runtime.weights.sizes import (
-    class_names,
     compute_module_sizes,
     convert_file_size_to_int,
     get_max_layer_size,
@@ -22,7 +21,6 @@ from orc.runtime.weights.sizes import (
 
 logger = logging.getLogger(__name__)
 
-Device = int | str
 MaxMemory = Mapping[Device, int | str]
 
 
@@ -101,24 +99,46 @@ def get_balanced_memory(
     if len(numbers) < 2:
         return limits
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    total = sizes[""]
+    if total > sum(limits[key] for key in numbers):
+        return limits  # something has to be offloaded: then all strategies fill the devices in order
     largest, _ = get_max_layer_size(top_level(model), sizes, no_split_module_classes)
-    share = -(-sizes[""] // (len(numbers) - 1 if low_zero else len(numbers)))
+    low_zero = low_zero and 0 in numbers
+    first, spread = numbers[0], numbers[1:] if low_zero else numbers
+    share = _even_share(total, [limits[key] for key in spread])
+    lowest, best = [float("inf")], limits  # bytes by device, largest first
     # Layers do not fill a device exactly: allow as little more than the share as it takes to place them all.
-    for more in (largest // 4, largest // 2, largest, 2 * largest):
-        lowered = dict(limits)
-        for key in numbers[:-1]:  # the last device takes what remains
-            reserve = largest if key == numbers[0] else 0
-            lowered[key] = min(limits[key], share + more + reserve)
+    for slack in (largest * quarters // 4 for quarters in range(9)):
+        lowered = {key: min(limits[key], share + slack) for key in spread}
         if low_zero:
-            elsewhere = sum(lowered[key] for key in numbers[1:])
-            lowered[numbers[0]] = min(max(0, sizes[""] - elsewhere), limits[numbers[0]])
-        accelerators: dict[Device, int | str] = {key: lowered[key] for key in numbers}
-        plan = infer_auto_device_map(
-            model, accelerators, no_split_module_classes, dtype, special_dtypes, offload_buffers=True
-        )
-        if "disk" not in plan.values():
-            return lowered
-    return limits  # something has to be offloaded: then all strategies fill the devices in order
+            on_first = [max(0, total - sum(lowered.values()) + slack)]
+        else:  # a plan keeps room for a layer there, unless it holds the whole model
+            with_room = share + slack + largest
+            on_first = [share + slack, with_room, min(with_room, total - 1)]
+        for most in dict.fromkeys(on_first):
+            lowered[first] = min(limits[first], most)
+            plan = Filling(
+                model, {key: lowered[key] for key in numbers}, no_split_module_classes, dtype, special_dtypes
+            )
+            plan.fill(fallback=False)
+            loads = sorted(plan.used.values(), reverse=True)
+            if not plan.used.get("disk") and loads < lowest:
+                # The last device takes what is left in any case.
+                lowest, best = loads, limits | lowered | {numbers[-1]: limits[numbers[-1]]}
+        if lowest[0] <= share + slack:
+            break
+    return best
+
+
+def _even_share(total: int, limits: Sequence[int]) -> int:
+    """Return the bytes that each device takes at most, if devices with *limits* share *total* evenly."""
+    share, waiting = 0, total
+    for place, limit in enumerate(sorted(limits)):
+        share = -(-waiting // (len(limits) - place))
+        if share <= limit:
+            break
+        waiting -= limit
+    return share
 
 
 # ---- tied parameters
@@ -189,41 +209,6 @@ def _cleaned(entries: dict[str, Device], module_name: str) -> dict[str, Device]:
     return outside | result
 
 
-@dataclass
-class _Plan:
-    """A plan being made: what may be used on each device, what is used, what was put where."""
-
-    limits: dict[Device, int]
-    placed: OrderedDict[str, Device] = field(default_factory=OrderedDict)
-    used: dict[Device, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.devices: deque[Device] = deque([*(key for key in self.limits if key != "disk"), "disk"])
-        accelerators = [key for key in self.limits if key not in ("cpu", "disk")]
-        self.main = {*accelerators[:1], "cpu"}
-
-    def room(self, reserve: int) -> float:
-        """Bytes left on the device being filled, with *reserve* kept free where offloaded layers have to fit."""
-        device = self.devices[0]
-        limit = self.limits.get(device, float("inf"))
-        return limit - self.used.get(device, 0) - (reserve if device in self.main else 0)
-
-    def account(self, reserve: int) -> str:
-        """Return what is on each device, in words."""
-        return "; ".join(
-            f"{device}: {self.used.get(device, 0)} of {limit} bytes used"
-            + (f", {reserve} kept free for the largest layer" if device in self.main else "")
-            for device, limit in self.limits.items()
-        )
-
-    def put(self, size: int, *names: str) -> None:
-        """Put the modules *names* on the device being filled."""
-        device = self.devices[0]
-        self.placed.update(dict.fromkeys(names, device))
-        self.used[device] = self.used.get(device, 0) + size
-        logger.debug("%s on %s (%d bytes)", ", ".join(names), device, size)
-
-
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: MaxMemory | None = None,
@@ -256,129 +241,17 @@ def infer_auto_device_map(
     Raises:
         ValueError: a limit cannot be read, or there is room for a layer nowhere.
     """
-    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
-    whole = class_names(no_split_module_classes)
-    plan = _Plan(get_max_memory(max_memory))
-    waiting: deque[tuple[str, Any]] = deque(top_level(model))
-    if sizes[""] <= plan.room(0):
-        plan.put(sizes[""], *(name for name, _ in waiting))  # nothing is offloaded: no reserve is needed
-        waiting.clear()
-    else:
-        _fill(plan, waiting, sizes, whole, find_tied_parameters(model), fallback_allocation)
-    if not offload_buffers:
-        _warn_of_buffers(model, plan, dtype, special_dtypes)
+    plan = Filling(model, get_max_memory(max_memory), no_split_module_classes, dtype, special_dtypes)
+    plan.fill(fallback_allocation)
+    if not offload_buffers and (lacking := plan.buffers_without_room()):
+        needed, device = lacking
+        warnings.warn(
+            f"the buffers of the offloaded layers ({needed} bytes) do not fit on device {device} next to what is there "
+            "and the largest of these layers; pass offload_buffers=True",
+            stacklevel=2,
+        )
     result = OrderedDict(clean_device_map(plan.placed)) if clean_result else plan.placed
     if verbose:
         for name, device in result.items():
             logger.info("%s: %s", name or "the whole model", device)
     return result
-
-
-def _fill(
-    plan: _Plan,
-    waiting: deque[tuple[str, Any]],
-    sizes: Mapping[str, int],
-    whole: tuple[str, ...],
-    ties: list[list[str]],
-    fallback: bool,
-) -> None:
-    largest: list[str] = []  # names of the largest layers that are still waiting
-    reserve = 0
-    while waiting:
-        largest = [name for name in largest if not _is_placed(name, plan.placed)]
-        if not largest:
-            reserve, largest = get_max_layer_size(list(waiting), sizes, whole)
-        name, module = waiting.popleft()
-        partners = [one for one in waiting if _share(ties, name, one[0]) and not list(_children(one[1]))]
-        together = sizes.get(name, 0) + sum(sizes.get(key, 0) for key, _ in partners)
-        alone = sizes.get(name, 0)
-        if together <= plan.room(reserve):
-            plan.put(together, name, *(key for key, _ in partners))
-            for one in partners:
-                waiting.remove(one)
-        elif partners and alone <= plan.room(reserve):
-            plan.put(alone, name)
-        elif type(module).__name__ not in whole and (parts := _parts(name, module)):
-            waiting.extendleft(reversed(parts))
-        else:
-            waiting.appendleft((name, module))
-            unused = plan.devices[0] not in plan.used
-            small = _first_that_fits(waiting, sizes, whole, plan.room(reserve)) if fallback and unused else None
-            if small is not None:
-                plan.put(sizes.get(small, 0), small)
-            else:
-                plan.devices.popleft()
-                if not plan.devices:
-                    raise ValueError(
-                        f"no device has room for {name}, which needs {alone} bytes ({plan.account(reserve)}); "
-                        "raise the limits in max_memory"
-                    )
-
-
-def _children(module: Any) -> list[tuple[str, nn.Module]]:
-    return [] if isinstance(module, Tensor) else list(module.named_children())
-
-
-def _parts(name: str, module: Any) -> list[tuple[str, Any]]:
-    return [(f"{name}.{key}", one) for key, one in top_level(module)] if _children(module) else []
-
-
-def _under(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
-def _is_placed(name: str, placed: Mapping[str, Device]) -> bool:
-    while name not in placed and name:
-        name = name.rpartition(".")[0]
-    return bool(name)
-
-
-def _share(ties: list[list[str]], one: str, other: str) -> bool:
-    """Return whether the modules (or parameters) *one* and *other* hold the same parameter."""
-    return any(
-        any(_under(name, one) for name in group) and any(_under(name, other) for name in group) for group in ties
-    )
-
-
-def _first_that_fits(
-    waiting: deque[tuple[str, Any]], sizes: Mapping[str, int], whole: tuple[str, ...], room: float
-) -> str | None:
-    """The first layer that fits into *room*; it is taken out of *waiting*, the rest of its module stays there."""
-    for place, (name, module) in enumerate(waiting):
-        if 0 < sizes.get(name, 0) <= room:
-            del waiting[place]
-            return name
-        if type(module).__name__ not in whole and (parts := _parts(name, module)):
-            inside = deque(parts)
-            found = _first_that_fits(inside, sizes, whole, room)
-            if found is not None:
-                after = list(waiting)[place + 1 :]
-                while len(waiting) > place:
-                    waiting.pop()
-                waiting.extend([*inside, *after])
-                return found
-    return None
-
-
-def _warn_of_buffers(
-    model: nn.Module,
-    plan: _Plan,
-    dtype: torch.dtype | str | None,
-    special_dtypes: Mapping[str, torch.dtype | str] | None,
-) -> None:
-    """Warn when the buffers of offloaded modules, which stay on the accelerator, do not fit there."""
-    accelerators = [key for key in plan.limits if key not in ("cpu", "disk")]
-    offloaded = [name for name, device in plan.placed.items() if device in ("cpu", "disk")]
-    if not accelerators or not offloaded:
-        return
-    buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
-    needed = sum(buffers.get(name, 0) for name in offloaded)
-    main = accelerators[0]
-    if needed > plan.limits[main] - plan.used.get(main, 0):
-        import warnings
-
-        warnings.warn(
-            f"the buffers of the offloaded layers ({needed} bytes) do not fit on device {main} next to what is there; "
-            "pass offload_buffers=True",
-            stacklevel=3,
-        )

@@ -71,7 +71,7 @@ def load_checkpoint_in_model(
     values = {name: value for name, (_, value) in weights.items()}
     check_fit(model, values, tied, checkpoint, strict, may_lack=True)
     target = _Target(model, device_map, wanted, tuple(keep_in_fp32_modules or ()), offload_folder, offload_buffers)
-    own = {name: value for name, value in values.items() if name in target.own}
+    own = {name: values[name] for name in model.state_dict(keep_vars=True) if name in values}
     # What is for the disk goes first: where there is no room, the model is as it was.
     target.to_disk({name: value for name, value in own.items() if name in target.away})
     for name, value in own.items():

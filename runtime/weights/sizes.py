@@ -115,11 +115,10 @@ def compute_module_sizes(
         buffers_only: count buffers alone.
     """
     special = special_dtypes or {}
-    wanted = None if dtype is None else dtype_byte_size(dtype)
     sizes: dict[str, float] = {"": 0}
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
-        size = tensor.numel() * _element_size(tensor, wanted, special.get(name))
+        size = tensor.numel() * element_size(tensor, dtype, special.get(name))
         parts = name.split(".")
         for depth in range(len(parts) + 1):
             prefix = ".".join(parts[:depth])
@@ -127,11 +126,12 @@ def compute_module_sizes(
     return Counter({name: int(size) for name, size in sizes.items()})
 
 
-def _element_size(tensor: Tensor, wanted: float | None, special: torch.dtype | str | None) -> float:
+def element_size(tensor: Tensor, dtype: torch.dtype | str | None, special: torch.dtype | str | None) -> float:
+    """Return the bytes per element of *tensor* as *special*, or as *dtype* if it is of floating point and wider."""
     if special is not None:
         return dtype_byte_size(special)
     own = dtype_byte_size(tensor.dtype)
-    return min(wanted, own) if wanted is not None and tensor.is_floating_point() else own
+    return min(dtype_byte_size(dtype), own) if dtype is not None and tensor.is_floating_point() else own
 
 
 def get_max_layer_size(

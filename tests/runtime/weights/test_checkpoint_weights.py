@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch
 from orc.runtime.weights.load_in_model import load_checkpoint_in_model
 from orc.runtime.weights.loading import parse_size, save_model, shards
 
@@ -164,6 +165,27 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_checkpoint_in_model(model, tmp_path / "broken.safetensors")
+
+
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_weights_that_the_model_lacks_are_named_and_left(tmp_path, caplog, load, device_map):
+    def build():
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("positions", torch.zeros(3), persistent=False)
+        return model
+
+    weights = build().state_dict()
+    torch.save(weights | {"positions": torch.ones(3), "lora": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    model = build()
+    load(model, tmp_path, device_map=device_map)
+    assert torch.equal(model.weight, weights["weight"])
+    assert model.positions.tolist() == [0, 0, 0], "no part of the model's state"
+    assert {record.getMessage() for record in caplog.records} == {
+        f"{tmp_path} holds positions, lora, which the model does not have"
+    }
+    with pytest.raises(CheckpointError, match="holds positions, lora, which the model does not have"):
+        load(model, tmp_path, device_map=device_map, strict=True)
 
 
 def test_documented_names_of_files():
