@@ -157,6 +157,13 @@ class DataLoaderAdapter:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
 
+    def _seed_stream(self, epoch: int) -> None:
+        """Let ranks that all read a stream read it in one order: its generator begins with the epoch."""
+        if isinstance(self.dataset, Stream) and self.dataset.shard.num_processes > 1:
+            generator = getattr(self.dataset.dataset, "generator", None)
+            if isinstance(generator, torch.Generator) and not hasattr(self.dataset.dataset, "set_epoch"):
+                generator.manual_seed(epoch)
+
     def _passes(self) -> PassSampler | None:
         """The batch sampler that can start anywhere, `None` for streams and for the user's own samplers."""
         raise NotImplementedError
@@ -172,7 +179,7 @@ class DataLoaderAdapter:
         sampler = self._passes()
         for holder in (getattr(sampler, "sampler", None), sampler, getattr(self.dataset, "dataset", None)):
             generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
+            if isinstance(generator, torch.Generator) and generator is not getattr(sampler, "lent", None):
                 return generator
         return self.synchronized_generator
 
@@ -189,6 +196,7 @@ class DataLoaderAdapter:
         cursor.epoch, cursor.live = current.epoch, current
         self.end_of_dataloader, self.remainder = False, -1
         self._announce(current.epoch)
+        self._seed_stream(current.epoch)
         if not current.restored and not self.simulated:
             align(self.rng_types, self.synchronized_generator, self.context)
         return current
@@ -272,8 +280,10 @@ class DataLoaderAdapter:
         """Continue from *state* with the next pass. Raises `PositionError` when that is impossible here."""
         self.check_position(state)
         position = cast("Position", dict(state))
-        generator = self._generator()
-        if generator is not None and position["generator"] is not None:
+        sampler, generator = self._passes(), self._generator()
+        if sampler is not None and (generator is None or sampler.given_generator):
+            sampler.keep_drawing(position["generator"])
+        elif generator is not None and position["generator"] is not None:
             generator.set_state(position["generator"])
         self.cursor.pending = position
         self.cursor.epoch = position["epoch"]

@@ -110,7 +110,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         current = self._open()
         self.gradient.begin(self)
         exhausted = False
-        rounds = self._read(current) if self.context.rank == 0 else self._listen()
+        rounds = self._read(current) if self.context.rank == 0 else self._listen(current)
         if self.meter is not None:
             rounds = self.meter.timed(self, rounds)
         if current.restored:
@@ -133,7 +133,9 @@ class DataLoaderDispatcher(DataLoaderShard):
                 sender.wait()
             self._close(current, exhausted)
 
-    def _listen(self) -> Iterator[Message]:
+    def _listen(self, current: Pass) -> Iterator[Message]:
+        if not current.restored:
+            torch.empty((), dtype=torch.int64).random_()  # the seed of workers that rank 0 draws: generators stay equal
         if self._receiver is None:
             self._receiver = Receiver(self.context.require_group("a dispatching loader"), self.context.key)
         kind = CONTENT

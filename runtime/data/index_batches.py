@@ -15,6 +15,12 @@ from orc.runtime.data.position import Cut, Pass, Position, Share, cut_at
 from orc.runtime.data.samplers import BatchSamplerShard
 
 
+def generator_holder(*samplers: Any) -> Any:
+    """Return the first of *samplers* that has a place for a generator of torch, empty or not; `None` without one."""
+    kinds = (torch.Generator, type(None))
+    return next((sampler for sampler in samplers if isinstance(getattr(sampler, "generator", 0), kinds)), None)
+
+
 class PassSampler(Sampler[Any]):
     """Base: `begin` hands over the next pass, the following ``iter()`` serves it.
 
@@ -25,10 +31,17 @@ class PassSampler(Sampler[Any]):
     sampler: Any
     batch_size: int | None
     drop_last: bool
+    given_generator = False  # the sampler came without one, and draws from what `prepare_data_loader` gave it
+    lent: torch.Generator | None = None  # what a sampler without a generator draws from while a pass is made again
 
     def __init__(self, share: Share) -> None:
         self.share = share
         self._upcoming: Pass | None = None
+
+    @property
+    def holder(self) -> Any:
+        """The sampler that has a place for a generator; `None` where none has."""
+        return generator_holder(self.sampler)
 
     def begin(self, current: Pass) -> None:
         """The next ``iter()`` is for *current*."""
@@ -61,6 +74,18 @@ class PassSampler(Sampler[Any]):
     def restore(self, position: Position, global_batch: int) -> Cut:
         """The cut for continuing *position* in rounds of *global_batch* samples. Raises `PositionError`."""
         raise NotImplementedError
+
+    def keep_drawing(self, state: torch.Tensor | None) -> None:
+        """Let a sampler that came without a generator draw its next orders as those of a saved position were drawn.
+
+        That is from a generator in *state*, or with `None` from torch's own.
+        """
+        holder = self.holder
+        if holder is not None:
+            holder.generator = None if state is None else torch.Generator()
+            self.given_generator = state is not None
+            if state is not None:
+                holder.generator.set_state(state)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass *epoch* on to the sampler if it takes it."""
@@ -99,10 +124,14 @@ class PlanBatches(PassSampler):
         rows, stride = plan.rows, plan.global_batch
         first = plan.start + current.rounds * stride + self.rank * rows
         stop = plan.start + plan.full_rounds * stride
+        ends = stop - stride if current.rounds < plan.full_rounds and not plan.last_ranges(self.rank) else stop
         for begin in range(first, stop, stride):
+            if begin >= ends:
+                self.order.finish()
             chunk = list(range(begin, begin + rows)) if indices is None else indices[begin : begin + rows].tolist()
             yield chunk[0] if single else chunk
         if current.rounds <= plan.full_rounds:
+            self.order.finish()
             last: list[int] = []
             for begin, end in plan.last_ranges(self.rank):
                 last += range(begin, end) if indices is None else indices[begin:end].tolist()
@@ -154,28 +183,37 @@ class CustomBatches(PassSampler):
         self.drop_last = shard.drop_last
 
     @property
-    def generator(self) -> torch.Generator | None:
-        """The generator of the sampler, or of the batch sampler."""
-        for holder in (self.shard.sampler, self.shard.batch_sampler):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                return generator
-        return None
+    def holder(self) -> Any:
+        """The sampler, or else the batch sampler, that has a place for a generator."""
+        return generator_holder(self.shard.sampler, self.shard.batch_sampler)
 
     def __len__(self) -> int:
         return len(self.shard)
 
     def serve(self, current: Pass) -> Iterator[Any]:
         """The shard's batches; on one process the sampler's own."""
-        generator = self.generator
+        holder, again = self.holder, current.key is not None
+        generator = None if holder is None or holder.generator is self.lent else holder.generator
+        source = torch.default_generator if generator is None else generator
         if current.key is None:
-            state = None
-            if generator is not None:
-                state = self.share(generator.get_state())
-                generator.set_state(state)
-            current.key = {"kind": "custom", "state": state}
-        elif generator is not None and current.key["state"] is not None:
-            generator.set_state(current.key["state"])
+            current.key = {"kind": "custom", "state": None if holder is None else self.share(source.get_state())}
+        state = current.key["state"]
+        if holder is None or state is None:
+            yield from self._dealt(current)
+        elif generator is not None:
+            generator.set_state(state)
+            yield from self._dealt(current)
+        elif not again and torch.equal(state, source.get_state()):
+            yield from self._dealt(current)
+        else:  # torch's own generator stays where it is: it has drawn this order already, or is not rank 0's
+            holder.generator = self.lent = torch.Generator()
+            holder.generator.set_state(state)
+            try:
+                yield from self._dealt(current)
+            finally:
+                holder.generator = self.lent = None
+
+    def _dealt(self, current: Pass) -> Iterator[Any]:
         left = self._left(current.cut)
         if self.world_size == 1:
             yield from islice(left, current.rounds, None)
@@ -203,6 +241,8 @@ class CustomBatches(PassSampler):
         """`None` where the batch sampler has no length, or where the last batch decides whether this rank has one."""
         shard = self.shard
         if current.cut.rounds:
+            return None
+        if shard.drop_last and not self._chunks:  # whether the last batch is a short one is seen when it comes
             return None
         if shard.total_length is None or (shard.split_batches and not (shard.even_batches or shard.drop_last)):
             return None

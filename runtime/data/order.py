@@ -17,8 +17,8 @@ from orc.runtime.data.samplers import SeedableRandomSampler
 Indices = npt.NDArray[np.int64]
 
 
-def permutation(sampler: RandomSampler, generator: torch.Generator, *, finish: bool = False) -> Indices:
-    """Return what *sampler* would yield from *generator*; *finish* moves that exactly as far as the sampler does."""
+def permutation(sampler: RandomSampler, generator: torch.Generator) -> Indices:
+    """Return what *sampler* would yield from *generator*."""
     n, wanted = len(sampler.data_source), sampler.num_samples
     if sampler.replacement:
         # torch draws in pieces of 32, and one last piece that may be empty
@@ -26,8 +26,6 @@ def permutation(sampler: RandomSampler, generator: torch.Generator, *, finish: b
         parts = [torch.randint(n, (size,), dtype=torch.int64, generator=generator) for size in sizes]
     elif wanted == n:
         parts = [torch.randperm(n, generator=generator)]
-        if finish:  # the sampler draws a second permutation and takes nothing of it
-            torch.randperm(n, generator=generator)
     else:
         parts = [torch.randperm(n, generator=generator) for _ in range(wanted // n)]
         parts.append(torch.randperm(n, generator=generator)[: wanted % n])
@@ -52,6 +50,10 @@ class Order(Protocol):
         """The whole order for *key*; `None` means 0, 1, 2, ..."""
         ...
 
+    def finish(self) -> None:
+        """All of the order is taken: what it is drawn from goes to where the next begins."""
+        ...
+
 
 class SequentialOrder:
     """0, 1, 2, ... in every epoch."""
@@ -72,6 +74,9 @@ class SequentialOrder:
         """`None`: a range needs no memory."""
         return None
 
+    def finish(self) -> None:
+        """Nothing is drawn from."""
+
 
 class ShuffledOrder:
     """The order that `torch.utils.data.RandomSampler` would yield on rank 0, agreed on by all ranks.
@@ -85,6 +90,7 @@ class ShuffledOrder:
     def __init__(self, sampler: RandomSampler) -> None:
         self.sampler = sampler
         self._drawn: tuple[Key, Indices] | None = None
+        self._after: torch.Tensor | None = None  # where the sampler's generator stands behind the order
 
     def __len__(self) -> int:
         return self.sampler.num_samples
@@ -98,9 +104,20 @@ class ShuffledOrder:
         state = share(generator.get_state())
         generator.set_state(state)
         key: Key = {"kind": self.kind, "state": state.clone()}
-        # The generator now stands where the next epoch begins, so the order is kept instead of drawn twice.
-        self._drawn = key, permutation(self.sampler, generator, finish=True)
+        self._drawn = key, self._take(generator)  # kept instead of drawn twice
         return key
+
+    def _take(self, generator: torch.Generator) -> Indices:
+        """Draw the order from *generator*. The draw with which the sampler ends is left for `finish`, as the sampler
+        leaves it out in a pass that is left early.
+        """
+        order = permutation(self.sampler, generator)
+        begun = generator.get_state()
+        if len(order) == len(self.sampler.data_source) and not self.sampler.replacement:
+            torch.randperm(len(order), generator=generator)
+        self._after = generator.get_state()
+        generator.set_state(begun)
+        return order
 
     def indices(self, key: Mapping[str, Any]) -> Indices | None:
         """The permutation (or the draws with replacement) that *key* stands for."""
@@ -112,7 +129,13 @@ class ShuffledOrder:
             generator.manual_seed(key["seed"])
         else:
             generator.set_state(key["state"])
+            return self._take(generator)
         return permutation(self.sampler, generator)
+
+    def finish(self) -> None:
+        """Let the sampler's generator stand where the sampler leaves it at its end."""
+        if self._after is not None and self.sampler.generator is not None:
+            self.sampler.generator.set_state(self._after)
 
 
 class SeededOrder:
@@ -137,6 +160,9 @@ class SeededOrder:
     def indices(self, key: Mapping[str, Any]) -> Indices | None:
         """The permutation of ``seed + epoch``."""
         return permutation(self.sampler, torch.Generator().manual_seed(key["seed"] + key["epoch"]))
+
+    def finish(self) -> None:
+        """Nothing remains of an epoch's order but its number."""
 
 
 def check_key(order: Order, key: Mapping[str, Any]) -> None:

@@ -135,6 +135,8 @@ def prepare_data_loader(
     kept: dict[str, Any] = {
         name: getattr(dataloader, name) for name in KEPT if hasattr(dataloader, name) and name in known
     }
+    if dispatch:
+        kept.pop("generator", None)  # of the order alone: the seed of the workers comes from torch's, on all ranks
     if dataloader.num_workers > 0:
         kept["worker_init_fn"] = WorkerStart(dataloader.worker_init_fn)
     common: dict[str, Any] = {
@@ -154,15 +156,13 @@ def prepare_data_loader(
         common |= _stream(dataloader, dataset, shares, place, split_batches and not whole)
         common["synchronized_generator"] = getattr(dataset, "generator", None)
     else:
-        passes = _passes(
-            dataloader,
-            shares,
-            place,
-            split_batches and not whole,
-            even_batches,
-            _sampler(dataloader, use_seedable_sampler, data_seed, share),
-            share,
-        )
+        sampler = _sampler(dataloader, use_seedable_sampler, data_seed)
+        gives = getattr(sampler, "generator", 0) is None and shares > 1 and not use_seedable_sampler
+        if gives:
+            sampler.generator = torch.Generator()
+            sampler.generator.manual_seed(int(share(torch.empty((), dtype=torch.int64).random_()).item()))
+        passes = _passes(dataloader, shares, place, split_batches and not whole, even_batches, sampler, share)
+        passes.given_generator = gives
         common |= {"dataset": dataloader.dataset}
         common |= {"sampler": passes, "batch_size": None} if _unbatched(dataloader) else {"batch_sampler": passes}
         common["synchronized_generator"] = generator
@@ -170,7 +170,7 @@ def prepare_data_loader(
         dispatcher = DataLoaderDispatcher(
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
-            drops_last=_drops_last(dataloader),
+            drops_last=dataloader.drop_last,
             use_stateful_dataloader=use_stateful_dataloader,
             **common,
         )
@@ -241,10 +241,6 @@ def _batch_size(dataloader: DataLoader[Any]) -> int | None:
     return dataloader.batch_size or fixed_batch_size(_batches(dataloader))
 
 
-def _drops_last(dataloader: DataLoader[Any]) -> bool:
-    return bool(dataloader.drop_last or getattr(_batches(dataloader), "drop_last", False))
-
-
 def _shard(dataset: Any, world: int, rank: int) -> Any | None:
     """The shards of *dataset* that are for *rank* alone; `None` where they cannot be dealt out evenly."""
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
@@ -263,8 +259,8 @@ def _stream(dataloader: DataLoader[Any], dataset: Any, world: int, rank: int, sp
     return arguments
 
 
-def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, share: Share) -> Any:
-    """The sampler to share out; one that draws without a generator of its own gets one that all ranks have."""
+def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) -> Any:
+    """The sampler to share out."""
     sampler: Any = getattr(_batches(dataloader), "sampler", dataloader.sampler)
     if seedable and type(sampler) is RandomSampler:
         return SeedableRandomSampler(
@@ -274,10 +270,6 @@ def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None,
             generator=sampler.generator,
             data_seed=data_seed,
         )
-    if type(sampler) not in (RandomSampler, SequentialSampler) and getattr(sampler, "generator", 0) is None:
-        generator = torch.Generator()
-        generator.manual_seed(int(share(torch.empty((), dtype=torch.int64).random_()).item()))
-        sampler.generator = generator
     return sampler
 
 
@@ -314,6 +306,5 @@ def _passes(
         size, drop = batch_sampler.batch_size, batch_sampler.drop_last
         plan = IndexPlan(len(order), size, world, split, drop, even)
         return PlanBatches(plan, order, rank, share, sampler=sampler)
-    fixed = fixed_batch_size(batch_sampler) is not None
-    shard = BatchSamplerShard(batch_sampler, world, rank, split, even if fixed or world > 1 else False)
+    shard = BatchSamplerShard(batch_sampler, world, rank, split, even and world > 1)
     return CustomBatches(shard, share, world)

@@ -52,8 +52,9 @@ class BatchSamplerShard(Sampler[list[Any]]):
     With ``split_batches=False`` rank ``r`` of ``n`` gets whole batches ``r``, ``r + n``, ``r + 2n``, ...; with ``True``
     it gets the ``r``-th of ``n`` equal pieces of every batch. With ``even_batches=True`` and unless the batch sampler
     drops its last batch, the end is filled up from the first samples, so that all ranks get equally many batches of
-    one size. A batch sampler without a fixed ``batch_size`` needs ``even_batches=False``; of batches in a list or tuple
-    the size is seen.
+    one size. Batches before the end are dealt out as they are, and those of a batch sampler without ``batch_size``
+    also at the end, where ranks without one get the first ones again. To be cut, batches that vary need
+    ``even_batches=False``. The size of batches in a list or tuple is seen.
 
     Args:
         batch_sampler: yields lists of indices.
@@ -63,7 +64,7 @@ class BatchSamplerShard(Sampler[list[Any]]):
         even_batches: whether the end is filled up.
 
     Raises:
-        ValueError: batches that cannot be split evenly, or of varying size with ``even_batches=True``.
+        ValueError: batches that cannot be split evenly.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class BatchSamplerShard(Sampler[list[Any]]):
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
         # Samples of the last round that are no repetitions; known when the last batch has been yielded.
         self.tail: int | None = None
-        if self.batch_size is None and even_batches:
+        if split_batches and self.batch_size is None and even_batches:
             raise ValueError(
-                f"{type(batch_sampler).__name__} has no batch_size, so its batches may vary: pass even_batches=False"
+                f"split_batches cuts each batch into {num_processes} equal parts, and {type(batch_sampler).__name__} "
+                "has no batch_size, so its batches may vary: pass even_batches=False for parts that vary as well"
             )
         if split_batches and self.batch_size is not None and self.batch_size % num_processes:
             raise ValueError(
@@ -141,43 +143,67 @@ class BatchSamplerShard(Sampler[list[Any]]):
 
     def _pieces(self, start: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
         first: list[Any] = []
-        for number, whole in enumerate(batches):
-            batch = list(whole)
-            size = self.batch_size or -(-len(batch) // self.num_processes) * self.num_processes
+        for number, (batch, ends) in enumerate(self._with_end(batches)):
+            size = -(-len(batch) // self.num_processes) * self.num_processes
+            if ends and self.batch_size:
+                size = self.batch_size
+            elif self.even_batches and len(batch) != self.batch_size:
+                raise ValueError(
+                    f"split_batches cuts batches of {self.batch_size} into {self.num_processes} equal parts, and "
+                    f"{type(self.batch_sampler).__name__} yields one of {len(batch)} that is not a short last one: "
+                    "pass even_batches=False for parts that vary as well"
+                )
             rows = size // self.num_processes
             first = first or batch
             begin = self.process_index * rows
-            if len(batch) < size:
-                if self.drop_last:
-                    return
-                if self.even_batches:
-                    self.tail = len(batch)
-                    batch = _fill(batch, first, size)
+            if ends and self.drop_last:
+                return
+            if ends and self.even_batches:
+                self.tail = len(batch)
+                batch = _fill(batch, first, size)
             piece = batch[begin : begin + rows]
             if piece and number >= start:
                 yield piece
 
-    def _whole(self, start: int, every: Iterable[Any]) -> Iterator[list[Any]]:
-        n = self.num_processes
-        samples: list[Any] = []  # of the first round, to fill up the last one
+    def _whole(self, start: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
+        n, size = self.num_processes, self.batch_size
+        first: list[list[Any]] = []  # the first round, to fill up the last one
+        whole = size is None  # the end is filled up by batches, not by samples
         number = 0
-        batches = iter(every)
-        while group := [list(batch) for batch in islice(batches, n)]:
-            full = len(group) == n and (self.batch_size is None or len(group[-1]) == self.batch_size)
-            if number == 0:
-                samples = [sample for batch in group for sample in batch]
-            if not full:
+        dealt = self._with_end(batches)
+        while round_of := list(islice(dealt, n)):
+            group = [batch for batch, _ in round_of]
+            first = first or group
+            whole = whole or any(len(batch) > cast(int, size) for batch in group)
+            if len(group) < n or round_of[-1][1]:
                 if self.drop_last:
                     return
                 if self.even_batches:
-                    assert self.batch_size is not None
                     rest = [sample for batch in group for sample in batch]
                     self.tail = len(rest)
-                    rest = _fill(rest, samples, n * self.batch_size)
-                    group = [rest[i * self.batch_size : (i + 1) * self.batch_size] for i in range(n)]
+                    if whole:
+                        group = _fill(group, first, n)
+                    else:
+                        assert size is not None
+                        rest = _fill(rest, [sample for batch in first for sample in batch], n * size)
+                        group = [rest[i * size : (i + 1) * size] for i in range(n)]
             if number >= start and self.process_index < len(group):
                 yield group[self.process_index]
             number += 1
+
+    def _with_end(self, batches: Iterable[Any]) -> Iterator[tuple[list[Any], bool]]:
+        """Yield each batch, and whether it is a last one that is short. The batch behind one is drawn
+        to see it."""
+        size, odd = self.batch_size, None
+        for whole in batches:
+            if odd is not None:
+                yield odd, False
+            batch = list(whole)
+            odd = None if size is None or len(batch) == size else batch
+            if odd is None:
+                yield batch, False
+        if odd is not None:
+            yield odd, len(odd) < cast(int, size)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass *epoch* on to whatever below takes it."""

@@ -141,15 +141,15 @@ def test_fewer_samples_than_one_global_batch_are_repeated():
     assert shards(3, drop_last=True) == shards(3, drop_last=True, split_batches=True) == [[], []]
 
 
-def test_batches_of_varying_size_need_even_batches_off():
+def test_batches_of_varying_size_are_dealt_out_whole_and_the_first_once_more_with_even_batches():
     batches = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10, 11]]
-    with pytest.raises(ValueError, match="even_batches=False"):
-        BatchSamplerShard(batches, 2, 0)
-    with pytest.raises(ValueError, match="even_batches=False"):
-        prepare(DataLoader(range(12), batch_sampler=batches), 2)
     for rank, mine in ((0, batches[::2]), (1, batches[1::2])):
         assert list(BatchSamplerShard(batches, 2, rank, even_batches=False)) == mine
         assert read(prepare(DataLoader(range(12), batch_sampler=batches), 2, rank, even_batches=False)) == mine
+        filled = mine + batches[:1] * rank
+        assert read(prepare(DataLoader(range(12), batch_sampler=batches), 2, rank)) == filled
+    with pytest.raises(ValueError, match="even_batches=False"):
+        prepare(DataLoader(range(12), batch_sampler=batches), 2, split_batches=True)
 
 
 def test_batches_that_cannot_be_split_evenly_are_refused():

@@ -131,7 +131,7 @@ class Cell(NamedTuple):
         """Without what is refused, each with its own message: tested where it is refused."""
         if self.split and (self.size == 1 or (self.dispatch and self.size is None)):
             return False  # no batches to split, or none of a known size
-        if self.kind == "varying batches" and self.even and world > 1 and not self.dispatch:
+        if self.kind == "varying batches" and self.even and self.split and world > 1:
             return False
         if not self.even and (self.kind.startswith("stream") or self.dispatch):
             return False  # changes nothing there
@@ -165,10 +165,15 @@ def run(cells):
     return results
 
 
-def unprepared(cell):
-    """The batches of each epoch as the script's own loader has them on one process."""
+def unprepared(cell, world):
+    """The batches of each epoch as the script's own loader has them on one process, drawn from what several share."""
     torch.manual_seed(7)
     loader = plain(cell.kind, cell.length, cell.drop)
+    if world > 1 and cell.dispatch:
+        loader.generator = None  # rank 0 draws the seeds of workers from torch's own
+    elif world > 1 and getattr(loader.sampler, "generator", 0) is None:
+        loader.sampler.generator = torch.Generator()
+        loader.sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     return [[batch.tolist() for batch in loader] for _ in range(EPOCHS)]
 
 
@@ -190,8 +195,8 @@ def by_hand(cell, world, batches):
         rows = [row for batch in group for row in batch]
         missing = len(group) < (1 if cell.split else world)
         full = not missing and size is not None and all(len(batch) == size for batch in group)
-        if missing and cell.drop:
-            break
+        if missing and cell.drop and not (cell.dispatch and cell.kind == "batch sampler"):
+            break  # a batch sampler drops by itself, and all that it yields is dispatched
         if cell.dispatch and (not full or cell.split):
             share = -(-len(rows) // world)
             remainder = -1 if share * world == len(rows) else len(rows)
@@ -201,6 +206,8 @@ def by_hand(cell, world, batches):
             share = -(-len(rows) // world)
             remainder = -1
             parts = [rows[r * share : (r + 1) * share] for r in range(world)] if cell.split else group
+            if missing and cell.even:
+                remainder, parts = len(rows), filled(group, batches[:world], world)
         else:
             share = size // world if cell.split else size
             if cell.even:
@@ -220,7 +227,7 @@ def test_every_loader_is_shared_out_as_the_reference_says(run_ranks, world):
     wrong = []
     for number, cell in enumerate(cells):
         mine = [result[number] for result in results]
-        for epoch, batches in enumerate(unprepared(cell)):
+        for epoch, batches in enumerate(unprepared(cell, world)):
             expected, remainder = by_hand(cell, world, batches)
             seen = [rank[epoch][0] for rank in mine]
             ends = [rank[epoch][1] for rank in mine]

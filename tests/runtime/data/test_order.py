@@ -32,7 +32,9 @@ SAMPLERS = [
 def test_an_order_and_the_generator_after_it_are_those_of_the_sampler(length, replacement, count):
     twin, generator = seeded(3), seeded(3)
     expected = list(RandomSampler(range(length), replacement, count, twin))
-    drawn = permutation(RandomSampler(range(length), replacement, count), generator, finish=True)
+    order = ShuffledOrder(RandomSampler(range(length), replacement, count, generator))
+    drawn = order.indices(order.draw(0, alone))
+    order.finish()
     assert drawn.tolist() == expected
     assert drawn.dtype == "int64"
     assert torch.equal(generator.get_state(), twin.get_state())
@@ -96,9 +98,9 @@ def test_a_shuffle_with_a_generator_yields_pass_after_pass_what_the_sampler_woul
         assert set(key) == {"kind", "state"}
         assert key["kind"] == "shuffled"
         assert torch.equal(key["state"], before)
-        assert torch.equal(sampler.generator.get_state(), twin.generator.get_state())
         assert order.indices(key).tolist() == expected
         assert order.indices(key).tolist() == expected  # drawn anew, as in another process
+        order.finish()
         assert torch.equal(sampler.generator.get_state(), twin.generator.get_state())
 
 
@@ -114,6 +116,7 @@ def test_a_shuffle_with_a_generator_takes_the_state_of_rank_0():
     key = order.draw(0, share)
     twin = RandomSampler(range(9), generator=seeded(1))
     assert order.indices(key).tolist() == list(twin)
+    order.finish()
     assert torch.equal(sampler.generator.get_state(), twin.generator.get_state())
     assert len(shared) == 1
     assert torch.equal(shared[0], seeded(2).get_state())

@@ -116,10 +116,14 @@ def test_a_shard_tells_what_it_knows_of_the_sampler():
     assert BatchSamplerShard([[1], [2]]).total_length == 2
 
 
-def test_batches_without_a_size_are_refused_with_even_batches():
+def test_batches_without_a_size_are_not_cut_with_even_batches():
     with pytest.raises(ValueError, match="even_batches") as refused:
-        BatchSamplerShard(Batches([]), 2, 0)
-    assert str(refused.value) == "Batches has no batch_size, so its batches may vary: pass even_batches=False"
+        BatchSamplerShard(Batches([]), 2, 0, split_batches=True)
+    assert str(refused.value) == (
+        "split_batches cuts each batch into 2 equal parts, and Batches has no batch_size, so its batches may vary: "
+        "pass even_batches=False for parts that vary as well"
+    )
+    assert BatchSamplerShard(Batches([]), 2, 0).batch_size is None
 
 
 def test_batches_without_equal_parts_are_refused():
@@ -183,12 +187,11 @@ def test_a_round_of_batches_of_any_size_that_misses_some_is_dropped_where_the_la
     assert [list(shard) for shard in shards] == [[VARYING[0], VARYING[2]], [VARYING[1], VARYING[3]]]
 
 
-@pytest.mark.parametrize(("drop", "last"), [(False, 5), (True, 0)])
-def test_batches_of_any_size_are_split_as_evenly_as_they_can_be(drop, last):
-    """A batch that has no equal parts counts as short, and a batch sampler that drops those ends there."""
+@pytest.mark.parametrize("drop", [False, True])
+def test_batches_of_any_size_are_split_as_evenly_as_they_can_be(drop):
     shards = [BatchSamplerShard(Batches(VARYING, drop_last=drop), 2, rank, True, False) for rank in range(2)]
     expected = [[0, 1, 2, 3], [7], [8, 9], [11], [13, 14, 15]], [[4, 5, 6], [10], [12], [16, 17]]
-    assert [list(shard) for shard in shards] == [pieces[:last] for pieces in expected]
+    assert [list(shard) for shard in shards] == list(expected)
 
 
 def test_what_was_filled_up_is_forgotten_when_the_next_pass_begins():
