@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -39,6 +41,13 @@ def test_enumerations_list_their_values(enum):
 @pytest.mark.parametrize("name", sorted(orc.runtime._DOCUMENTED_MODULES))
 def test_documented_modules_need_no_import_of_their_own(name):
     assert getattr(orc.runtime, name) is importlib.import_module(f"orc.runtime.{name}")
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "environment", "operations"])
+def test_documented_modules_of_utilities_need_no_import_of_their_own(name):
+    code = f"import orc.runtime as a; print(a.utils.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"orc.runtime.utils.{name}"
 
 
 def test_attributes_of_a_run_of_one_process():

@@ -72,12 +72,21 @@ def live(folder, precision, kind, updates, *, stop=None):
     return trace
 
 
+def content(checkpoint):
+    """What the tensors of a checkpoint's weights are, bit for bit."""
+    weights = {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
+    assert weights, f"no weights in {checkpoint}"
+    return weights
+
+
 def saved(folder):
-    """The checkpoints on disk: their steps, positions and usual gradient norms."""
+    """The checkpoints on disk: their steps, positions, usual gradient norms and weights."""
     found = []
     for path in sorted(folder.glob("checkpoints/checkpoint_*/manifest.json")):
         manifest = json.loads(path.read_text())
-        found.append([manifest[key] for key in ("step", "epoch", "offset")] + [manifest.get("norms")])
+        found.append(
+            [manifest[key] for key in ("step", "epoch", "offset")] + [manifest.get("norms"), content(path.parent)]
+        )
     return found
 
 
