@@ -68,6 +68,7 @@ class Workspace:
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     # What is read from specifications, which never change, by job; and head starts by cluster, with their age.
     gpus: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on

@@ -15,7 +15,7 @@ from orc.launchers.agent.procfs import (
     process_start,
     runs_another,
 )
-from orc.launchers.agent.records import read_json, remove
+from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, read_json, remove
 from orc.launchers.agent.signals import signal_group, signal_process
 
 TYPE_CHECKING = False
@@ -59,6 +59,15 @@ def _is_abandoned(name: str) -> bool:
     return not elsewhere and process_start(int(parts[-2])) is None
 
 
+def _sessions(path: str) -> list[tuple[int, str]]:
+    """Return the sessions that an agent has noted and that still run; the job can have written anything there."""
+    noted = read_json(path, NODE_RECORD_BYTES) or {}
+    sessions = noted.get("sessions")
+    found = [checked(one) for one in (sessions if isinstance(sessions, list) else ()) if isinstance(one, dict)]
+    pairs = [(one.get("pid", 0), str(one.get("start"))) for one in found]
+    return [(pid, start) for pid, start in pairs if is_running(pid, start, str(noted.get("boot_id")))]
+
+
 def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 10.0) -> int:
     """Kill what an attempt (or one node of it) has left on this machine when its agent is gone.
 
@@ -71,11 +80,9 @@ def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 1
     else:  # no directory: somebody has removed it under a running attempt
         names = [n for n in os.listdir(attempt_dir) if n.startswith("node-")] if os.path.isdir(attempt_dir) else []
     for name in names:
-        noted = read_json(os.path.join(attempt_dir, name, "pids.json")) or {}
-        for session in noted.get("sessions", ()):
-            if is_running(session["pid"], session["start"], noted.get("boot_id", "")):
-                killed[session["pid"]] = session["start"]
-                signal_group(session["pid"], signal.SIGKILL)
+        for pid, start in _sessions(os.path.join(attempt_dir, name, "pids.json")):
+            killed[pid] = start
+            signal_group(pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         marked = [pid for pid in marked_processes(attempt_dir, node) if pid != os.getpid()]
@@ -87,7 +94,7 @@ def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 1
         time.sleep(0.01)
     for name in names:
         directory = os.path.join(attempt_dir, name)
-        if (read_json(os.path.join(directory, "pids.json")) or {}).get("boot_id") == boot_id():
+        if (read_json(os.path.join(directory, "pids.json"), NODE_RECORD_BYTES) or {}).get("boot_id") == boot_id():
             for unfinished in os.listdir(directory):
                 if _is_abandoned(unfinished):
                     remove(os.path.join(directory, unfinished))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import re
 import stat
 
 TYPE_CHECKING = False
@@ -15,26 +17,33 @@ if TYPE_CHECKING:
 FORMAT = 1
 TAIL_LINES = 40
 TAIL_BYTES = 8192
-
-
 RECORD_BYTES = 16 << 20  # an agent's configuration names each host and variable of a large job
+NODE_RECORD_BYTES = 1 << 20  # of what a node writes of itself
 MOST_NODES = 10_000
 _LATEST = 1e11  # seconds since the epoch; the year 5138
 _TEXT = 4096
-# What the fields mean in whichever record they are: a whole number in a range, a time, or a text of so many characters.
+_WHOLE_TEXT = slice(_TEXT)
+_MOST_FIELDS = 100  # of a record in a record
+# What fields mean in whichever record they are: a whole number in a range, seconds, or a text of so many characters.
 _WHOLE = {
     "nnodes": (1, MOST_NODES),
     "nproc": (1, MOST_NODES),
     "node": (-1, MOST_NODES),
     "lost_node": (0, MOST_NODES),
     "restart": (0, 1 << 31),
+    "pid": (0, 1 << 31),
     "rank": (0, MOST_NODES * 1000),
     "exit_code": (-(1 << 31), 1 << 31),
     "exit_status": (-(1 << 31), 1 << 31),
 }
-_TIMES = ("at", "started_at", "ended_at")
+_SECONDS = ("at", "started_at", "ended_at", "notice_s", "grace_s")
 _TEXTS = {
     "host": 255,
+    "name": 255,
+    "owner": 255,
+    "marker": 255,
+    "pid_start": 64,
+    "boot_id": 64,
     "state": 64,
     "outcome": 64,
     "signal": 64,
@@ -42,24 +51,33 @@ _TEXTS = {
     "stall": _TEXT,
     "log_tail": TAIL_BYTES,
 }
-_PARTS = ("first_failure", "progress", "backend")  # records in a record
+_PARTS = ("first_failure", "progress", "backend")  # records in a record: of plain values, and nothing deeper
+_NODES = ("lost_nodes", "components")  # whole numbers, of nodes or how many
+_DEEPER = (*_PARTS, "ranks", "hosts", "secrets")
 _MAY_BE_UNKNOWN = ("rank", "exit_code", "signal", "lost_node", "first_failure")
-_FIELDS = {*_WHOLE, *_TIMES, *_TEXTS, *_PARTS, "lost_nodes", "ranks"}
+_RANK = re.compile(r"[0-9]{1,7}")
+_FIELDS = {*_WHOLE, *_SECONDS, *_TEXTS, *_NODES, *_DEEPER}
 
 
-def read_json(path: str) -> dict[str, Any] | None:
-    """Return the JSON object in *path*; `None` when there is no such file (or, on a crashed disk, no object in it).
+def read_json(path: str, limit: int = RECORD_BYTES) -> dict[str, Any] | None:
+    """Return the JSON object in *path*; `None` when there is no such file, or no object of *limit* bytes in it.
 
     For those who run in the job's own account; others take it as `checked`.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would never open otherwise
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return None
-            return parse_object(file.read(RECORD_BYTES + 1))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):  # ENXIO: a device or a socket
+            return None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+            return parse_object(data) if len(data) <= limit else None
+    finally:
+        os.close(fd)
 
 
 def parse_record(data: bytes) -> dict[str, Any] | None:
@@ -74,23 +92,46 @@ def parse_record(data: bytes) -> dict[str, Any] | None:
 def parse_object(data: bytes) -> dict[str, Any] | None:
     """Return the JSON object that *data* is, NaN and infinities as `None`; `None` for anything else."""
     try:
-        found = json.loads(data, parse_constant=_unknown, parse_int=_whole) if len(data) <= RECORD_BYTES else None
+        found = (
+            json.loads(data.decode(), parse_constant=_unknown, parse_int=_whole, parse_float=_real)
+            if len(data) <= RECORD_BYTES
+            else None
+        )
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def checked(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *record* without the known fields whose values cannot be, and with texts no longer than they may be.
+    """Return *record* without fields whose values cannot be, and with texts no longer than they may be.
 
-    Fields that may be unknown are `None` instead.
+    Fields that may be unknown are `None` instead. Of others numbers and texts are kept.
     """
     found = {}
     for name, value in record.items():
-        known = _known(name, value)
+        known = _part(value) if name in _PARTS else _known(name, value)
         if known is not None or name in _MAY_BE_UNKNOWN or (value is None and name not in _FIELDS):
             found[name] = known
     return found
+
+
+def _part(value: Any) -> dict[str, Any] | None:
+    """Return a record in a record: it is kept in the ledger as it is, so it has few fields, and no deeper ones."""
+    if not isinstance(value, dict):
+        return None
+    found = {}
+    for name, own in list(value.items())[:_MOST_FIELDS]:
+        known = _known(name, own) if name in _FIELDS and name not in _DEEPER else plain(own)
+        if known is not None or name in _MAY_BE_UNKNOWN or (own is None and name not in _FIELDS):
+            found[clean_text(name, slice(255))] = known
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a number or a text, which are what ledgers and answers take; `None` for anything else."""
+    if isinstance(value, str):
+        return clean_text(value)
+    return value if isinstance(value, (bool, int, float)) else None
 
 
 def _known(name: str, value: Any) -> Any:
@@ -98,20 +139,29 @@ def _known(name: str, value: Any) -> Any:
     if name in _WHOLE:
         low, high = _WHOLE[name]
         return value if type(value) is int and low <= value <= high else None
-    if name in _TIMES:
+    if name in _SECONDS:
         return value if type(value) in (int, float) and 0 <= value <= _LATEST else None
     if name in _TEXTS:
         end = slice(-_TEXTS[name], None) if name == "log_tail" else slice(_TEXTS[name])
-        return value[end] if isinstance(value, str) else None
-    if name in _PARTS:
-        return checked(value) if isinstance(value, dict) else None
-    if name == "lost_nodes":
+        return clean_text(value, end) if isinstance(value, str) else None
+    if name in _NODES:
         nodes = value if isinstance(value, list) else []
         return [node for node in nodes if type(node) is int and 0 <= node <= MOST_NODES][:MOST_NODES]
+    if name == "hosts":
+        hosts = value if isinstance(value, list) else []
+        return [_part(host) for host in hosts[:MOST_NODES] if isinstance(host, dict)]
     if name == "ranks":
-        ranks = value.items() if isinstance(value, dict) else ()
-        return {rank: checked(one) for rank, one in ranks if rank.isdecimal() and isinstance(one, dict)}
-    return value
+        ranks = list(value.items())[:MOST_NODES] if isinstance(value, dict) else []
+        return {rank: _part(end) for rank, end in ranks if _RANK.fullmatch(rank) and isinstance(end, dict)}
+    if name == "secrets":
+        names = value if isinstance(value, list) else []
+        return [clean_text(secret, slice(255)) for secret in names[:_MOST_FIELDS] if isinstance(secret, str)]
+    return plain(value)
+
+
+def clean_text(value: str, end: slice = _WHOLE_TEXT) -> str:
+    """Return so much of a text as one that a database takes: without NUL and halves of surrogate pairs."""
+    return value[end].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def _unknown(constant: str) -> None:
@@ -122,6 +172,11 @@ def _whole(digits: str) -> int:
     if len(digits) > 20:
         raise ValueError("a number of more than 20 digits")
     return int(digits)
+
+
+def _real(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None  # 1e999 is an infinity without its name
 
 
 def _sync_directory(path: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.agent.records import parse_record
+from orc.launchers.agent.records import NODE_RECORD_BYTES, RECORD_BYTES, parse_record
 from orc.launchers.attempts.logs import LogChunk, LogSelector
 from orc.launchers.attempts.records import AttemptExit, is_exit, merge
 
@@ -105,15 +105,27 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else -1.0
 
 
-def read_attempts(transport: Transport, directories: Sequence[str]) -> dict[str, AttemptRecords]:
-    """The records of many attempts in three round trips at most. Raises what the transport raises."""
-    shared = _read(transport, (f"{d}/{name}.json" for d in directories for name in ("agent", "gang", "cancel")))
+def read_attempts(
+    transport: Transport, directories: Sequence[str], planned: Mapping[str, int] | None = None
+) -> dict[str, AttemptRecords]:
+    """Return the records of many attempts, in three round trips at most.
+
+    *planned* are the most nodes that their plans have, by directory, where that is known: what ``agent.json`` says of
+    them counts up to there, as a job can write over it. Raises what the transport raises.
+    """
+    shared = _read(
+        transport, (f"{d}/{name}.json" for d in directories for name in ("agent", "gang", "cancel")), RECORD_BYTES
+    )
+    for directory, most in (planned or {}).items():
+        config = shared.get(f"{directory}/agent.json")
+        if config is not None and most:
+            config["nnodes"] = min(config.get("nnodes", 1), most)
     paths = []
     for directory in directories:
         nnodes = int((shared.get(f"{directory}/agent.json") or {}).get("nnodes", 1))
         for node in range(nnodes):
             paths += [f"{directory}/node-{node}/{name}.json" for name in ("lease", "heartbeat", "exit")]
-    own = _read(transport, paths)
+    own = _read(transport, paths, NODE_RECORD_BYTES)
     found = {}
     for directory in directories:
         by_name: dict[str, dict[int, Record]] = {"lease": {}, "heartbeat": {}, "exit": {}}
@@ -134,7 +146,7 @@ def read_attempts(transport: Transport, directories: Sequence[str]) -> dict[str,
             exits=_of(restart, by_name["exit"]),
         )
     told = {d: f"{d}/stop-r{r.restart}.json" for d, r in found.items() if r.leases and not r.complete}
-    stops = _read(transport, told.values()) if told else {}
+    stops = _read(transport, told.values(), NODE_RECORD_BYTES) if told else {}
     for directory, path in told.items():
         if path in stops:
             found[directory] = replace(found[directory], stop=stops[path])
@@ -145,9 +157,9 @@ def _of(restart: int, records: Mapping[int, Record]) -> dict[int, Record]:
     return {node: record for node, record in records.items() if int(record.get("restart", 0)) == restart}
 
 
-def _read(transport: Transport, paths: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _read(transport: Transport, paths: Iterable[str], limit: int) -> dict[str, dict[str, Any]]:
     records = {}
-    for path, data in transport.read_many(list(paths)).items():
+    for path, data in transport.read_many(list(paths), limit=limit).items():
         record = parse_record(data)
         if record is not None:  # else a crashed machine has lost it, or somebody else has written it
             records[path] = record
@@ -185,11 +197,11 @@ def read_log(transport: Transport, directory: str, selector: LogSelector, offset
             return
 
 
-def read_job_file(transport: Transport, directory: str, name: str, offset: int = 0) -> bytes:
-    """Yield the content of the file *name* beside the attempt at *directory* from byte *offset* on; nothing without
-    a file.
+def read_job_file(transport: Transport, directory: str, name: str, offset: int = 0, limit: int | None = None) -> bytes:
+    """Return at most *limit* bytes of the file *name* beside the attempt at *directory* from byte *offset* on; none
+    without a file.
     """
     try:
-        return transport.read(posixpath.join(posixpath.dirname(directory), name), offset=offset)
+        return transport.read(posixpath.join(posixpath.dirname(directory), name), offset=offset, limit=limit)
     except FileNotFoundError:
         return b""

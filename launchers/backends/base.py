@@ -59,6 +59,7 @@ class Handle:
     submitted_at: float = 0.0  # seconds since the epoch; tells reused native ids apart
     hosts: tuple[str, ...] = ()  # of a backend that places: where to look, in node order
     group: str = ""  # what the cluster calls the array that the attempt is an element of
+    nodes: int = field(default=0, compare=False)  # the most that its plan has; 0 where that is not known
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -293,14 +294,15 @@ class Backend(abc.ABC):
 
         return None if self.is_remote else log_path(self.files(handle)[1], selector)
 
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
-        """Return the file *name* in the directory of *handle*'s job from *offset* (bytes) on; empty without a file.
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return at most *limit* bytes of the file *name* in the directory of *handle*'s job from *offset* on; none
+        without a file.
 
         The attempt's first node has it. ``metrics.jsonl`` is such a file.
         """
         from orc.launchers.attempts.reader import read_job_file
 
-        return read_job_file(*self.files(handle), name, offset)
+        return read_job_file(*self.files(handle), name, offset, limit)
 
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
         """Return the place of the checkpoints of *job*, for people; *spec* is its specification as in the ledger."""

@@ -8,6 +8,8 @@ import stat
 from collections.abc import Iterable
 from typing import BinaryIO
 
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # ENXIO: a device or a socket
+
 
 def write_file(path: str, data: bytes | Iterable[bytes], mode: int) -> None:
     """Write a whole file, durably and in one step: a reader sees all of it or the old one. Parents are made, 0700."""
@@ -70,15 +72,19 @@ def open_regular(path: str) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_existing(paths: Iterable[str]) -> dict[str, bytes]:
-    """Return the contents of those of *paths* that exist."""
+def read_existing(paths: Iterable[str], limit: int) -> dict[str, bytes]:
+    """Return the contents of those of *paths* that are files of at most *limit* bytes."""
     found = {}
     for path in paths:
         try:
             with open_regular(path) as file:
-                found[path] = file.read()
-        except (FileNotFoundError, NotADirectoryError):
+                data = file.read(limit + 1)
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
             continue
+        if len(data) <= limit:
+            found[path] = data
     return found
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, cast
 
+from orc.launchers.agent.records import RECORD_BYTES
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote import files
 
@@ -125,8 +126,8 @@ class Transport(abc.ABC):
         """Return bytes from *offset* on, at most *limit*. Raises `FileNotFoundError` when there is no such file."""
 
     @abc.abstractmethod
-    def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """Return the contents of those of *paths* that exist, in one command."""
+    def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
+        """Return the contents of those of *paths* that are files of at most *limit* bytes, in one command."""
 
     @abc.abstractmethod
     def names(self, path: str) -> list[str]:
@@ -300,9 +301,9 @@ class LocalTransport(Transport):
         """See `Transport.read`."""
         return files.read_range(path, offset, limit)
 
-    def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
+    def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""
-        return files.read_existing(paths)
+        return files.read_existing(paths, limit)
 
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""

@@ -39,6 +39,7 @@ SEEN_EVERY_S = 10.0  # so often the ledger is told that a job was seen although 
 _STEPS = 5  # of one attempt in one pass, while its machines are being made
 _ANSWER_S = 15.0  # for which a person waits for the answer that another process is getting
 _LOOK_S = 0.2
+_MOST_POLLS = 40  # of a cluster in one pass, to find the few jobs for which polling breaks
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,7 @@ def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | Non
 
 def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
     """Pass requests to cancel on; that needs no turn, and waits for none."""
-    from orc.launchers.backends.base import Handle
-
-    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
+    handles = _handles(ws, jobs)
     try:
         return _cancel(ws, ws.open(access), jobs, handles, report)
     except LedgerError:
@@ -179,13 +178,11 @@ def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: Pas
 
 def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> bool:
     """Send cancellations, poll the cluster once for all its jobs, and store the observations; True if some are new."""
-    from orc.launchers.backends.base import Handle
-
-    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
+    handles = _handles(ws, jobs)
     try:
         backend = ws.open(access)
         jobs = _cancel(ws, backend, jobs, handles, report)
-        seen = backend.poll([handles[job.id] for job in jobs])
+        seen = _seen(ws, backend, jobs, handles)
     except LedgerError:
         raise
     except LaunchError as error:
@@ -205,6 +202,48 @@ def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
         if answer.due:
             _advance(ws, backend, job.id, handles[job.id], report)
     return changed or any(answer.due for _, answer in answers)
+
+
+def _handles(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Handle]:
+    """Return the handles of *jobs* by id, with the number of nodes that their plans have."""
+    from orc.launchers.backends.base import Handle
+
+    found = {}
+    for job in jobs:
+        if job.attempt and job.attempt.handle:
+            if job.id not in ws.nodes:
+                nodes = ws.ledger.spec(job.id).get("resources", {}).get("nodes", 1)
+                ws.nodes[job.id] = int(str(nodes).rpartition(":")[2])
+            found[job.id] = replace(Handle.from_dict(job.attempt.handle), nodes=ws.nodes[job.id])
+    return found
+
+
+def _seen(
+    ws: Workspace, backend: Backend, jobs: Sequence[JobRecord], handles: Mapping[str, Handle]
+) -> dict[Handle, Observation]:
+    """Poll all *jobs* at once; where that breaks, in halves: what one of them has left keeps no other one waiting.
+
+    Raises what polling raises when nothing could be seen.
+    """
+    seen: dict[Handle, Observation] = {}
+    parts, broken, polls = [jobs], list[tuple[Sequence[JobRecord], Exception]](), 0
+    while parts:
+        part = parts.pop()
+        polls += 1
+        try:
+            seen.update(backend.poll([handles[job.id] for job in part]))
+        except LaunchError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whoever runs in a job's account can write anything for us to read
+            if len(part) > 1 and polls < _MOST_POLLS:
+                parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+            else:
+                broken.append((part, error))
+    if broken and not seen:
+        raise broken[0][1]
+    for part, why in broken:  # the cluster can be reached
+        note_unreachable(ws, part[0].cluster, part, f"{type(why).__name__}: {why}", PassReport())
+    return seen
 
 
 def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) -> None:

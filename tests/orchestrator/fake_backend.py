@@ -183,10 +183,10 @@ class FakeBackend(Backend):
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         yield LogChunk(selector, offset, f"log of {handle.marker}".encode()[offset:])
 
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         directory = "-".join([handle.marker.rpartition("-a")[0], *handle.hosts[:1]])
         path = self.root / "files" / directory / name
-        return path.read_bytes()[offset:] if path.exists() else b""
+        return path.read_bytes()[offset:][:limit] if path.exists() else b""
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         if self._behaviour().get("cancel") == "unreachable":

@@ -235,10 +235,10 @@ class LocalBackend(Backend):
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Look for the gang's lease, and for a process with the marker in its arguments that is about to write one."""
 
-        from orc.launchers.agent.records import read_json
+        from orc.launchers.agent.records import checked, read_json
 
         directory = str(self.layout.attempt(AttemptId.from_marker(marker)))
-        lease = read_json(f"{directory}/gang.json")
+        lease = checked(read_json(f"{directory}/gang.json") or {}) or None
         if lease is not None and lease.get("marker") == marker:
             return self._handle(marker, float(lease.get("at") or 0.0))
         return self._handle(marker, time.time()) if _is_starting(marker, directory) else None
@@ -255,13 +255,14 @@ class LocalBackend(Backend):
         from orc.launchers.remote.transport import LocalTransport
 
         transport = LocalTransport()
-        records = read_attempts(transport, [handle.native_id for handle in handles])
+        planned = {handle.native_id: handle.nodes for handle in handles}
+        records = read_attempts(transport, list(planned), planned)
         gone = [h for h in handles if not records[h.native_id].complete and _agents(records[h.native_id]) == "gone"]
         # What `find` adopts may not have got as far as its lease.
         starting = {h for h in gone if not records[h.native_id].leases and _is_starting(h.marker, h.native_id)}
         if again := [h.native_id for h in gone if h not in starting]:
             # They may have written their last record after it was looked for.
-            records.update(read_attempts(transport, again))
+            records.update(read_attempts(transport, again, planned))
         seen = {h: _STARTING if h in starting else self._observe(records[h.native_id]) for h in handles}
         ended = [h.native_id for h in handles if seen[h].phase.ended and records[h.native_id].has_secrets]
         remove_confidential(transport, ended)
@@ -287,9 +288,9 @@ class LocalBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return entries without a prefix: every node is this machine."""
-        from orc.launchers.agent.records import read_json
+        from orc.launchers.agent.records import checked, read_json
 
-        config = read_json(f"{handle.native_id}/agent.json") or {}
+        config = checked(read_json(f"{handle.native_id}/agent.json") or {})
         return [
             NodeEntry(node, os.uname().nodename, handle.native_id, sys.executable)
             for node in range(int(config.get("nnodes", 1)))

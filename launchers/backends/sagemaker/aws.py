@@ -185,10 +185,11 @@ class AwsService:
             else:
                 s3.put_object(Bucket=bucket, Key=key, Body=data, **encryption)
 
-    def get(self, uri: str, offset: int = 0) -> bytes | None:
+    def get(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         """Return the content of one object."""
         bucket, key = split_uri(uri)
-        extra = {"Range": f"bytes={offset}-"} if offset else {}
+        last = "" if limit is None else offset + limit - 1
+        extra = {"Range": f"bytes={offset}-{last}"} if offset or limit is not None else {}
         try:
             return bytes(self._client("s3").get_object(Bucket=bucket, Key=key, **extra)["Body"].read())
         except aws_errors() as error:
@@ -199,15 +200,20 @@ class AwsService:
                 return b""
             raise explain(error, self._where, asked="s3:GetObject") from None
 
-    def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
+    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
         """Side by side: each costs a round trip."""
         if not uris:
             return {}
+
+        def get(uri: str) -> bytes | None:
+            data = self.get(uri, limit=limit + 1)
+            return data if data is not None and len(data) <= limit else None
+
         from concurrent.futures import ThreadPoolExecutor
 
         self._client("s3")  # made once, not in every thread
         with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(uris))) as pool:
-            found = list(pool.map(self.get, uris))
+            found = list(pool.map(get, uris))
         return {uri: data for uri, data in zip(uris, found, strict=True) if data is not None}
 
     def exists(self, uri: str) -> bool:

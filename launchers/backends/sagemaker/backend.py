@@ -170,9 +170,9 @@ class SagemakerBackend(Backend):
         """From CloudWatch; nothing while it has nothing."""
         return self._jobs_of(handle).read_log(handle, selector, offset)
 
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         """From the job's directory, as SageMaker has brought it to S3 last."""
-        return self._jobs_of(handle).read_file(handle, name, offset)
+        return self._jobs_of(handle).read_file(handle, name, offset, limit)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """StopTrainingJob: SIGTERM, and SIGKILL after 120 seconds; the agents keep to the job's own grace in between.

@@ -51,10 +51,10 @@ class _Objects:
         self._service = service
         self._agents = {f"{each.records_uri}/{AGENT}": each.config for each in inputs}
 
-    def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
+    def read_many(self, paths: Iterable[str], *, limit: int) -> dict[str, bytes]:
         wanted = list(paths)
         own = {path: json.dumps(self._agents[path]).encode() for path in wanted if path in self._agents}
-        return {**self._service.get_many([path for path in wanted if path not in own]), **own}
+        return {**self._service.get_many([path for path in wanted if path not in own], limit), **own}
 
 
 def read_records(service: Service, inputs: Sequence[AttemptInputs]) -> dict[str, AttemptRecords]:

@@ -51,12 +51,12 @@ class Service(Protocol):
         """Write an object, encrypted, in one step."""
         ...
 
-    def get(self, uri: str, offset: int = 0) -> bytes | None:
-        """Return the content of an object from *offset* on; `None` when there is no object."""
+    def get(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
+        """Return at most *limit* bytes of an object from *offset* on; `None` when there is no object."""
         ...
 
-    def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of the objects that exist, fetched in parallel."""
+    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
+        """Return the contents of the objects that exist and have at most *limit* bytes, fetched in parallel."""
         ...
 
     def exists(self, uri: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.records import RECORD_BYTES, parse_object
 from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.backends.base import (
     Handle,
@@ -290,11 +291,14 @@ class TrainingJobs:
         markers = list(markers)
         unknown = [marker for marker in markers if marker not in self._inputs]
         places = {marker: self.location.attempt(AttemptId.from_marker(marker)) for marker in unknown}
-        found = self.service.get_many([place + name for place in places.values() for name in (AGENT, REQUEST)])
+        found = self.service.get_many(
+            [place + name for place in places.values() for name in (AGENT, REQUEST)], RECORD_BYTES
+        )
         for marker, place in places.items():
             if place + AGENT in found and place + REQUEST in found:
-                request, config = (json.loads(found[place + name]) for name in (REQUEST, AGENT))
-                self._inputs[marker] = AttemptInputs(request, config)
+                request, config = (parse_object(found[place + name]) for name in (REQUEST, AGENT))
+                if request is not None and config is not None:  # else somebody has written over them
+                    self._inputs[marker] = AttemptInputs(request, config)
         return {marker: self._inputs[marker] for marker in markers if marker in self._inputs}
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
@@ -310,7 +314,7 @@ class TrainingJobs:
             yield LogChunk(selector, offset, data)
             offset += len(data)
 
-    def read_file(self, handle: Handle, name: str, offset: int) -> bytes:
+    def read_file(self, handle: Handle, name: str, offset: int, limit: int | None) -> bytes:
         """From the job's directory, as SageMaker has brought it to S3 last."""
         inputs = self._inputs_of([handle.marker]).get(handle.marker)
-        return (self.service.get(f"{inputs.job_uri}/{name}", offset) or b"") if inputs else b""
+        return (self.service.get(f"{inputs.job_uri}/{name}", offset, limit) or b"") if inputs else b""

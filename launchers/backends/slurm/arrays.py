@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from orc.launchers.agent.records import parse_object
 from orc.launchers.errors import BackendError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 RECORD_NAME = "array.json"
 SCRIPT_NAME = "array.sbatch"
 # Options of sbatch that every attempt has for itself.
+_NAME = re.compile(r"orc-array-[0-9a-f]{1,64}")
+_MOST_ARRAYS = 100  # that one attempt was submitted in
 _OWN = ("job-name", "comment", "chdir", "output")
 
 
@@ -49,9 +52,12 @@ def array_dir(layout: Layout, name: str) -> PurePosixPath:
 def elements_of(record: bytes) -> list[ArrayElement]:
     """Return the elements in an ``array.json``, oldest first."""
     try:
-        return [ArrayElement(str(one["array"]), int(one["index"])) for one in json.loads(record)["elements"]]
-    except (ValueError, KeyError, TypeError):  # a file that a crashed machine has lost the content of
+        elements = [
+            ArrayElement(str(one["array"]), int(one["index"])) for one in (parse_object(record) or {})["elements"]
+        ]
+    except (ValueError, KeyError, TypeError):  # a crashed machine has lost its content, or somebody else has written it
         return []
+    return [element for element in elements[-_MOST_ARRAYS:] if _NAME.fullmatch(element.array)]
 
 
 def record_of(elements: Sequence[ArrayElement]) -> bytes:

@@ -30,7 +30,7 @@ from orc.launchers.backends.slurm.login import (
     open_transport,
     root_of,
 )
-from orc.launchers.backends.slurm.lookup import JobLookup, of_handles
+from orc.launchers.backends.slurm.lookup import JobLookup, job_of_owner, of_handles
 from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, SlurmSettings, read_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
@@ -271,7 +271,8 @@ class SlurmBackend(Backend):
             rows.update(of_handles(ended, forgotten))
         # After Slurm was asked: what had ended by then has left its records.
         directories = {handle: self._lookup.directory(handle.marker) for handle in handles}
-        records = read_attempts(self._transport, list(directories.values()))
+        planned = {directory: handle.nodes for handle, directory in directories.items()}
+        records = read_attempts(self._transport, list(planned), planned)
         rows.update(self._of_lease_holders(directories, records, rows))
         now = time.time()
         seen = {}
@@ -308,9 +309,9 @@ class SlurmBackend(Backend):
         others = {}
         for handle, directory in directories.items():
             row = rows.get(handle)
-            owner = str(records[directory].leases.get(0, {}).get("owner", f"{self.kind}:{handle.native_id}"))
-            if (row is None or row.ended) and owner != f"{self.kind}:{handle.native_id}":
-                others[handle] = replace(handle, native_id=owner.removeprefix(f"{self.kind}:"))
+            holder = job_of_owner(records[directory].leases.get(0, {}).get("owner", ""))
+            if (row is None or row.ended) and holder not in ("", handle.native_id):
+                others[handle] = replace(handle, native_id=holder)
         if not others:
             return {}
         found = of_handles(self._client.queue(other.native_id for other in others.values()), list(others.values()))
@@ -334,7 +335,7 @@ class SlurmBackend(Backend):
         The controller is asked for the job first: a step would wait for one that is silent without a word, and end
         with a status that looks like the program's.
         """
-        from orc.launchers.agent.records import parse_record
+        from orc.launchers.agent.records import MOST_NODES, parse_record
         from orc.launchers.backends.slurm.exec import entries
 
         self._client.queue((handle.native_id,))
@@ -342,7 +343,9 @@ class SlurmBackend(Backend):
         path = f"{directory}/agent.json"
         config = parse_record(self._transport.read_many([path]).get(path, b"")) or {}
         python = self._transport.expand(self.cluster.python or DEFAULT_PYTHON)
-        parts = config.get("backend", {}).get("components", [config.get("nnodes", 1)])
+        parts = config.get("backend", {}).get("components") or [config.get("nnodes", 1)]
+        if sum(parts) > (handle.nodes or MOST_NODES):  # somebody has written over it
+            parts = [handle.nodes or 1]
         return entries(self._settings, handle.native_id, directory, parts, python)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:

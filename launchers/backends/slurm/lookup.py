@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
 KIND = "slurm"
+_JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 
 
 class JobLookup:
@@ -84,8 +86,8 @@ class JobLookup:
         lease = parse_record(data)
         if lease is None:  # renames are atomic, so this is a file that a crashed machine has lost the content of
             return None
-        kind, _, job_id = str(lease.get("owner", "")).partition(":")
-        if kind != KIND or lease.get("marker") != marker or not job_id.replace("_", "", 1).isdigit():
+        job_id = job_of_owner(lease.get("owner", ""))
+        if not job_id or lease.get("marker") != marker:
             return None
         at = float(lease.get("at") or 0.0)
         if "_" not in job_id:
@@ -97,6 +99,12 @@ class JobLookup:
     def _handle(self, marker: str, row: JobRow) -> Handle:
         at = row.submitted_at or time.time()
         return Handle(self._cluster, KIND, marker, row.job_id, at, group=row.name if row.name != marker else "")
+
+
+def job_of_owner(owner: str) -> str:
+    """Return the Slurm job (``7`` or ``7_1``) that a lease names as its owner; empty where it names none."""
+    kind, _, job_id = owner.partition(":")
+    return job_id if kind == KIND and _JOB_ID.fullmatch(job_id) else ""
 
 
 def of_handles(rows: Sequence[JobRow], handles: Sequence[Handle]) -> dict[Handle, JobRow]:

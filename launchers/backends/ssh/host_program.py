@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 
 from orc.launchers.agent import procfs
 from orc.launchers.agent.cleanup import kill_attempt
-from orc.launchers.agent.records import checked, create_json, read_json, remove
+from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, create_json, read_json, remove
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 _CONFIDENTIAL = ("secrets.json", "link.json")
 _BEEN = ".prepared-"  # and the name of a host: it has seen this directory
 _RECORDS = ("lease.json", "heartbeat.json", "exit.json")
+_STOP = re.compile(r"stop-r[0-9]{1,6}\.json")
+_MOST_STOPS = 16
+_MOST_BYTES = 16 << 20  # of one attempt's records in an answer
 
 
 def write(path: str, text: str, mode: int) -> None:
@@ -47,10 +51,13 @@ def is_running(lease: dict[str, Any]) -> bool:
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
     """Return the status of some attempts on this host, by their directories."""
-    return {
-        "attempts": {given: status_of(os.path.expanduser(given), request["host"]) for given in request["directories"]},
-        "now": time.time(),
-    }
+    attempts: dict[str, Any] = {}
+    for given in request["directories"]:
+        try:
+            attempts[given] = status_of(os.path.expanduser(given), request["host"])
+        except OSError as error:  # of this directory alone: the others' owners have done nothing to theirs
+            attempts[given] = {"why": f"{error.filename or given}: {error.strerror or error}"}
+    return {"attempts": attempts, "now": time.time()}
 
 
 def status_of(directory: str, host: str) -> dict[str, Any]:
@@ -59,21 +66,24 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
     if config is None:
         return {"there": False, "alive": False}
     config = checked(config)
-    names = [str(other.get("name")) for other in config.get("hosts", ())]
+    names = hosts_in(config)
     node = names.index(host) if host in names else None
-    lease = read_json(os.path.join(directory, f"node-{node}", "lease.json"))
+    lease = record_of(os.path.join(directory, f"node-{node}", "lease.json"))
     alive = lease is not None and is_running(lease)  # before the records are read: who is gone now has left them
     records: dict[str, Any] = {}
     ages: dict[str, float] = {}
     here = set(os.listdir(directory))
-    found = [name for name in here if name.startswith("stop-r") and name.endswith(".json")]
+    found = sorted(name for name in here if _STOP.fullmatch(name))[:_MOST_STOPS]
     nodes = [k for k in range(config.get("nnodes", 1)) if f"node-{k}" in here]  # few, on hosts that share no files
-    for name in (*found, "cancel.json", *(f"node-{k}/{r}" for k in nodes for r in _RECORDS)):
+    nodes.sort(key=lambda k: k != node)
+    left = _MOST_BYTES
+    for name in ("cancel.json", *found, *(f"node-{k}/{r}" for k in nodes for r in _RECORDS)):
         path = os.path.join(directory, name)
-        record = read_json(path)
+        record = record_of(path) if left > 0 else None
         if record is not None:
             records[name] = record
             ages[name] = age(path)
+            left -= os.stat(path).st_size
     return {
         "there": True,
         "node": node,
@@ -85,6 +95,12 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
         "ages": ages,
         "alive": alive,
     }
+
+
+def record_of(path: str) -> dict[str, Any] | None:
+    """Return a record that whoever runs in the job's account can have written, `checked`."""
+    record = read_json(path, NODE_RECORD_BYTES)
+    return None if record is None else checked(record)
 
 
 def age(path: str) -> float:
@@ -103,8 +119,9 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     path = os.path.join(directory, "agent.json")
     agent = at_home(json.loads(request["agent"]))
     before = read_json(path)
-    if any(os.path.exists(os.path.join(directory, f"node-{k}", "lease.json")) for k in own_nodes(before, request)):
-        state = "held" if before is None or hosts_in(before) == hosts_in(agent) else "other"
+    known = checked(before or {})
+    if any(os.path.exists(os.path.join(directory, f"node-{k}", "lease.json")) for k in own_nodes(known, request)):
+        state = "held" if before is None or hosts_in(known) == hosts_in(agent) else "other"
         return {"state": state, "token": (read_json(os.path.join(directory, "link.json")) or {}).get("token")}
     # An older file is the only one that differs: a plan for other hosts, which did not get as far as a lease.
     # (But for the link, which the first one to start may have found needless.)
@@ -123,9 +140,9 @@ def hosts_in(agent: dict[str, Any]) -> list[str]:
     return [str(host.get("name")) for host in agent.get("hosts", ())]
 
 
-def own_nodes(before: dict[str, Any] | None, request: dict[str, Any]) -> set[int]:
+def own_nodes(before: dict[str, Any], request: dict[str, Any]) -> set[int]:
     """Return the numbers of this host's node in this plan, and in one that came before."""
-    names = hosts_in(before or {})
+    names = hosts_in(before)
     return {request["node"], *([names.index(request["host"])] if request["host"] in names else [])}
 
 
@@ -152,7 +169,7 @@ def drop_link_if_shared(directory: str) -> None:
     agent = read_json(path)
     if agent is None or not agent.get("link"):
         return
-    seen = [os.path.join(directory, _BEEN + str(host["name"])) for host in agent["hosts"]]
+    seen = [os.path.join(directory, _BEEN + name) for name in hosts_in(checked(agent))]
     if len(seen) > 1 and all(os.path.exists(been) for been in seen):
         write(path, json.dumps({**agent, "link": False}, indent=2, ensure_ascii=False), 0o600)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from orc.launchers.agent.records import parse_object
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.backends.ssh.status import HostStatus
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
@@ -106,7 +106,7 @@ class HostConnections:
         found = transport.read_many([transport.expand(path)])
         try:
             (data,) = found.values()
-            return str(json.loads(data)["token"])
+            return str((parse_object(data) or {})["token"])
         except (ValueError, KeyError):
             raise BackendError(f"{path} is gone", where=name) from None
 
@@ -128,6 +128,8 @@ class HostConnections:
             for marker in wanted[name]:
                 if isinstance(result, LaunchError):
                     status = HostStatus(name, why=result.what)
+                elif why := result[0][marker].get("why"):
+                    status = HostStatus(name, why=str(why))
                 else:
                     status = HostStatus(name, result[0][marker], ahead_s=result[1])
                 seen.setdefault(marker, {})[name] = status

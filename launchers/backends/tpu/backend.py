@@ -354,12 +354,12 @@ class TpuBackend(Backend):
         inner = self._reachable(handle)
         return iter(()) if inner is None else inner.logs(handle, selector, offset)
 
-    def read_file(self, handle: Handle, name: str, offset: int = 0) -> bytes:
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return a file of the job from worker 0, or from the copy."""
         if self._local(handle).has_logs:
-            return super().read_file(handle, name, offset)
+            return super().read_file(handle, name, offset, limit)
         inner = self._reachable(handle)
-        return b"" if inner is None else inner.read_file(handle, name, offset)
+        return b"" if inner is None else inner.read_file(handle, name, offset, limit)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH commands with the addresses and host keys that were found when the TPU came up."""

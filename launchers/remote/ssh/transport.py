@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.agent.records import RECORD_BYTES
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.errors import LinkLost, NoSession
 from orc.launchers.remote.ssh.hosts import HostSpec
@@ -33,12 +34,22 @@ cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync 
 """
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
 # Not `tail | head`, whose status is that of the last: an error in the middle would look like the end of the file.
+# A FIFO or a device, which could be waited for for ever, is as if not there.
 _READ = (
+    'if [ -e "$1" ] && [ ! -f "$1" ]; then echo "$1: No such file or directory" >&2; exit 1; fi; '
     'head -c 0 -- "$1" && '
     'dd if="$1" bs=1M status=none iflag=skip_bytes,fullblock${3:+,count_bytes} skip="$2" ${3:+count="$3"}'
 )
-# 1: a file was replaced while it was read
-_READ_MANY = "tar -cPhf - -b 1 --null --no-recursion -T - || test $? -eq 1"
+# Files of less than $1 bytes alone. The status of tar is 1 where a file was replaced while it was read.
+_READ_MANY = """
+exec 4>&1
+told=$({
+    { xargs -0 -r /bin/sh -c 'most=$1; shift; exec find -L "$@" -maxdepth 0 -type f -size -"${most}c" -print0' sh "$1"
+      echo $? >&3
+    } | { tar -cPhf - -b 1 --null --no-recursion -T - >&4; test $? -le 1; echo $? >&3; }
+} 3>&1)
+for status in $told; do test "$status" = 0 || exit 2; done
+"""
 _NAMES = 'find "$1/" -mindepth 1 -maxdepth 1 -printf "%f\\0"'
 _HOME = 'getent passwd "$1" | cut -d: -f6'
 
@@ -104,10 +115,10 @@ class SshTransport(Transport):
         """See `Transport.read`."""
         return self._script(_READ, path, str(offset), "" if limit is None else str(limit))
 
-    def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
+    def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""
         wanted = "".join(f"{path}\0" for path in paths).encode()
-        data = self._script(_READ_MANY, stdin=wanted, fine=_NOT_THERE) if wanted else b""
+        data = self._script(_READ_MANY, str(limit + 1), stdin=wanted, fine=_NO_FILE) if wanted else b""
         if not data:
             return {}
         try:
@@ -199,6 +210,7 @@ class SshTransport(Transport):
 
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_NO_FILE = (*_NOT_THERE, errno.ELOOP)
 
 
 def _problem(line: str) -> OSError:

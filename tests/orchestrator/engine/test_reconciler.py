@@ -61,6 +61,25 @@ def test_a_backend_that_cannot_be_asked_never_fails_a_job(client, backend, clock
     assert client.job(view.id).reason == ""
 
 
+def test_what_one_job_has_left_keeps_no_other_job_waiting(client, backend, job_file, monkeypatch):
+    """Polling breaks for one of many: it is looked for, and says so itself; the cluster counts as reached."""
+    views = [client.submit(job_file()) for _ in range(20)]
+    for view in views:
+        backend.set(view.attempt.marker, Phase.SUCCEEDED)
+    poll, bad = backend.poll, views[13]
+
+    def broken(handles):
+        if any(handle.marker == bad.attempt.marker for handle in handles):
+            raise ValueError("no such number: many")
+        return poll(handles)
+
+    monkeypatch.setattr(backend, "poll", broken)
+    assert client.refresh().unreachable == {}
+    states = {view.id: client.job(view.id).state for view in views}
+    assert states == {view.id: "PENDING" if view is bad else "SUCCEEDED" for view in views}
+    assert "ValueError: no such number: many" in client.job(bad.id).reason
+
+
 def test_one_broken_cluster_does_not_keep_the_others_waiting(orc_home, tmp_path, clock, job_file):
     (orc_home / "config").mkdir(parents=True)
     (orc_home / "config" / "clusters.yaml").write_text("other: {kind: local}\n")

@@ -71,13 +71,14 @@ class LocalService:
         """Write a file, in one step."""
         self.storage.write(uri, data)
 
-    def get(self, uri: str, offset: int = 0) -> bytes | None:
-        """Return the content of an object from *offset* on; `None` when there is no object."""
-        return self.storage.read(uri, offset)
+    def get(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
+        """Return at most *limit* bytes of an object from *offset* on; `None` when there is no object."""
+        return self.storage.read(uri, offset, limit)
 
-    def get_many(self, uris: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of the objects that exist."""
-        return {uri: data for uri in uris if (data := self.storage.read(uri)) is not None}
+    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
+        """Return the contents of the objects that exist and have at most *limit* bytes."""
+        found = {uri: self.storage.read(uri, 0, limit + 1) for uri in uris}
+        return {uri: data for uri, data in found.items() if data is not None and len(data) <= limit}
 
     def exists(self, uri: str) -> bool:
         """Return True when the object exists."""

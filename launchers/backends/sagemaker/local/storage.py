@@ -36,10 +36,10 @@ class LocalStorage:
         make_private(path.parent)
         write_file(str(path), data.read_bytes() if isinstance(data, Path) else data, 0o600)
 
-    def read(self, uri: str, offset: int = 0) -> bytes | None:
-        """The content of an object from *offset* on; `None` when there is none."""
+    def read(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
+        """Return at most *limit* bytes of an object from *offset* on; `None` when there is none."""
         try:
-            return read_range(str(self.path(uri)), offset, None)
+            return read_range(str(self.path(uri)), offset, limit)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 

@@ -334,7 +334,9 @@ def test_objects_are_written_read_and_removed(service: LocalService) -> None:
     service.put(uri, b"0123")
     service.put("s3://bucket/a/c", b"c")
     assert (service.get(uri), service.get(uri, 2), service.exists(uri)) == (b"0123", b"23", True)
-    assert service.get_many([uri, "s3://bucket/none", "s3://bucket/a"]) == {uri: b"0123"}
+    assert service.get_many([uri, "s3://bucket/none", "s3://bucket/a"], 4) == {uri: b"0123"}
+    assert service.get_many([uri], 3) == {}
+    assert service.get(uri, 1, 2) == b"12"
     service.delete(uri)
     service.delete(uri)
     assert not service.exists(uri)
