@@ -16,6 +16,7 @@ from orc.orchestrator.clients.group_calls import GroupCalls
 from orc.orchestrator.clients.wait_calls import WaitCalls
 from orc.orchestrator.functions.calls import FunctionCalls
 from orc.orchestrator.insight.calls import InsightCalls
+from orc.orchestrator.insight.curves import MeasuredJobs
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.store import Ledger
@@ -71,6 +72,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
             state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
         )
         self.serves = False  # many people, in a service: the addresses that their jobs bring along are limited
+        self.measured = MeasuredJobs()
         # Another process could not use backends that exist in this one only.
         self._detaches = reconciler and backend_of is None
         self.workspace.on_live_job = self._start_reconciler

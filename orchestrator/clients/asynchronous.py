@@ -249,8 +249,7 @@ class AsyncServiceClient:
 
     async def metrics(self, job_id: str) -> list[Line]:
         """Return the metrics of a job's training so far, oldest first."""
-        lines, _ = await self.ask(requests.metrics(job_id))
-        return lines
+        return (await self.lead(flows.metrics(job_id))).lines
 
     async def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100

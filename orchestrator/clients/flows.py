@@ -18,7 +18,9 @@ from orc.orchestrator.clients.requests import Request
 if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.orchestrator.clients.protocol import ProgressCallback
+    from orc.orchestrator.clients.requests import MeasuredPart
     from orc.orchestrator.clients.uploads import LocalSnapshot
+    from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import EventView, JobRow, JobView
 
 # Between two looks of `wait`: a twentieth of the time since something changed, within these bounds (seconds).
@@ -43,6 +45,17 @@ class Work:
 Answer = TypeVar("Answer")
 Step = Request[Any] | Pause | Work
 Flow = Generator[Step, Any, Answer]
+
+
+def metrics(job_id: str, after: str = "") -> Flow[MeasuredPart]:
+    """Return what a job has measured beyond *after*, which takes as many requests as there is of it."""
+    lines: list[Line] = []
+    while True:
+        part: MeasuredPart = yield requests.metrics(job_id, after)
+        lines += part.lines
+        if part.complete or part.next == after:
+            return part._replace(lines=lines)
+        after = part.next
 
 
 def submit(loaded: LoadedJob, progress: ProgressCallback) -> Flow[JobView]:

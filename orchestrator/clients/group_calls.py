@@ -56,7 +56,7 @@ class GroupCalls:
 
         ws = self._client.workspace
         found = groups.view(ws, groups.resolve(ws, ref, kinds))
-        return groups.with_metrics(ws, found) if metrics else found
+        return groups.with_metrics(ws, found, self._client.measured) if metrics else found
 
     def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
         """Cancel the members that have not ended. Raises `GroupNotFound`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine.groups import Entry
+    from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.workspace import Workspace
 
@@ -215,22 +216,23 @@ def members_of(ws: Workspace, ref: str) -> list[str]:
     return [member.job.id for member in view(ws, ref).members]
 
 
-def with_metrics(ws: Workspace, group: GroupView) -> GroupView:
+def with_metrics(ws: Workspace, group: GroupView, known: MeasuredJobs) -> GroupView:
     """Return *group* with the newest value of each measurement of its members."""
-    members = tuple(replace(member, metrics=_last_metrics(ws, member.job.id)) for member in group.members)
+    until = time.monotonic() + known.seconds
+    members = tuple(replace(one, metrics=_last_metrics(ws, one.job.id, known, until)) for one in group.members)
     return replace(group, members=members)
 
 
-def _last_metrics(ws: Workspace, job_id: str) -> dict[str, float]:
-    """Return the newest value of each measurement of a job; nothing where its cluster does not answer."""
-    from orc.orchestrator.insight.metrics import Reader, course, names, series
+def _last_metrics(ws: Workspace, job_id: str, known: MeasuredJobs, until: float) -> dict[str, float]:
+    """Return the newest value of each measurement of a job; nothing where its cluster does not answer in time."""
+    from orc.orchestrator.insight.curves import Curves
 
+    left = until - time.monotonic()
     try:
-        lines = course(Reader(ws, job_id).read())
+        found = known.of(job_id).update(ws, job_id, Curves.summaries, left) if left > 0 else {}
     except LaunchError:
         return {}
-    found = {name: [value for _, value in series(lines, name) if math.isfinite(value)] for name in names(lines)}
-    return {name: values[-1] for name, values in found.items() if values}
+    return {name: summary["last"] for name, summary in found.items()}
 
 
 def record_of(ws: Workspace, group_id: str) -> GroupRecord:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from orc.launchers.attempts.logs import LogChunk, LogSelector
@@ -176,12 +176,22 @@ def log(job_id: str, selector: LogSelector, attempt: int | None, offset: int) ->
     return Request("GET", job_path(job_id, "/log"), lambda reply: LogChunk(selector, offset, reply.content), params)
 
 
-def metrics(job_id: str) -> Request[tuple[list[Line], dict[str, str]]]:
-    """Return the request for what a job has measured; the answer has the hosts that could not be reached."""
+class MeasuredPart(NamedTuple):
+    """Part of the lines of a job's metrics, and the hosts that could not be reached."""
+
+    lines: list[Line]
+    unreachable: dict[str, str]
+    complete: bool
+    next: str  # from where the next part goes on
+
+
+def metrics(job_id: str, after: str) -> Request[MeasuredPart]:
+    """Return the request for a part of what a job has measured, beyond *after*."""
     return Request(
         "GET",
         job_path(job_id, "/metrics"),
-        lambda reply: (list(reply.json["lines"]), dict(reply.json.get("unreachable") or {})),
+        lambda reply: MeasuredPart(**{name: reply.json[name] for name in MeasuredPart._fields}),
+        {"after": after},
     )
 
 

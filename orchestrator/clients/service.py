@@ -310,13 +310,12 @@ class ServiceMetrics:
     """Reader of a job's measurements."""
 
     def __init__(self, client: ServiceClient, job_id: str) -> None:
-        self._client, self._job_id, self._seen = client, job_id, 0
+        self._client, self._job_id, self._after = client, job_id, ""
         self.unreachable: dict[str, BackendUnreachable] = {}
 
     def read(self) -> list[Line]:
         """Return the lines that were written since the last call, oldest first."""
-        lines, unreachable = self._client.ask(requests.metrics(self._job_id))
-        self.unreachable = {host: BackendUnreachable(what, where=host) for host, what in unreachable.items()}
-        new = lines[self._seen :]
-        self._seen = len(lines)
-        return new
+        found = self._client.lead(flows.metrics(self._job_id, self._after))
+        self.unreachable = {host: BackendUnreachable(what, where=host) for host, what in found.unreachable.items()}
+        self._after = found.next
+        return found.lines

@@ -9,7 +9,7 @@ from orc.launchers.errors import LaunchError
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
-    from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.insight.comparison import Summaries
 
 
 class InsightCalls:
@@ -32,13 +32,16 @@ class InsightCalls:
         from orc.orchestrator.insight.comparison import compare
 
         views = [self._client.job(job_id) for job_id in (a, b)]
-        return compare(self._client.workspace, views[0], views[1], {job_id: self._lines(job_id) for job_id in (a, b)})
+        return compare(
+            self._client.workspace, views[0], views[1], {job_id: self._measured(job_id) for job_id in (a, b)}
+        )
 
-    def _lines(self, job_id: str) -> Sequence[Line] | str:
-        from orc.orchestrator.insight.metrics import Reader
+    def _measured(self, job_id: str) -> Summaries | str:
+        from orc.orchestrator.insight.curves import Curves
 
+        known = self._client.measured
         try:
-            return Reader(self._client.workspace, job_id).read()
+            return known.of(job_id).update(self._client.workspace, job_id, Curves.summaries, known.seconds)
         except LaunchError as error:
             return error.what
 

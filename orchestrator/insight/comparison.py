@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.insight.metrics import Line, course, names, series
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle, Entry
     from orc.orchestrator.views import JobView
     from orc.orchestrator.workspace import Workspace
 
+Summaries = Mapping[str, Mapping[str, float]]  # of measurements, by name: last, step, min, max
 MAX_FILE = 256 << 10  # bytes of a file whose lines are compared
 MAX_FILES = 200  # ... and so many of them
 _ENVIRONMENT = ("environment", "env", "setup", "secrets", "network")
 
 
-def compare(ws: Workspace, a: JobView, b: JobView, lines: Mapping[str, Sequence[Line] | str]) -> dict[str, Any]:
+def compare(ws: Workspace, a: JobView, b: JobView, measured: Mapping[str, Summaries | str]) -> dict[str, Any]:
     """Return the differences between two jobs, JSON-able.
 
     Args:
         ws: The workspace whose store has their snapshots.
         a: The first job.
         b: The second one.
-        lines: By job id, its lines of metrics, or why they cannot be read.
+        measured: By job id, the summary of each measurement, or why there is none.
 
     Returns:
         ``{"jobs": [a, b], "spec", "environment", "code", "outcome", "metrics"}``. ``spec`` and ``environment`` are
@@ -46,7 +46,7 @@ def compare(ws: Workspace, a: JobView, b: JobView, lines: Mapping[str, Sequence[
         "environment": environment,
         "code": code_differences(ws, a.digests.get("code", ""), b.digests.get("code", "")),
         "outcome": [_outcome(a), _outcome(b)],
-        "metrics": metric_differences(lines[a.id], lines[b.id]),
+        "metrics": metric_differences(measured[a.id], measured[b.id]),
     }
 
 
@@ -135,17 +135,9 @@ def _outcome(view: JobView) -> dict[str, Any]:
     }
 
 
-def metric_differences(a: Sequence[Line] | str, b: Sequence[Line] | str) -> dict[str, Any]:
+def metric_differences(a: Summaries | str, b: Summaries | str) -> dict[str, Any]:
     """Return last, lowest and highest values side by side: ``{"missing": [...], "values": [{"name", "a", "b"}]}``."""
-    sides = [[] if isinstance(side, str) else course(side) for side in (a, b)]
-    known = dict.fromkeys([*names(sides[0]), *names(sides[1])])
-    rows = [{"name": name, "a": _summary(sides[0], name), "b": _summary(sides[1], name)} for name in known]
+    first, second = ({} if isinstance(side, str) else side for side in (a, b))
+    known = dict.fromkeys([*first, *second])
+    rows = [{"name": name, "a": first.get(name), "b": second.get(name)} for name in known]
     return {"missing": [side if isinstance(side, str) else "" for side in (a, b)], "values": rows}
-
-
-def _summary(lines: Sequence[Line], name: str) -> dict[str, float] | None:
-    points = series(lines, name)
-    if not points:
-        return None
-    values = [value for _, value in points]
-    return {"last": values[-1], "step": points[-1][0], "min": min(values), "max": max(values)}

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.agent.records import parse_object
+from orc.launchers.agent.records import clean_text, parse_object, plain
 from orc.launchers.errors import BackendUnreachable
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend
+    from orc.launchers.backends.base import Backend, Handle
     from orc.orchestrator.workspace import Workspace
 
 FILE = "metrics.jsonl"
+SLICE = 1 << 20  # bytes that are read at a time
+_MOST_FIELDS = 10_000  # of a line
+_POSITION = re.compile(r"([0-9]{1,18}(\.[0-9]{1,18}){0,999})?")
 _OF_LINE = ("at", "attempt", "restart", "step")  # which are no measurements
 Line = Mapping[str, Any]
+
+
+@dataclass
+class Position:
+    """Position in the files of a job: the bytes of each that were read, in the order of its attempts.
+
+    ``unreachable`` says which of the hosts that have them could not be asked last time, and why; ``complete`` whether
+    all was read that there was.
+    """
+
+    offsets: list[int] = field(default_factory=list)
+    unreachable: dict[str, BackendUnreachable] = field(default_factory=dict)
+    complete: bool = False
+
+    def to_text(self) -> str:
+        """Return the offsets as a text, from which `from_text` makes a position."""
+        return ".".join(map(str, self.offsets))
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Return the position of which `to_text` gave *text*. Raises `ValueError`."""
+        if not _POSITION.fullmatch(text):
+            raise ValueError(f"no such position: {text}")
+        return cls([int(number) for number in text.split(".")] if text else [])
 
 
 class Reader:
@@ -25,47 +57,101 @@ class Reader:
     """
 
     def __init__(self, ws: Workspace, job_id: str) -> None:
-        self.unreachable: dict[str, BackendUnreachable] = {}
         self._ws, self._job_id = ws, job_id
-        self._offsets: dict[tuple[str, ...], int] = {}
+        self._position = Position()
+
+    @property
+    def unreachable(self) -> Mapping[str, BackendUnreachable]:
+        """Hosts that the last call could not reach, with the reasons."""
+        return self._position.unreachable
 
     def read(self) -> list[Line]:
         """Return the lines that were written since the last call, oldest first.
 
         Raises `BackendUnreachable` when nobody could be asked.
         """
-        from orc.launchers.backends.base import Handle
-
-        job = self._ws.ledger.job(self._job_id)
-        if job is None:
-            return []
-        places: dict[tuple[str, ...], tuple[Backend, Handle]] = {}  # each account has a root of its own
-        for attempt in self._ws.ledger.attempts(self._job_id):
-            if attempt.handle:
-                handle = Handle.from_dict(attempt.handle)
-                backend = self._ws.backend_of_attempt(job.cluster, job.owner, attempt)
-                places[(str(attempt.sent_to or ""), *handle.hosts[:1])] = backend, handle
-        found: list[Line] = []
-        self.unreachable = {}
-        for place, (backend, handle) in places.items():
-            offset = self._offsets.get(place, 0)
-            try:
-                data = backend.read_file(handle, FILE, offset)
-            except BackendUnreachable as error:
-                self.unreachable["".join(place[1:]) or job.cluster] = error
-                continue
-            whole = data[: data.rfind(b"\n") + 1]  # what is being written is read next time
-            self._offsets[place] = offset + len(whole)
-            found += parse(whole)
-        if self.unreachable and len(self.unreachable) == len(places):
-            raise next(iter(self.unreachable.values()))
-        return sorted(found, key=lambda line: _number(line.get("at")) or 0.0)
+        return list(new_lines(self._ws, self._job_id, self._position))
 
 
-def parse(data: bytes) -> list[Line]:
-    """Return the JSON objects of *data*, one on each line; a line that a crashed machine has spoilt is left out."""
-    found = (parse_object(text) for text in data.splitlines())
-    return [line for line in found if line is not None]
+def new_lines(ws: Workspace, job_id: str, position: Position, seconds: float = math.inf) -> Iterator[Line]:
+    """Yield the lines beyond *position*, oldest first, and move it with each: whoever stops goes on there.
+
+    The files are read in slices, so they never lie in memory as a whole, and for *seconds* at most. Raises
+    `BackendUnreachable` at the end when nobody could be asked.
+    """
+    from orc.launchers.backends.base import Handle
+
+    position.unreachable, position.complete = {}, False
+    job = ws.ledger.job(job_id)
+    if job is None:
+        return
+    places: dict[tuple[str, ...], tuple[Backend, Handle]] = {}  # each account has a root of its own
+    for attempt in ws.ledger.attempts(job_id):
+        if attempt.handle:
+            handle = Handle.from_dict(attempt.handle)
+            backend = ws.backend_of_attempt(job.cluster, job.owner, attempt)
+            places.setdefault((str(attempt.sent_to or ""), *handle.hosts[:1]), (backend, handle))
+    position.offsets += [0] * (len(places) - len(position.offsets))
+    files = [
+        _lines_of(backend, handle, position, index, "".join(place[1:]) or job.cluster, time.monotonic() + seconds)
+        for index, (place, (backend, handle)) in enumerate(places.items())
+    ]
+    try:
+        merged = files[0] if len(files) == 1 else heapq.merge(*files, key=lambda entry: entry[0])
+        for _, index, end, line in merged:
+            position.offsets[index] = end
+            yield line
+    except _TimeIsUp:
+        return
+    position.complete = True
+    if position.unreachable and len(position.unreachable) == len(places):
+        raise next(iter(position.unreachable.values()))
+
+
+def _lines_of(
+    backend: Backend, handle: Handle, position: Position, index: int, host: str, until: float
+) -> Iterator[tuple[float, int, int, Line]]:
+    """Yield ``(time, index, end, line)`` of one file, *end* being where the next line begins. Raises `_TimeIsUp`."""
+    while True:
+        offset = position.offsets[index]
+        try:
+            data = backend.read_file(handle, FILE, offset, SLICE)
+        except BackendUnreachable as error:
+            position.unreachable[host] = error
+            return
+        whole = data[: data.rfind(b"\n") + 1]  # what is being written is read next time
+        if not whole and len(data) == SLICE:
+            whole = data  # no line is so long
+        for text in whole.splitlines(keepends=True):
+            offset += len(text)
+            if (line := line_of(text)) is not None:
+                yield number_of(line.get("at")) or 0.0, index, offset, line
+        position.offsets[index] = offset
+        if len(data) < SLICE:
+            return
+        if time.monotonic() > until:
+            raise _TimeIsUp
+
+
+class _TimeIsUp(Exception):
+    """There is more to read; another call goes on."""
+
+
+def line_of(text: bytes) -> Line | None:
+    """Return the measurements in a line of the file; `None` for one that a crashed machine has spoilt."""
+    found = parse_object(text)
+    if found is None:
+        return None
+    line = {name: _plain(value) for name, value in islice(found.items(), _MOST_FIELDS)}
+    # What no answer could pass on, a half of a surrogate pair, is written with an escape.
+    return {clean_text(name): value for name, value in line.items()} if b"\\u" in text else line
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as whoever reads metrics can take it: a number, a text, or a list of those."""
+    if isinstance(value, (int, float)):
+        return value
+    return [plain(item) for item in value[:_MOST_FIELDS]] if isinstance(value, list) else plain(value)
 
 
 def course(lines: Iterable[Line]) -> list[Line]:
@@ -74,9 +160,9 @@ def course(lines: Iterable[Line]) -> list[Line]:
     run = None
     for line in lines:
         this = (line.get("attempt"), line.get("restart"))
-        step = _number(line.get("step"))
+        step = number_of(line.get("step"))
         if this != run and step is not None:
-            while kept and (_number(kept[-1].get("step")) or 0.0) >= step:
+            while kept and (number_of(kept[-1].get("step")) or 0.0) >= step:
                 kept.pop()
         run = this
         kept.append(line)
@@ -85,30 +171,24 @@ def course(lines: Iterable[Line]) -> list[Line]:
 
 def names(lines: Iterable[Line]) -> list[str]:
     """Return the names of the measurements, in order of appearance."""
-    found = dict.fromkeys(name for line in lines for name, value in line.items() if _number(value) is not None)
-    return [name for name in found if name not in _OF_LINE]
+    return list(dict.fromkeys(name for line in lines for name, _ in measurements(line)))
 
 
 def series(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
     """``(step, value)`` of one measurement, where it is known."""
-    pairs = ((_number(line.get("step")), _number(line.get(name))) for line in lines)
+    pairs = ((number_of(line.get("step")), number_of(line.get(name))) for line in lines)
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
-def curves(lines: Iterable[Line]) -> dict[str, list[tuple[float, float]]]:
-    """Return ``(step, value)`` of every measurement by its name, in order of appearance, in one pass."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        step = _number(line.get("step"))
-        for name, value in line.items():
-            if name not in _OF_LINE and (number := _number(value)) is not None:
-                points = found.setdefault(name, [])
-                if step is not None:
-                    points.append((step, number))
-    return found
+def measurements(line: Line) -> Iterator[tuple[str, float]]:
+    """Yield the measurements of a line, by name."""
+    for name, value in line.items():
+        if name not in _OF_LINE and (number := number_of(value)) is not None:
+            yield name, number
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """Return a number that can be drawn; `None` for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if math.isfinite(value) else None  # 1e999 is an infinity without its name

@@ -120,15 +120,23 @@ def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:
 
 
 def listed(
-    connection: Connection, *, job_id: str | None = None, states: Sequence[str] = (), limit: int
+    connection: Connection,
+    *,
+    job_id: str | None = None,
+    states: Sequence[str] = (),
+    owner: str | None = None,
+    limit: int,
 ) -> list[Notification]:
-    """Return notifications (about a job, in one of *states*), newest first, *limit* at most."""
+    """Return notifications (about a job, or jobs of *owner*, in one of *states*), newest first, *limit* at most."""
     chosen = {f"s{i}": state for i, state in enumerate(states)}
     where = [f"state IN ({', '.join(f':{name}' for name in chosen)})"] if chosen else ["1 = 1"]
     parameters: dict[str, Any] = {**chosen}
     if job_id is not None:
         where.append("job_id = :job")
         parameters["job"] = job_id
+    if owner is not None:
+        where.append("job_id IN (SELECT id FROM jobs WHERE owner = :owner)")
+        parameters["owner"] = owner
     rows = connection.tuples(
         f"SELECT {_COLUMNS} FROM notifications WHERE {' AND '.join(where)} "  # noqa: S608
         f"ORDER BY id DESC LIMIT {int(limit)}",

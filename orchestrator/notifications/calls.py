@@ -35,7 +35,7 @@ class NotificationCalls:
         return cast("Client", self)
 
     def notifications(
-        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
+        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100, owner: str | None = None
     ) -> list[NotificationView]:
         """Return notifications, newest first.
 
@@ -43,12 +43,13 @@ class NotificationCalls:
             job_id: Only those about this job.
             states: Only those in one of ``due``, ``sent``, ``dead``.
             limit: Number of them at most.
+            owner: Only those about jobs of this user.
         """
         from orc.orchestrator.ledger import outbox
         from orc.orchestrator.notifications.targets import shown
 
         with self._client.workspace.ledger.database.read() as connection:
-            found = outbox.listed(connection, job_id=job_id, states=states, limit=limit)
+            found = outbox.listed(connection, job_id=job_id, states=states, owner=owner, limit=limit)
         return [
             NotificationView(
                 one.id,

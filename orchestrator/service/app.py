@@ -10,7 +10,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
 
 from orc.orchestrator.client import Client
-from orc.orchestrator.service import errors
+from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
 from orc.orchestrator.service.audit import Audit, intend
 from orc.orchestrator.service.auth import guard
@@ -40,7 +40,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         open_client: Opens a client of the ledger; called for each of the threads that work on requests.
     """
     # As many clients as threads: nobody waits for a client who has a thread.
-    clients = LedgerClients(open_client, settings.threads + _STREAM_THREADS + 4)
+    clients = LedgerClients(open_client, settings.threads + _STREAM_THREADS + slow_reads.THREADS + 4)
     service = Service(
         settings,
         clients,
@@ -48,6 +48,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         EventFeed(clients, settings.poll_interval),
         LogFeeds(clients, _STREAM_THREADS),
         ServiceMetrics(),
+        slow_reads.SlowReads(),
     )
 
     @asynccontextmanager

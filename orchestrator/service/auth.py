@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, TypeVar
 
 import anyio.to_thread
@@ -17,6 +17,7 @@ from orc.orchestrator.service import tokens
 from orc.orchestrator.service.context import Service, service_of
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.request_rates import too_many
+from orc.orchestrator.service.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
 
 COOKIE = "orc_session"
 PAGE_HEADER = "X-Orc-Request"  # a page of another site cannot send it
@@ -41,9 +42,9 @@ class Principal(BaseModel):
         """Return True when this role includes *role*."""
         return tokens.ROLES.index(self.role) >= tokens.ROLES.index(role)
 
-    def may_read_code(self, owner: str) -> bool:
-        """Return True when the code of jobs of *owner* may be read: by an admin, or by its owner."""
-        return self.role == "admin" or self.user == owner
+    def may_see(self, kind: Kind, owner: str = "") -> bool:
+        """Return True when what is of *kind* and belongs to *owner* may be seen."""
+        return reader_of(self.user, self.role, owner) in RIGHTS[kind]
 
     def may_change(self, owner: str) -> bool:
         """Return True when what belongs to *owner* may be changed: by an admin, or by its owner in the role user."""
@@ -61,16 +62,6 @@ def needs_role(role: str) -> Callable[[_ENDPOINT], _ENDPOINT]:
 
     def mark(endpoint: _ENDPOINT) -> _ENDPOINT:
         endpoint.__dict__["orc_role"] = role
-        return endpoint
-
-    return mark
-
-
-def shows_code_of(*parameters: str) -> Callable[[_ENDPOINT], _ENDPOINT]:
-    """Mark a route that shows code: of the jobs whose ids are in these *parameters*, to their owners and admins."""
-
-    def mark(endpoint: _ENDPOINT) -> _ENDPOINT:
-        endpoint.__dict__["orc_shows_code_of"] = parameters
         return endpoint
 
     return mark
@@ -139,7 +130,8 @@ async def guard(
     """Let a request pass that its route allows; the `Principal` is ``request.state.principal`` from then on.
 
     Here alone it is decided who may do what: a route needs a role, what changes a job, a group or a schedule
-    (``{job_id}``, ``{group_id}``, ``{schedule_id}`` in its path) needs its owner, and so does what shows a job's code.
+    (``{job_id}``, ``{group_id}``, ``{schedule_id}`` in its path) needs its owner, and what it shows a right to that
+    (`rights`).
     Raises `ApiError`.
     """
     role = role_of_route(request.scope.get("endpoint"), request.method)
@@ -151,19 +143,31 @@ def _admit_to_route(service: Service, request: Request, role: str) -> None:
     principal = admit(service, request, role)
     if wait := service.rates.retry_after("token", principal.token_id):
         raise too_many(wait)
-    for parameter in getattr(request.scope.get("endpoint"), "orc_shows_code_of", ()):
-        if name := request.query_params.get(parameter):
-            with service.clients.client() as client:
-                owners = _owners_of_job(client, name)
-            if not all(map(principal.may_read_code, owners)):
-                owner = ", ".join(owners) or "nobody"
-                raise ApiError(403, f"{name} belongs to {owner}: only its owner or an admin may read its code")
+    endpoint = request.scope.get("endpoint")
+    for kind in shown_kinds(endpoint):
+        if RIGHTS[kind] != frozenset(Reader):
+            _check_reader(service, request, principal, kind, getattr(endpoint, "orc_shows_of", ()))
     if request.method in SAFE_METHODS:
         return
     for parameter, owners_of in _OWNERS.items():
         if (name := request.path_params.get(parameter)) is not None:
             with service.clients.client() as client:
                 _check_owners(principal, str(name), owners_of(client, str(name)))
+
+
+def _check_reader(
+    service: Service, request: Request, principal: Principal, kind: Kind, parameters: Iterable[str]
+) -> None:
+    given = {**request.query_params, **request.path_params}
+    names = [str(given[parameter]) for parameter in parameters if given.get(parameter)]
+    for name in names:
+        with service.clients.client() as client:
+            (owner,) = _owners_of_job(client, name)
+        if not principal.may_see(kind, owner):
+            what = f"{name} belongs to {owner or 'nobody'}: only its owner or an admin may read its {kind.name.lower()}"
+            raise ApiError(403, what)
+    if not names and not principal.may_see(kind):
+        raise ApiError(403, f"this token has no right to see this: {kind}")
 
 
 def _check_owners(principal: Principal, name: str, owners: set[str]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds
     from orc.orchestrator.service.metrics import ServiceMetrics
+    from orc.orchestrator.service.slow_reads import SlowReads
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Service:
     events: EventFeed
     logs: LogFeeds
     metrics: ServiceMetrics
+    slow_reads: SlowReads
     clock: Callable[[], float] = time.time
     changes: set[str] = field(default_factory=set)  # intents (audit log) of requests that are worked on
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end

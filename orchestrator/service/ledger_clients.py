@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orc.orchestrator.client import Client
+from orc.orchestrator.insight.curves import MeasuredJobs
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.service.slow_reads import LOOK_S
 
 
 class LedgerClients:
@@ -19,6 +21,7 @@ class LedgerClients:
 
     def __init__(self, open_client: Callable[[], Client], limit: int) -> None:
         self._open = open_client
+        self._measured = MeasuredJobs(LOOK_S)  # one for all: what one request has read the next one has
         self._free: queue.LifoQueue[tuple[Client, object] | None] = queue.LifoQueue()
         for _ in range(limit):
             self._free.put(None)
@@ -41,6 +44,7 @@ class LedgerClients:
             if kept is None:
                 client = self._open()
                 client.serves = True
+                client.measured = self._measured
                 kept = (client, _stamp(client.clusters_file))
             ledger = kept[0].workspace.ledger
             if writes and ledger.volatile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counting
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ class ServiceMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.streams_open = 0
+        self.streams_of: Counting[str] = Counting()  # open ones by the ids of their tokens
         self.requests = Histogram(
             "orc_request_seconds",
             "Time until a request was answered",
@@ -37,13 +39,17 @@ class ServiceMetrics:
         streams.set_function(lambda: self.streams_open)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self, token_id: str) -> Iterator[None]:
         """Count an event stream while it is open."""
         self.streams_open += 1
+        self.streams_of[token_id] += 1
         try:
             yield
         finally:
             self.streams_open -= 1
+            self.streams_of[token_id] -= 1
+            if not self.streams_of[token_id]:
+                del self.streams_of[token_id]
 
     def text(self, ledger: Ledger, now: float, driver: DriverStatus | None) -> bytes:
         """Return all metrics as Prometheus reads them."""

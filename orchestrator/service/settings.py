@@ -48,6 +48,7 @@ class Settings(BaseModel):
     )
     failed_logins_per_minute: int = Field(10, ge=1, description="refused tokens from one address")
     max_streams: int = Field(1000, ge=1, description="event streams that are open at the same time")
+    max_streams_per_token: int = Field(100, ge=1, description="event streams of one token that are open at once")
     threads: int = Field(16, ge=2, le=256, description="requests that are worked on at the same time")
     body_timeout: float = Field(30.0, gt=0, description="longest silence within a request")
     shutdown_timeout: float = Field(20.0, gt=0, description="for requests to finish after SIGTERM")

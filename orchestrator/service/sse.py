@@ -16,6 +16,7 @@ from orc.orchestrator.service import tokens
 from orc.orchestrator.service.auth import Principal
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.request_rates import too_many
 
 PING_S = 15.0  # so often a stream shows that it lives, and the token it was opened with is looked at again
 RETRY_MS = 2000  # a client comes again after so long; with its last id nothing is lost
@@ -54,6 +55,8 @@ def event_stream(service: Service, texts: AsyncGenerator[str], principal: Princi
         raise ApiError(503, "the service is stopping", headers={"Retry-After": "2"})
     if service.metrics.streams_open >= service.settings.max_streams:
         raise ApiError(503, "too many event streams are open", headers={"Retry-After": "10"})
+    if service.metrics.streams_of[principal.token_id] >= service.settings.max_streams_per_token:
+        raise too_many(10, "too many event streams of this token are open")
     return EventStream(
         _living(service, texts, principal),
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
@@ -72,7 +75,7 @@ async def _living(service: Service, texts: AsyncGenerator[str], principal: Princ
     looked = time.monotonic()
     stopped = asyncio.ensure_future(service.stopping.wait())
     upcoming: asyncio.Future[str] | None = None
-    with service.metrics.stream():
+    with service.metrics.stream(principal.token_id):
         try:
             yield f"retry: {RETRY_MS}\n\n"
             while True:

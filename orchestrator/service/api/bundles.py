@@ -20,6 +20,7 @@ from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.contents import ReceivedContents, missing_contents, note_holder
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
+from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["bundles"])
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -51,6 +52,7 @@ class Received(BaseModel):
 
 
 @router.post("/bundles/missing", response_model=Missing)
+@shows(Kind.OWN)
 def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -> Any:
     """Return the contents that are to be sent: they are not here, or the caller has never sent them."""
     with service.clients.client() as client:
@@ -60,6 +62,7 @@ def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -
 
 
 @router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
+@shows(Kind.OWN)
 async def receive_contents(request: Request, service: ServiceDep, principal: PrincipalDep) -> Any:
     """Store contents that match their hashes; all of them or, where one does not, none."""
     store = await anyio.to_thread.run_sync(_store, service)
@@ -75,6 +78,7 @@ async def receive_contents(request: Request, service: ServiceDep, principal: Pri
 
 
 @router.put("/bundles/trees/{digest}", response_model=Missing, openapi_extra=_READS)
+@shows(Kind.OWN)
 async def receive_tree(
     request: Request,
     service: ServiceDep,

@@ -13,11 +13,14 @@ from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import ClusterList, QueueModel
+from orc.orchestrator.service.rights import Kind, shows
+from orc.orchestrator.service.slow_reads import asks_clusters
 
 router = APIRouter(tags=["clusters"])
 
 
 @router.get("/clusters", response_model=ClusterList)
+@shows(Kind.SERVICE, parts=(Kind.ACCOUNTS,))
 def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
     """Return the clusters with the times of their last polls and answers. Contacts none.
 
@@ -25,7 +28,7 @@ def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
     """
     from orc.launchers.spec.clusters import read_clusters
 
-    only = None if principal.role == "admin" else principal.user
+    only = None if principal.may_see(Kind.ACCOUNTS) else principal.user
     with service.clients.client() as client:
         queueing, _ = client.queueing_clusters()
         found, _ = read_clusters(client.clusters_file if client.clusters_file.exists() else None)
@@ -41,6 +44,8 @@ def list_clusters(service: ServiceDep, principal: PrincipalDep) -> Any:
 
 
 @router.get("/clusters/{name}/queue", response_model=QueueModel)
+@shows(Kind.SERVICE)
+@asks_clusters
 def read_queue(service: ServiceDep, principal: PrincipalDep, name: Annotated[str, Path(max_length=255)]) -> Any:
     """Return the queue of a cluster, and our jobs in it.
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.service.auth import PrincipalDep
+from orc.orchestrator.service.auth import Principal, PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
+from orc.orchestrator.service.rights import Kind, shows, without_places
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 
 logger = logging.getLogger("orc.service")
@@ -19,6 +20,7 @@ router = APIRouter(tags=["events"])
 
 
 @router.get("/events/stream", response_class=EventStream)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 async def stream_events(
     service: ServiceDep,
     principal: PrincipalDep,
@@ -30,13 +32,14 @@ async def stream_events(
 
     The id of each is the event's. Its data is the event with ``state``, ``name`` and ``owner`` of the job.
     """
-    return event_stream(service, _texts(service, last_id(last_event_id, after), job), principal)
+    return event_stream(service, _texts(service, principal, last_id(last_event_id, after), job), principal)
 
 
-async def _texts(service: Service, after: int | None, job: str | None) -> AsyncGenerator[str]:
+async def _texts(service: Service, principal: Principal, after: int | None, job: str | None) -> AsyncGenerator[str]:
     try:
         async with aclosing(service.events.listen(after, job)) as events:
             async for event in events:
-                yield sse_text(event.to_dict(), event_id=event.id)
+                whole = principal.may_see(Kind.PLACES, event.owner)
+                yield sse_text(event.to_dict() if whole else without_places(event.to_dict()), event_id=event.id)
     except LaunchError as error:  # the stream ends, and its client comes again with the last id
         logger.warning("a stream of events has ended: %s", error)

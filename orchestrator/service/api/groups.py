@@ -22,6 +22,8 @@ from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import GroupList, GroupModel
+from orc.orchestrator.service.rights import Kind, shows
+from orc.orchestrator.service.slow_reads import asks_clusters
 from orc.orchestrator.service.submitting_groups import GroupSubmitter, WantedMember
 
 router = APIRouter(tags=["groups"])
@@ -59,6 +61,7 @@ class GroupAgain(Body):
 
 
 @router.get("/groups", response_model=GroupList)
+@shows(Kind.STATE)
 def list_groups(
     service: ServiceDep,
     kind: Kinds = [],  # noqa: B006
@@ -71,8 +74,11 @@ def list_groups(
 
 
 @router.get("/groups/{group_id}", response_model=GroupModel)
+@shows(Kind.STATE, Kind.METRICS)
+@asks_clusters
 def get_group(
     service: ServiceDep,
+    principal: PrincipalDep,
     group_id: GroupId,
     kind: Kinds = [],  # noqa: B006
     metrics: Annotated[bool, Query(description="With the newest of what each member measures")] = False,
@@ -83,6 +89,7 @@ def get_group(
 
 
 @router.post("/groups", response_model=GroupModel)
+@shows(Kind.OWN)
 def submit_group(
     request: Request, service: ServiceDep, principal: PrincipalDep, new: NewGroup, idempotency_key: Key = None
 ) -> Any:
@@ -105,6 +112,7 @@ def submit_group(
 
 
 @router.post("/groups/{group_id}/cancel", response_model=GroupModel)
+@shows(Kind.STATE)
 def cancel_group(service: ServiceDep, group_id: GroupId, how: Grace) -> Any:
     """Cancel the members of a group that have not ended."""
     with service.clients.client() as client:
@@ -112,6 +120,7 @@ def cancel_group(service: ServiceDep, group_id: GroupId, how: Grace) -> Any:
 
 
 @router.post("/groups/{group_id}/retry", response_model=GroupModel)
+@shows(Kind.STATE)
 def retry_group(
     service: ServiceDep, principal: PrincipalDep, group_id: GroupId, again: GroupAgain, idempotency_key: Key = None
 ) -> Any:

@@ -12,6 +12,7 @@ from orc.orchestrator.service.auth import public
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.metrics import CONTENT_TYPE
 from orc.orchestrator.service.models import Done, Readiness
+from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["health"])
 
@@ -40,6 +41,7 @@ def read_readiness(service: ServiceDep) -> Any:
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@shows(Kind.SERVICE)
 def read_service_metrics(service: ServiceDep) -> Any:
     """Return metrics in the text form of Prometheus; its scraper sends a token as every client does."""
     with service.clients.client() as client:

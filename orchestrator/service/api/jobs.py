@@ -9,9 +9,11 @@ from fastapi.responses import JSONResponse
 
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.listing import JobFilter
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.models import EventList, JobIdModel, JobList, JobModel
+from orc.orchestrator.service.rights import Kind, shows, without_places
 from orc.orchestrator.views import JobRow
 
 router = APIRouter(tags=["jobs"])
@@ -28,6 +30,7 @@ def tag_pairs(texts: list[str]) -> dict[str, str]:
 
 
 @router.get("/jobs", response_model=JobList)
+@shows(Kind.STATE)
 def list_jobs(
     service: ServiceDep,
     state: Annotated[list[JobState], Query(description="In one of these states")] = [],  # noqa: B006
@@ -49,6 +52,7 @@ def list_jobs(
 
 
 @router.get("/resolve", response_model=JobIdModel)
+@shows(Kind.STATE)
 def resolve_job(
     service: ServiceDep,
     ref: Annotated[str, Query(max_length=64, description="An id, the unambiguous start of one, or `@last`")],
@@ -59,16 +63,29 @@ def resolve_job(
 
 
 @router.get("/jobs/{job_id}", response_model=JobModel)
-def get_job(service: ServiceDep, job_id: JobId) -> Any:
-    """Return a job and its attempts, as the ledger has them."""
+@shows(Kind.STATE, parts=(Kind.PLACES,))
+def get_job(service: ServiceDep, principal: PrincipalDep, job_id: JobId) -> Any:
+    """Return a job and its attempts, as the ledger has them.
+
+    The path of its job file and who is told of it are there for its owner and admins alone.
+    """
     with service.clients.client() as client:
-        return JSONResponse(client.job(job_id).to_dict())
+        view = client.job(job_id)
+    found = view.to_dict()
+    return JSONResponse(found if principal.may_see(Kind.PLACES, view.owner) else without_places(found))
 
 
 @router.get("/jobs/{job_id}/events", response_model=EventList)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 def list_events(
-    service: ServiceDep, job_id: JobId, after: Annotated[int, Query(ge=0, description="Id of an event")] = 0
+    service: ServiceDep,
+    principal: PrincipalDep,
+    job_id: JobId,
+    after: Annotated[int, Query(ge=0, description="Id of an event")] = 0,
 ) -> Any:
     """Return the history of a job, oldest first."""
     with service.clients.client() as client:
-        return JSONResponse({"events": [e.to_dict() for e in client.events(job_id) if e.id > after]})
+        found = [event.to_dict() for event in client.events(job_id) if event.id > after]
+        job = client.workspace.ledger.job(job_id)
+    whole = principal.may_see(Kind.PLACES, job.owner if job else "")
+    return JSONResponse({"events": found if whole else list(map(without_places, found))})

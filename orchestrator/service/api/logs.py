@@ -19,6 +19,8 @@ from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.log_feed import LogKey, read_at
 from orc.orchestrator.service.log_search import search_log
 from orc.orchestrator.service.models import LogList, LogSearch
+from orc.orchestrator.service.rights import Kind, shows
+from orc.orchestrator.service.slow_reads import asks_clusters
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 
 router = APIRouter(tags=["logs"])
@@ -52,7 +54,9 @@ def _key(client: Client, job_id: str, attempt: int | None, selector: LogSelector
 
 
 @router.get("/jobs/{job_id}/logs", response_model=LogList)
-def list_logs(service: ServiceDep, job_id: JobId, attempt: Attempt = None) -> Any:
+@shows(Kind.LOGS)
+@asks_clusters
+def list_logs(service: ServiceDep, principal: PrincipalDep, job_id: JobId, attempt: Attempt = None) -> Any:
     """Return the logs that an attempt has so far: ranks, then nodes, then the launcher's."""
     with service.clients.client() as client:
         key = _key(client, job_id, attempt, LogSelector(rank=0))
@@ -72,8 +76,11 @@ def list_logs(service: ServiceDep, job_id: JobId, attempt: Attempt = None) -> An
         }
     },
 )
+@shows(Kind.LOGS)
+@asks_clusters
 def read_log(
     service: ServiceDep,
+    principal: PrincipalDep,
     job_id: JobId,
     selector: Selector,
     attempt: Attempt = None,
@@ -110,6 +117,7 @@ def _size(client: Client, key: LogKey) -> int:
 
 
 @router.get("/jobs/{job_id}/log/stream", response_class=EventStream)
+@shows(Kind.LOGS)
 def stream_log(
     service: ServiceDep,
     principal: PrincipalDep,
@@ -142,8 +150,11 @@ async def _texts(service: Service, key: LogKey, offset: int) -> AsyncGenerator[s
 
 
 @router.get("/jobs/{job_id}/log/search", response_model=LogSearch)
+@shows(Kind.LOGS)
+@asks_clusters
 def find_in_log(
     service: ServiceDep,
+    principal: PrincipalDep,
     job_id: JobId,
     selector: Selector,
     q: Annotated[str, Query(min_length=1, max_length=200, description="Text that lines contain, as it is")],

@@ -13,6 +13,7 @@ from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import needs_role
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import QuotaList
+from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["quotas"])
 
@@ -29,6 +30,7 @@ class QuotaWanted(BaseModel):
 
 
 @router.get("/quotas", response_model=QuotaList)
+@shows(Kind.SERVICE)
 def list_quotas(service: ServiceDep) -> Any:
     """Return what users and projects may use at a time."""
     with service.clients.client() as client, client.workspace.ledger.database.read() as connection:
@@ -37,6 +39,7 @@ def list_quotas(service: ServiceDep) -> Any:
 
 
 @router.put("/quotas", response_model=QuotaList)
+@shows(Kind.SERVICE)
 @needs_role("admin")
 def set_quota(request: Request, service: ServiceDep, wanted: QuotaWanted) -> Any:
     """Set or remove a quota; return all."""

@@ -9,8 +9,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from orc.orchestrator.service.api.jobs import JobId, Text
-from orc.orchestrator.service.auth import shows_code_of
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
+from orc.orchestrator.service.rights import Kind, shows
+from orc.orchestrator.service.slow_reads import asks_clusters
 
 router = APIRouter(tags=["reports"])
 Id = Annotated[str, Query(min_length=1, max_length=64, description="Id of a job")]
@@ -53,19 +55,26 @@ class Costs(_Answer):
 
 
 @router.get("/notifications", response_model=NotificationList)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 def list_notifications(
     service: ServiceDep,
+    principal: PrincipalDep,
     job: Annotated[str | None, Query(min_length=1, max_length=64, description="About this job")] = None,
     state: Annotated[list[Literal["due", "sent", "dead"]], Query(description="In one of these")] = [],  # noqa: B006
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> Any:
-    """Return the notifications and their receivers, newest first; of a URL no more than its host."""
+    """Return the notifications of the caller's jobs and their receivers, newest first; of a URL no more than its host.
+
+    An admin gets those of all users.
+    """
+    owner = None if principal.may_see(Kind.PLACES) else principal.user
     with service.clients.client() as client:
-        found = client.notifications(job_id=job, states=state, limit=limit)
+        found = client.notifications(job_id=job, states=state, limit=limit, owner=owner)
     return JSONResponse({"notifications": [one.to_dict() for one in found]})
 
 
 @router.post("/jobs/{job_id}/notifications/retry", response_model=Revived)
+@shows(Kind.STATE)
 def retry_notifications(service: ServiceDep, job_id: JobId) -> Any:
     """Send what was given up about a job after all."""
     with service.clients.client(writes=True) as client:
@@ -73,8 +82,9 @@ def retry_notifications(service: ServiceDep, job_id: JobId) -> Any:
 
 
 @router.get("/diff", response_model=Comparison)
-@shows_code_of("a", "b")
-def diff_jobs(service: ServiceDep, a: Id, b: Id) -> Any:
+@shows(Kind.CODE, Kind.PLACES, of=("a", "b"))
+@asks_clusters
+def diff_jobs(service: ServiceDep, principal: PrincipalDep, a: Id, b: Id) -> Any:
     """Return what differs between two jobs of the caller: specification, environment, code, outcome, metrics.
 
     An admin may compare those of other users, too.
@@ -84,6 +94,7 @@ def diff_jobs(service: ServiceDep, a: Id, b: Id) -> Any:
 
 
 @router.get("/costs", response_model=Costs)
+@shows(Kind.SERVICE)
 def add_up_costs(
     service: ServiceDep,
     by: Annotated[str, Query(max_length=255, description="job, user, project, cluster, day or tag:KEY")] = "job",

@@ -13,6 +13,7 @@ from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import Done, ScheduleList, ScheduleModel
+from orc.orchestrator.service.rights import Kind, shows, without_places
 from orc.orchestrator.service.submitting_groups import GroupSubmitter
 
 router = APIRouter(tags=["schedules"])
@@ -36,13 +37,18 @@ class Enabled(Body):
 
 
 @router.get("/schedules", response_model=ScheduleList)
-def list_schedules(service: ServiceDep) -> Any:
+@shows(Kind.STATE, parts=(Kind.PLACES,))
+def list_schedules(service: ServiceDep, principal: PrincipalDep) -> Any:
     """Return all schedules, by name."""
     with service.clients.client() as client:
-        return JSONResponse({"schedules": [view.to_dict() for view in client.schedules()]})
+        found = client.schedules()
+    whole = [principal.may_see(Kind.PLACES, view.owner) for view in found]
+    shown = [view.to_dict() if own else without_places(view.to_dict()) for view, own in zip(found, whole, strict=True)]
+    return JSONResponse({"schedules": shown})
 
 
 @router.post("/schedules", response_model=ScheduleModel)
+@shows(Kind.OWN)
 def create_schedule(
     request: Request, service: ServiceDep, principal: PrincipalDep, new: NewSchedule, idempotency_key: Key = None
 ) -> Any:
@@ -68,6 +74,7 @@ def create_schedule(
 
 
 @router.patch("/schedules/{schedule_id}", response_model=ScheduleModel)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 def change_schedule(service: ServiceDep, schedule_id: ScheduleId, wanted: Enabled) -> Any:
     """Pause a schedule, or resume it: what was due meanwhile is not made up for."""
     with service.clients.client(writes=True) as client:
@@ -75,6 +82,7 @@ def change_schedule(service: ServiceDep, schedule_id: ScheduleId, wanted: Enable
 
 
 @router.delete("/schedules/{schedule_id}", response_model=Done)
+@shows(Kind.OWN)
 def delete_schedule(service: ServiceDep, schedule_id: ScheduleId) -> Any:
     """Forget a schedule; its jobs stay, and those that run go on."""
     with service.clients.client(writes=True) as client:

@@ -12,6 +12,7 @@ from orc.orchestrator.service.auth import COOKIE, PrincipalDep, address_of, auth
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.models import Done, Me
+from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["sessions"])
 
@@ -50,6 +51,7 @@ def logout(service: ServiceDep) -> Any:
 
 
 @router.get("/me", response_model=Me)
+@shows(Kind.OWN)
 @needs_role("viewer")
 def who_am_i(principal: PrincipalDep) -> Any:
     """Return the caller's identity."""

@@ -17,6 +17,7 @@ from orc.orchestrator.service.auth import Principal, PrincipalDep
 from orc.orchestrator.service.contents import missing_trees
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import JobModel
+from orc.orchestrator.service.rights import Kind, shows
 from orc.orchestrator.service.submitting import Submitter
 
 router = APIRouter(tags=["jobs"])
@@ -92,6 +93,7 @@ def refusal_of_missing(
 
 
 @router.post("/jobs", response_model=JobModel)
+@shows(Kind.OWN)
 def submit_job(
     request: Request, service: ServiceDep, principal: PrincipalDep, new: NewJob, idempotency_key: Key = None
 ) -> Any:
@@ -110,6 +112,7 @@ def submit_job(
 
 
 @router.post("/jobs/{job_id}/resubmit", response_model=JobModel)
+@shows(Kind.OWN)
 def resubmit_job(
     request: Request,
     service: ServiceDep,
@@ -130,6 +133,7 @@ def resubmit_job(
 
 
 @router.post("/jobs/{job_id}/cancel", response_model=CancelledJob)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 def cancel_job(service: ServiceDep, job_id: JobId, how: Grace) -> Any:
     """Cancel a job; one that has ended stays as it is."""
     untold: dict[str, str] = {}
@@ -139,6 +143,7 @@ def cancel_job(service: ServiceDep, job_id: JobId, how: Grace) -> Any:
 
 
 @router.patch("/jobs/{job_id}/tags", response_model=JobModel)
+@shows(Kind.STATE, parts=(Kind.PLACES,))
 def change_tags(service: ServiceDep, job_id: JobId, tags: dict[str, str | None]) -> Any:
     """Set tags of a job; null removes one, others stay."""
     if len(tags) > 100:

@@ -13,6 +13,7 @@ from orc.orchestrator.service import audit, tokens
 from orc.orchestrator.service.auth import needs_role
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.models import AuditList, NewToken, TokenList, TokenModel
+from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["tokens"])
 _YEARS_S = 10 * 366 * 86400
@@ -35,6 +36,7 @@ class TokenWanted(BaseModel):
 
 
 @router.get("/tokens", response_model=TokenList)
+@shows(Kind.ACCOUNTS)
 @needs_role("admin")
 def list_tokens(service: ServiceDep) -> Any:
     """Return all tokens without their secrets."""
@@ -44,6 +46,7 @@ def list_tokens(service: ServiceDep) -> Any:
 
 
 @router.post("/tokens", response_model=NewToken, status_code=201)
+@shows(Kind.ACCOUNTS)
 @needs_role("admin")
 def create_token(request: Request, service: ServiceDep, wanted: TokenWanted) -> Any:
     """Make a token. Its secret is in this answer and nowhere else."""
@@ -61,6 +64,7 @@ def create_token(request: Request, service: ServiceDep, wanted: TokenWanted) -> 
 
 
 @router.delete("/tokens/{token_id}", response_model=TokenModel)
+@shows(Kind.ACCOUNTS)
 @needs_role("admin")
 def revoke_token(service: ServiceDep, token_id: Annotated[str, Path(max_length=64)]) -> Any:
     """Revoke a token from now on."""
@@ -69,6 +73,7 @@ def revoke_token(service: ServiceDep, token_id: Annotated[str, Path(max_length=6
 
 
 @router.get("/audit", response_model=AuditList)
+@shows(Kind.ACCOUNTS)
 @needs_role("admin")
 def read_audit(
     service: ServiceDep,

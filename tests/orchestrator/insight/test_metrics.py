@@ -7,7 +7,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendUnreachable
-from orc.orchestrator.insight.metrics import Reader, course, names, parse, series
+from orc.orchestrator.insight.metrics import Reader, course, line_of, names, series
 
 
 def line(step, *, attempt=1, restart=0, **values):
@@ -39,7 +39,15 @@ def test_measurements_are_numbers_and_not_the_place():
 
 
 def test_lines_that_are_no_objects_are_left_out():
-    assert parse(b'{"step": 1}\nrubbish\n\n[1]\n{"step": 2}\n') == [{"step": 1}, {"step": 2}]
+    texts = [b'{"step": 1}', b"rubbish", b"", b"[1]", b'{"a": {"b": 1}, "ranks": [0, {}]}', b'{"\\ud800": "\\ud800"}']
+    assert [line_of(text) for text in texts] == [
+        {"step": 1},
+        None,
+        None,
+        None,
+        {"a": None, "ranks": [0, None]},
+        {"?": "?"},
+    ]
 
 
 @pytest.fixture
@@ -94,10 +102,10 @@ def test_a_host_that_is_gone_does_not_hide_what_the_others_have(client, backend,
     write("n2", json.dumps(line(2, attempt=2)) + "\n")
     read_file, down = backend.read_file, {"n1"}
 
-    def read(handle, name, offset=0):
+    def read(handle, name, offset=0, limit=None):
         if handle.hosts[0] in down:
             raise BackendUnreachable("no answer", where=handle.hosts[0])
-        return read_file(handle, name, offset)
+        return read_file(handle, name, offset, limit)
 
     monkeypatch.setattr(backend, "read_file", read)
     reader = Reader(client.workspace, job.id)

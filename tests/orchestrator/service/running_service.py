@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 from fake_backend import FakeBackend
+from fastapi import FastAPI
 
 from orc.launchers.backends.base import Handle, LogSelector
 from orc.orchestrator.client import Client
@@ -43,6 +44,7 @@ class Running:
     server: Server | None = None
     service: Service | None = None
     thread: threading.Thread | None = None
+    prepare: Callable[[FastAPI], None] = lambda app: None  # before it starts
 
     @property
     def backend(self) -> LoggingBackend:
@@ -53,6 +55,7 @@ class Running:
 
     def start(self) -> Running:
         app = create_app(self.settings, open_client=self.open_client)
+        self.prepare(app)
         self.service, self.server = app.state.service, make_server(self.settings, app)
         ready = threading.Event()
 

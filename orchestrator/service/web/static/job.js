@@ -112,6 +112,7 @@ function actions(user) {
   const over = ENDED.includes(job.state);
   const mine = user.role === "admin" || (user.role === "user" && user.user === job.owner);
   $("actions").hidden = user.role === "viewer";
+  $("plan").hidden = user.role !== "admin" && user.user !== job.owner;
   $("cancel").hidden = over || !mine;
   $("cancel").disabled = Boolean(job.cancel_requested_at);
   $("cancel").textContent = job.cancel_requested_at ? "Being cancelled…" : "Cancel";

@@ -9,8 +9,8 @@ $("login").onsubmit = async (event) => {
     await request("login", { method: "POST", body: { token: $("token").value.trim() } });
     // Compared is what is used, parsed once: the path of `/.//host` is `//host`, which leads elsewhere by itself.
     const next = new URLSearchParams(location.search).get("next") ?? "/";
-    const target = new URL(next, location.origin);
-    location.replace(target.origin === location.origin ? target.href : "/");
+    const target = URL.canParse(next, location.origin) ? new URL(next, location.origin) : null;
+    location.replace(target?.origin === location.origin ? target.href : "/");
   } catch (error) {
     problem($("problem"), error);
     $("token").select();

@@ -8,7 +8,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlencode
+from urllib.parse import unquote, urlencode, urlsplit
 
 import pytest
 
@@ -93,6 +93,30 @@ def _ended(service, failed, talking) -> None:
 def state_of(page: Page, job: JobView):
     row = page.locator("#rows tr").filter(has=page.get_by_role("link", name=job.id, exact=True))
     return row.locator(".state")
+
+
+ELSEWHERE = ("/.//elsewhere.example/", "//elsewhere.example/", "/\\elsewhere.example", "\\\\elsewhere.example/x")
+ELSEWHERE += ("https://elsewhere.example", "https:elsewhere.example", "/\t/elsewhere.example", "/%2F/elsewhere.example")
+ELSEWHERE += (
+    "javascript:document.title='run'",
+    "data:text/html,x",
+    "http://[",
+    "/..//elsewhere.example",
+    "@elsewhere.example",
+)
+
+
+@pytest.mark.parametrize("given", ELSEWHERE)
+def test_logging_in_leads_to_this_service_alone(service, chromium: Browser, given):
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(f"{service.url}/login?{urlencode({'next': given})}")
+    page.get_by_label("Token").fill(service.token("vera", "viewer"))
+    with page.expect_navigation(url=lambda url: "/login" not in url, wait_until="commit") as left:
+        page.keyboard.press("Enter")
+    assert urlsplit(left.value.url).netloc == urlsplit(service.url).netloc
+    assert page.title() != "run"
+    context.close()
 
 
 def test_a_stranger_has_to_log_in_and_a_viewer_changes_nothing(service, chromium: Browser, talking):

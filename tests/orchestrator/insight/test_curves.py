@@ -1,0 +1,191 @@
+"""Curves of any number of measurements: bounded, read on from where the last look ended, and true."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from fake_backend import FakeBackend
+
+from orc.launchers.backends.base import Phase
+from orc.launchers.errors import BackendUnreachable
+from orc.orchestrator.insight import metrics
+from orc.orchestrator.insight.curves import MOST_CURVES, MOST_POINTS, Curve, Curves, MeasuredJobs
+from orc.orchestrator.insight.metrics import Position, course, new_lines, series
+
+
+def line(step, *, attempt=1, restart=0, **values):
+    return {"at": 1e6 * attempt + step, "attempt": attempt, "restart": restart, "step": step, **values}
+
+
+def text(*lines):
+    return "".join(json.dumps(one) + "\n" for one in lines)
+
+
+def test_a_curve_of_few_measurements_has_them_all():
+    curve = Curve()
+    points = [(float(step), float(-step)) for step in range(MOST_POINTS)]
+    for point in points:
+        curve.add(*point)
+    assert curve.points(MOST_POINTS) == points
+    assert curve.points(2) == [points[0], points[MOST_POINTS // 2], points[-1]]
+
+
+@pytest.mark.parametrize("count", [1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS + 3, 100_003])
+def test_a_curve_of_many_measurements_is_bounded_and_knows_the_last_and_the_range(count):
+    curve, values = Curve(), random.Random(1)
+    numbers = [values.random() for _ in range(count)]
+    for step, number in enumerate(numbers):
+        curve.add(step, number)
+    assert len(curve) <= MOST_POINTS + 1
+    assert curve.summary() == {"last": numbers[-1], "step": count - 1, "min": min(numbers), "max": max(numbers)}
+    shown = curve.points(MOST_POINTS + 1)
+    assert shown[-1] == (count - 1, numbers[-1])
+    assert all(numbers[int(step)] == value for step, value in shown)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_curves_are_those_of_the_training_as_it_counts(seed):
+    chance = random.Random(seed)
+    lines, step = [], 0
+    for attempt in range(1, 6):
+        step = chance.randint(0, step)
+        for _ in range(chance.randint(1, 30)):
+            step += chance.randint(1, 3)
+            lines.append(line(step, attempt=attempt, loss=chance.random()))
+    curves = Curves()
+    for one in lines:
+        curves.add(one)
+    assert curves.points(10_000) == {"loss": series(course(lines), "loss")}
+
+
+def test_a_job_has_a_bounded_number_of_curves():
+    curves = Curves()
+    curves.add(line(1, **{f"m{number}": 1 for number in range(3 * MOST_CURVES)}))
+    assert len(curves.by_name) == MOST_CURVES
+
+
+@pytest.fixture
+def backend(tmp_path):
+    return FakeBackend(tmp_path / "fake", hosts={"n1": 1, "n2": 1})
+
+
+@pytest.fixture
+def job(client, job_file):
+    return client.submit(job_file(retry={"max_attempts": 2, "on": ["node_failure"], "backoff": 0}))
+
+
+@pytest.fixture
+def write(backend, job):
+    def write(host, text):
+        path = backend.root / "files" / f"orc-{job.id}-{host}" / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    return write
+
+
+@pytest.fixture
+def reads(backend, monkeypatch):
+    """(offset, bytes) of all that was read."""
+    found = []
+    read_file = backend.read_file
+
+    def read(handle, name, offset=0, limit=None):
+        data = read_file(handle, name, offset, limit)
+        found.append((offset, len(data)))
+        assert limit == metrics.SLICE
+        return data
+
+    monkeypatch.setattr(backend, "read_file", read)
+    return found
+
+
+def look(client, jobs, job, seconds=60.0):
+    return jobs.of(job.id).update(client.workspace, job.id, lambda curves: curves.points(100), seconds)
+
+
+def test_a_look_reads_what_is_new_in_slices(client, job, write, reads, monkeypatch):
+    monkeypatch.setattr(metrics, "SLICE", 200)
+    jobs = MeasuredJobs()
+    lines = [line(step, loss=step / 2) for step in range(20)]
+    write("n1", text(*lines[:10]))
+    assert len(look(client, jobs, job)["loss"]) == 10
+    assert max(size for _, size in reads) == 200
+    first = len(text(*lines[:10]))
+    reads.clear()
+    write("n1", text(*lines[10:]))
+    assert look(client, jobs, job) == {"loss": [(step, step / 2) for step in range(20)]}
+    assert min(offset for offset, _ in reads) == first
+
+
+def test_a_look_ends_in_time_and_the_next_goes_on(client, job, write, reads, monkeypatch):
+    monkeypatch.setattr(metrics, "SLICE", 200)
+    jobs = MeasuredJobs()
+    write("n1", text(*[line(step, loss=1) for step in range(20)]))
+    seen = []
+    while not seen or not jobs.of(job.id).complete:
+        seen.append(len(look(client, jobs, job, 0.0)["loss"]))
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+    assert seen[-1] == 20
+
+
+def test_a_file_without_a_line_is_passed_over_in_time(client, job, write, reads, monkeypatch):
+    monkeypatch.setattr(metrics, "SLICE", 200)
+    write("n1", "x" * 1000 + "\n" + text(line(1, loss=1)))
+    position = Position()
+    assert list(new_lines(client.workspace, job.id, position, 0.0)) == []
+    assert not position.complete
+    assert len(reads) == 1
+    while not position.complete:
+        lines = list(new_lines(client.workspace, job.id, position, 0.0))
+    assert [one["step"] for one in lines] == [1]
+
+
+def test_what_a_host_was_silent_about_takes_its_place(client, backend, job, write, monkeypatch):
+    backend.set(job.attempt.marker, Phase.LOST, failed_hosts=["n1"])
+    client.refresh()
+    client.refresh()
+    write("n1", text(line(1, loss=1), line(2, loss=2)))
+    write("n2", text(line(2, attempt=2, loss=3)))
+    read_file, down = backend.read_file, {"n1"}
+
+    def read(handle, name, offset=0, limit=None):
+        if handle.hosts[0] in down:
+            raise BackendUnreachable("no answer", where=handle.hosts[0])
+        return read_file(handle, name, offset, limit)
+
+    monkeypatch.setattr(backend, "read_file", read)
+    jobs = MeasuredJobs()
+    assert look(client, jobs, job) == {"loss": [(2, 3)]}
+    assert list(jobs.of(job.id).unreachable) == ["n1"]
+    assert look(client, jobs, job) == {"loss": [(2, 3)]}
+    down.clear()
+    assert look(client, jobs, job) == {"loss": [(1, 1), (2, 3)]}
+    down.update(("n1", "n2"))
+    with pytest.raises(BackendUnreachable):
+        look(client, jobs, job)
+
+
+def test_the_jobs_that_were_looked_at_last_are_remembered(monkeypatch):
+    jobs = MeasuredJobs()
+    monkeypatch.setattr("orc.orchestrator.insight.curves._KEPT_POINTS", 3 * MOST_POINTS)
+    first = jobs.of("a")
+    for name in "bcde":
+        jobs.of(name)
+    assert jobs.of("a") is not first
+    assert jobs.of("e") is jobs.of("e")
+
+
+@pytest.mark.parametrize("given", ["", "0", "12.0.5"])
+def test_a_position_is_a_text(given):
+    assert Position.from_text(given).to_text() == given
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "1.", "9" * 19, "\u0661", "1." * 5000 + "1"])
+def test_what_is_no_position_is_refused(given):
+    with pytest.raises(ValueError, match="no such position"):
+        Position.from_text(given)
