@@ -208,14 +208,6 @@ def resolve(ws: Workspace, ref: str, kinds: Sequence[str] = ()) -> str:
     raise GroupNotFound(what, hint=f"`orc {kinds[0]} list` shows them" if kinds else "`orc list` shows the jobs")
 
 
-def members_of(ws: Workspace, ref: str) -> list[str]:
-    """Return the newest jobs of the members of the group *ref*; empty where it is no id of a group."""
-    with ws.ledger.database.read() as connection:
-        if table.find(connection, ref) is None:
-            return []
-    return [member.job.id for member in view(ws, ref).members]
-
-
 def with_metrics(ws: Workspace, group: GroupView, known: MeasuredJobs) -> GroupView:
     """Return *group* with the newest value of each measurement of its members."""
     until = time.monotonic() + known.seconds

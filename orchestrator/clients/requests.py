@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 API = "/api/v1"
 PAGE = 500  # rows of one answer
 LOG_BYTES = 1 << 20  # of one answer
-NEXT_OFFSET = "X-Orc-Next-Offset"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 # Of a request that does something at a cluster, which may have to be reached first.
 SLOW_S = 300.0

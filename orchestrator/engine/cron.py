@@ -12,7 +12,6 @@ from zoneinfo import ZoneInfo
 
 from orc.launchers.errors import SpecError
 
-DEFAULT_ZONE = "UTC"
 _FIELDS = "minute hour day-of-month month day-of-week"
 
 

@@ -142,7 +142,7 @@ class SqliteDatabase:
         began = time.monotonic()
         told = False
         while True:
-            # One thread at a time, but not always the same one (`LedgerPool`): whoever has a ledger sees to that.
+            # One thread at a time, but not always the same one (`orc serve`): whoever has a ledger sees to that.
             raw = sqlite3.connect(
                 f"{self.path.absolute().as_uri()}?mode=rw", uri=True, timeout=SILENT_S, check_same_thread=False
             )

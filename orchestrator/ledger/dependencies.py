@@ -38,11 +38,3 @@ def of_jobs(connection: Connection, job_ids: Sequence[str] | None = None) -> lis
         )
         found += [(Dependency(*row[:3]), JobState(row[3])) for row in rows]
     return found
-
-
-def dependents(connection: Connection, job_id: str) -> list[Dependency]:
-    """Return the dependencies on *job_id*."""
-    rows = connection.tuples(
-        "SELECT job_id, on_job, condition FROM dependencies WHERE on_job = :id ORDER BY job_id", {"id": job_id}
-    )
-    return [Dependency(*row) for row in rows]

@@ -86,9 +86,3 @@ def has_job_of(connection: Connection, group_id: str, request: str) -> bool:
         {"id": group_id, "request": f"%{request}%"},
     )
     return bool(rows)
-
-
-def set_max_parallel(connection: Connection, group_id: str, number: int | None) -> bool:
-    """Change how many jobs of the group may be live at a time; False where there is no such group."""
-    changed = "UPDATE groups SET max_parallel = :number WHERE id = :id"
-    return connection.execute(changed, {"number": number, "id": group_id}) == 1

@@ -110,15 +110,6 @@ def failed(connection: Connection, notification_id: int, error: str, next_at: fl
     connection.execute(f"UPDATE notifications SET {change} WHERE id = :id AND state = 'due'", values)  # noqa: S608
 
 
-def of_job(connection: Connection, job_id: str) -> Sequence[Notification]:
-    """Return the notifications about a job, oldest first."""
-    rows = connection.tuples(
-        f"SELECT {_COLUMNS} FROM notifications WHERE job_id = :id ORDER BY id",  # noqa: S608
-        {"id": job_id},
-    )
-    return [Notification.from_row(row) for row in rows]
-
-
 def listed(
     connection: Connection,
     *,

@@ -65,7 +65,7 @@ def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock
         sealed_secrets.put(tx.connection, "old-1", "cipher", tx.now)
         dependencies.add(tx.connection, [Dependency("old-2", "old-1", "any"), Dependency("new", "old-2", "success")])
         outbox.put(tx.connection, event_id=1, job_id="old-1", target="t", kind="end", payload={}, now=tx.now)
-        outbox.sent(tx.connection, outbox.of_job(tx.connection, "old-1")[0].id)
+        outbox.sent(tx.connection, outbox.listed(tx.connection, job_id="old-1", limit=1)[0].id)
         tx.record(tx.find("new"))  # and the newest event is not one of theirs
     put("live", 0, None)
     kept = {name: number + {"jobs": 1, "attempts": 1, "events": 2, "job_tags": 1, "sightings": 1}.get(name, 0)
