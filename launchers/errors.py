@@ -85,6 +85,6 @@ class NoRoom(BackendError):
     ``holders`` are the markers of the attempts in the way, as far as known.
     """
 
-    def __init__(self, what: str, *, where: str = "", hint: str = "", holders: Sequence[str] = ()) -> None:
-        super().__init__(what, where=where, hint=hint)
+    def __init__(self, what: str, *, where: str = "", holders: Sequence[str] = ()) -> None:
+        super().__init__(what, where=where)
         self.holders = tuple(holders)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from orc.launchers.accelerate.features import FEATURES
 from orc.launchers.accelerate.option import GROUPS, Option, choice, mapping, number, text, texts, whole, words
 from orc.runtime.core import config
-from orc.runtime.core.parsing import nearest, truth
+from orc.runtime.core.parsing import truth
 
 COMPUTE_ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 DISTRIBUTED_TYPES = (
@@ -250,17 +250,9 @@ FLAGS: Mapping[str, Option] = {flag: one for one in OPTIONS.values() for flag in
 SECTIONS = tuple(dict.fromkeys(path.partition(".")[0] for path in CONFIG_KEYS if "." in path))
 
 
-def find_key(path: str) -> Option:
-    """Return the option of a dotted *path* in a file. Raises `ValueError` with the nearest path."""
-    try:
-        return CONFIG_KEYS[path]
-    except KeyError:
-        raise ValueError(f"unknown key {path!r}{nearest(path, [*CONFIG_KEYS, *SECTIONS])}") from None
-
-
 def of_group(group: str) -> list[Option]:
     """Return the options of a *group* of `GROUPS`."""
     return [one for one in OPTIONS.values() if one.group == group]
 
 
-__all__ = ["CONFIG_KEYS", "FLAGS", "GROUPS", "OPTIONS", "PARADIGMS", "SECTIONS", "Option", "find_key", "of_group"]
+__all__ = ["CONFIG_KEYS", "FLAGS", "GROUPS", "OPTIONS", "PARADIGMS", "SECTIONS", "Option", "of_group"]

@@ -199,18 +199,15 @@ def _has_ended(place: str, restart: int) -> bool:
     return any(record is not None and int(record.get("restart", 0)) == restart for record in records)
 
 
-def end_agent(pid: int, marker: str, spare: int = 0) -> bool:
-    """Kill what is below the agent *pid*, then the agent, which is stopped meanwhile; return whether all are gone.
-
-    The process *spare* and other attempts than *marker* are left alone.
-    """
-    gone = end_below(pid, marker, spare)
+def end_agent(pid: int, marker: str) -> bool:
+    """Kill what is below the agent *pid*, then the agent, which is stopped meanwhile; return whether all are gone."""
+    gone = end_below(pid, marker)
     signal_process(pid, signal.SIGKILL)
     return gone
 
 
 def end_below(pid: int, marker: str, spare: int = 0) -> bool:
-    """Stop the agent *pid* and SIGKILL everything below it, see `end_agent`."""
+    """Stop the agent *pid* and SIGKILL all below it, but the process *spare* and other attempts than *marker*."""
     signal_process(pid, signal.SIGSTOP)
     deadline = time.monotonic() + KILL_S
     while left := descendants(pid, lambda other: other == spare or runs_another(other, marker)):

@@ -272,11 +272,11 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     return answer_of(directory, {"VIRTUAL_ENV": directory})
 
 
-def answer_of(directory: str, env: Mapping[str, str], python: str = "bin/python") -> dict[str, Any]:
+def answer_of(directory: str, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the answer for ranks whose Python is in *directory*."""
     return {
         "directory": directory,
-        "python": os.path.join(directory, python),
+        "python": os.path.join(directory, "bin", "python"),
         "path": [os.path.join(directory, "bin")],
         "env": dict(env),
         "prefix": [],

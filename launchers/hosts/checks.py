@@ -70,21 +70,6 @@ def gather_facts(
     return [a if isinstance(a, HostFacts) else HostFacts(name, error=a) for name, a in answers.items()]
 
 
-def check_hosts(
-    transports: Mapping[str, Transport],
-    roots: Mapping[str, str],
-    pythons: Mapping[str, str],
-    *,
-    gpus: int = 0,
-    environment: bool = False,
-) -> list[Finding]:
-    """Return the findings about hosts before they run something together; one parallel round trip.
-
-    *gpus* is how many each must have; with *environment* the job brings its own Python, so that torch is not compared.
-    """
-    return compare_hosts(gather_facts(transports, roots, pythons), gpus=gpus, environment=environment)
-
-
 def compare_hosts(
     facts_by_host: Sequence[HostFacts], *, gpus: int = 0, environment: bool = False, own_python: bool = False
 ) -> list[Finding]:

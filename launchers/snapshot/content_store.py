@@ -64,10 +64,10 @@ class ContentStore(TreeStore):
             raise self._explained(error, bundle) from None
         return bundle
 
-    def copy_to(self, other: ContentStore, digest: str, *, on_progress: Progress | None = None) -> Bundle:
+    def copy_to(self, other: ContentStore, digest: str) -> Bundle:
         """Bring a snapshot to another store; contents are verified on the way. Raises `BundleError`."""
         bundle = self.load(digest)
-        return other.ingest(SourceTree(bundle, self.sources(bundle)), on_progress=on_progress)
+        return other.ingest(SourceTree(bundle, self.sources(bundle)))
 
     def sources(self, bundle: Bundle) -> dict[str, bytes]:
         """Return the places of the regular files of a stored snapshot, by their path in it."""

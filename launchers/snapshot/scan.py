@@ -36,6 +36,7 @@ _EXCLUDE_HINT = "Exclude it in .orcignore or workdir.exclude"
 TOTAL_WARNING = 100 * 1000**2  # bytes
 FILE_WARNING = 50 * 1000**2
 _NEARLY_ALL = 0.9
+_LARGEST_FOLDERS, _LARGEST_FILES = 3, 5  # that are named
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def _announce(watch: ScanWatch, files: Mapping[str, os.stat_result]) -> Callable
     return on_read
 
 
-def tree_size(sizes: Mapping[str, int], largest: int = 3) -> TreeSize:
-    """Return the size of files of these *sizes* (bytes by path), and the *largest* folders among them.
+def tree_size(sizes: Mapping[str, int]) -> TreeSize:
+    """Return the size of files of these *sizes* (bytes by path), and the largest folders among them.
 
     A folder that is nearly all of the one above it is named instead of that one.
     """
@@ -171,13 +172,13 @@ def tree_size(sizes: Mapping[str, int], largest: int = 3) -> TreeSize:
             folder = deeper[0]
         named.append((folder, folders[folder]))
     named.sort(key=lambda item: (-item[1], item[0]))
-    return TreeSize(len(sizes), sum(sizes.values()), tuple(named[:largest]))
+    return TreeSize(len(sizes), sum(sizes.values()), tuple(named[:_LARGEST_FOLDERS]))
 
 
-def preview(bundle: Bundle, largest: int = 5) -> Preview:
-    """Return numbers of files and bytes, and the *largest* files, largest first."""
+def preview(bundle: Bundle) -> Preview:
+    """Return numbers of files and bytes, and the largest files, largest first."""
     ordered = sorted(bundle.entries, key=lambda entry: (-entry.size, entry.path))
-    return Preview(len(bundle.entries), bundle.size, tuple(ordered[:largest]))
+    return Preview(len(bundle.entries), bundle.size, tuple(ordered[:_LARGEST_FILES]))
 
 
 def size_findings(bundle: Bundle) -> list[Finding]:

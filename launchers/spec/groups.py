@@ -293,19 +293,5 @@ def cycle(before: Mapping[str, Sequence[str]]) -> list[str]:
     return []
 
 
-def in_order(before: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the jobs so that each one comes after those it waits for; there is no circle."""
-    found: dict[str, None] = {}
-    left = dict(before)
-    while left:
-        ready = [job for job, waits in left.items() if all(one in found or one not in before for one in waits)]
-        if not ready:
-            raise ValueError(f"a circle: {', '.join(left)}")
-        for job in ready:
-            found[job] = None
-            del left[job]
-    return list(found)
-
-
 def _copy(document: Document) -> Document:
     return Document(copy.deepcopy(document.data), document.where, dict(document.keys), dict(document.values))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
 
 # Set while a value behind ``KEY=`` is completed: bash replaces the value alone, so the key must not be offered again.
 VALUE_ALONE = "_ORC_COMPLETE_VALUE"
 
 
-def join_assignments(environ: MutableMapping[str, str] = os.environ) -> None:
+def join_assignments() -> None:
     """Join ``--set KEY = VALUE`` to ``--set KEY=VALUE`` in the variables that click reads; move the current word."""
     import shlex
 
     from click.shell_completion import split_arg_string
 
-    words, current = split_arg_string(environ.get("COMP_WORDS", "")), int(environ.get("COMP_CWORD", "0"))
+    words, current = split_arg_string(os.environ.get("COMP_WORDS", "")), int(os.environ.get("COMP_CWORD", "0"))
     found: list[str] = []
     position, index = current, 0
     while index < len(words):
@@ -24,7 +23,7 @@ def join_assignments(environ: MutableMapping[str, str] = os.environ) -> None:
             value = words[index + 2 : index + 3] if current >= index + 2 else []
             word, index = "=".join([word, *(value or [""])]), index + 1 + len(value)
         if start < current <= index:
-            environ[VALUE_ALONE] = "1"
+            os.environ[VALUE_ALONE] = "1"
             position = len(found)
         elif start == current:
             position = len(found)
@@ -33,6 +32,6 @@ def join_assignments(environ: MutableMapping[str, str] = os.environ) -> None:
     if current >= len(words):
         position = len(found)
         if words[-1:] == ["="] and found and found[-1].endswith("="):
-            environ[VALUE_ALONE] = "1"
+            os.environ[VALUE_ALONE] = "1"
             position = len(found) - 1
-    environ["COMP_WORDS"], environ["COMP_CWORD"] = shlex.join(found), str(position)
+    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = shlex.join(found), str(position)

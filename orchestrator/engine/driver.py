@@ -52,20 +52,10 @@ class DriverStatus:
 
 
 class Driver:
-    """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it.
+    """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
 
-    *on_pass* is told how long each pass took, from any thread.
-    """
-
-    def __init__(
-        self,
-        open_client: Callable[[], Client],
-        *,
-        look_s: float = LOOK_S,
-        on_pass: Callable[[float], None] = lambda _seconds: None,
-    ) -> None:
+    def __init__(self, open_client: Callable[[], Client], *, look_s: float = LOOK_S) -> None:
         self._open_client = open_client
-        self._on_pass = on_pass
         self._look_s = look_s
         self._lock = threading.Lock()
         self._status = DriverStatus(False, None, "", ())
@@ -138,7 +128,6 @@ class Driver:
 
     def note_pass(self, done: ClusterPasses) -> None:
         """Keep what the last pass over a cluster has come to."""
-        self._on_pass(done.took_s)
         with self._lock:
             before = self._clusters.get(done.cluster)
             self._clusters[done.cluster] = replace(done, passes=before.passes + 1 if before else 1)

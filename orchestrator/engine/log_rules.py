@@ -124,8 +124,8 @@ def _node_of(selector: LogSelector, exit_: AttemptExit | None) -> int | None:
     return selector.rank // each if each and not rest else None  # every launcher numbers ranks by node
 
 
-def tail(backend: Backend, handle: Handle, selector: LogSelector, size: int = TAIL_BYTES) -> bytes:
-    """Return the last *size* bytes of a log. A long one is not read as a whole: its end is looked for."""
+def tail(backend: Backend, handle: Handle, selector: LogSelector) -> bytes:
+    """Return the last `TAIL_BYTES` of a log. A long one is not read as a whole: its end is looked for."""
 
     def piece(offset: int) -> bytes:
         chunk = next(iter(backend.logs(handle, selector, offset)), None)
@@ -143,10 +143,10 @@ def tail(backend: Backend, handle: Handle, selector: LogSelector, size: int = TA
             low = middle + len(further)
         else:
             high = middle
-    begin = max(low - size, 0)
+    begin = max(low - TAIL_BYTES, 0)
     found = bytearray()
     for chunk in backend.logs(handle, selector, begin):
         found += chunk.data
-        if len(found) > size + 4 * _STEP_BYTES:  # it still grows
+        if len(found) > TAIL_BYTES + 4 * _STEP_BYTES:  # it still grows
             break
-    return bytes(found[-size:])
+    return bytes(found[-TAIL_BYTES:])

@@ -6,10 +6,7 @@ of the cluster in the ledger (``cluster_polls``) is its lease, and remembers whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from orc.orchestrator.engine import claims
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.polls import ClusterPoll
@@ -52,8 +49,3 @@ def is_due(poll: ClusterPoll | None, now: float, *, moved_at: float, max_age_s: 
         return now - poll.polled_at >= max_age_s
     soon = moved_at > poll.polled_at and now - poll.polled_at >= SHORTEST_S
     return soon or poll.next_at is None or poll.next_at <= now or poll.next_at > now + 2 * LONGEST_S
-
-
-def is_free(poll: ClusterPoll | None, now: float, is_gone: Callable[[str], bool] = claims.owner_is_gone) -> bool:
-    """Return True when no process is polling the cluster at this moment."""
-    return poll is None or claims.is_free(poll.lease_owner, poll.lease_expires_at, now, is_gone)

@@ -38,8 +38,6 @@ class _HasNames(Protocol):
 
 Named = TypeVar("Named", bound=_HasNames)
 
-MISSED = ("skip", "run_once")  # what becomes of times at which no reconciler ran: nothing, or one job for all of them
-OVERLAP = ("allow", "skip")  # what becomes of a time at which the job of the last one has not ended
 LATE_S = 300.0  # later than so much, a time counts as missed
 
 

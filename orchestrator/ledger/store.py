@@ -129,15 +129,13 @@ class Ledger:
         with self.database.read() as connection:
             return read_events(connection, "job_id = :id ORDER BY id", {"id": job_id})
 
-    def events_after(self, event_id: int, limit: int, job_id: str | None = None) -> list[EventRecord]:
-        """Return the events (of one job, if given) after the event *event_id*, in their order, *limit* at most.
+    def events_after(self, event_id: int, limit: int) -> list[EventRecord]:
+        """Return the events after the event *event_id*, in their order, *limit* at most.
 
         Ids grow in the order in which changes become visible, so that nothing comes late behind an id that was seen.
         """
-        chosen = "id > :after" if job_id is None else "job_id = :id AND id > :after"
-        parameters = {"after": event_id} if job_id is None else {"after": event_id, "id": job_id}
         with self.database.read() as connection:
-            return read_events(connection, f"{chosen} ORDER BY id LIMIT {int(limit)}", parameters)
+            return read_events(connection, f"id > :after ORDER BY id LIMIT {int(limit)}", {"after": event_id})
 
     def last_event_id(self) -> int:
         """Return the id of the newest event, 0 without one."""

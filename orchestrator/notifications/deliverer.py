@@ -73,18 +73,12 @@ def _close(ledger: Ledger | None) -> None:
         ledger.close()
 
 
-def drain(
-    ledger: Ledger,
-    *,
-    policy: Policy = Policy(),  # noqa: B008 - frozen
-    sleep: Callable[[float], None] = time.sleep,
-    until: Callable[[], bool] = lambda: False,
-) -> None:
+def drain(ledger: Ledger, until: Callable[[], bool]) -> None:
     """Deliver until nothing is due any more, over all tries, or until *until* is true. Raises `LedgerError`."""
     while not until():
-        deliver_due(ledger, policy=policy)
+        deliver_due(ledger)
         with ledger.database.read() as connection:
             at = outbox.next_due(connection)
         if at is None:
             return
-        sleep(min(max(at - time.time(), 0.1), LOOK_S))
+        time.sleep(min(max(at - time.time(), 0.1), LOOK_S))

@@ -35,4 +35,4 @@ def command(as_json: bool) -> None:
         detached.run(lambda: Client(reconciler=False), report_line)
     with Client(reconciler=False) as client:
         # The last job's end is told, too.
-        drain(client.workspace.ledger, until=lambda: not client.workspace.state_dir.is_dir())
+        drain(client.workspace.ledger, lambda: not client.workspace.state_dir.is_dir())

@@ -63,9 +63,9 @@ def progress(values: Mapping[str, Any]) -> str:
     return "  ".join(shown)
 
 
-def details(job: JobView, checkpoints: str | None = None, now: float | None = None) -> str:
-    """Everything about one job, some lines of text. *now* is seconds since the epoch."""
-    return "\n".join(_details(job, checkpoints, time.time() if now is None else now))
+def details(job: JobView, checkpoints: str | None = None) -> str:
+    """Everything about one job, some lines of text."""
+    return "\n".join(_details(job, checkpoints, time.time()))
 
 
 def _details(job: JobView, checkpoints: str | None, now: float) -> Iterator[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from orc.launchers.accelerate.keys import CONFIG_KEYS, FLAGS, GROUPS, OPTIONS, PARADIGMS, find_key
+from orc.launchers.accelerate.keys import CONFIG_KEYS, FLAGS, GROUPS, OPTIONS, PARADIGMS
 
 # The flags of the documentation, by its sections.
 DOCUMENTED = """
@@ -53,11 +51,6 @@ def test_every_row_says_what_it_does_here() -> None:
         assert one.flags or one.key, one.name
         assert one.effect != "job" or one.job, one.name
         assert one.default is None or one.check(one.default) == one.default or one.name == "gpu_ids", one.name
-
-
-def test_an_unknown_key_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'fsdp_config\.fsdp_offload_params'"):
-        find_key("fsdp_config.fsdp_offload_param")
 
 
 def test_the_table_is_there_without_anything_heavy() -> None:

@@ -15,7 +15,6 @@ import pytest
 from orc.launchers.errors import BackendUnreachable
 from orc.launchers.hosts.checks import (
     HostFacts,
-    check_hosts,
     compare_hosts,
     find_missing_torch,
     gather_facts,
@@ -142,7 +141,7 @@ def test_this_machine_can_be_looked_at_within_a_second(tmp_path: Path) -> None:
     assert tuple(facts["python"]) == sys.version_info[:3]
     assert facts["torch"].startswith("2.")
     assert (facts["writable"], facts_by_host[0].skew_s) == (True, 0.0)
-    assert {f.level for f in check_hosts(transports, roots, pythons)} <= {"warning"}
+    assert {f.level for f in compare_hosts(facts_by_host)} <= {"warning"}
 
 
 def test_a_python_that_does_not_run_or_prints_nonsense_is_told(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_a_python_that_does_not_run_or_prints_nonsense_is_told(tmp_path: Path) -
     script.chmod(0o755)
     transports = {"a": LocalTransport(), "b": LocalTransport()}
     roots = dict.fromkeys("ab", "/tmp")
-    found = check_hosts(transports, roots, {"a": str(script), "b": "/no/python"})
+    found = compare_hosts(gather_facts(transports, roots, {"a": str(script), "b": "/no/python"}))
     assert [(f.level, f.where) for f in found] == [("error", "a"), ("error", "b")]
     assert "printed something else than was asked for: 'welcome" in found[0].what
     assert "/no/python: command not found" in found[1].what

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh.transports import open_transports
-from orc.launchers.hosts.checks import check_hosts
+from orc.launchers.hosts.checks import compare_hosts, gather_facts
 from orc.launchers.hosts.diagnostics import HostDiagnostics, diagnose_hosts
 
 pytestmark = pytest.mark.hosts
@@ -45,7 +45,7 @@ def test_the_quick_checks_find_nothing_wrong_with_sound_hosts(hosts: Any) -> Non
     reached = transports(hosts)
     roots, pythons = dict.fromkeys(reached, "~/orc"), dict.fromkeys(reached, sys.executable)
     for _ in range(2):
-        assert [f for f in check_hosts(reached, roots, pythons) if f.level == "error"] == []
+        assert [f for f in compare_hosts(gather_facts(reached, roots, pythons)) if f.level == "error"] == []
     for transport in reached.values():
         transport.close()
 

@@ -132,8 +132,8 @@ def test_a_manifest_that_is_no_mapping_is_refused() -> None:
 
 def test_preview_counts_and_names_the_largest() -> None:
     bundle = Bundle.of([entry("small", size=10), entry("big", size=3000), entry("mid", size=200)])
-    shown = preview(bundle, largest=2)
-    assert (shown.files, shown.size, [e.path for e in shown.largest]) == (3, 3210, ["big", "mid"])
+    shown = preview(bundle)
+    assert (shown.files, shown.size, [e.path for e in shown.largest]) == (3, 3210, ["big", "mid", "small"])
     assert str(shown) == "3 files, 3.2 kB"
 
 
