@@ -56,13 +56,14 @@ class Admission:
                 return found
         self.admitted.append(job)
         if self.book is not None:
-            self.book.take(limits.demand_of(self, job))
+            self.book.take(limits.demand_of(self.ws, self.tx.connection, job))
         return None
 
     @cached_property
     def book(self) -> limits.Book | None:
         """Limits and quotas, and what is taken of them; `None` where nothing is limited."""
-        return limits.read_book(self)
+        clusters = {job.cluster for job in self.jobs}
+        return limits.read_book(self.ws, self.tx.connection, self.tx.now, clusters, self.besides)
 
     @cached_property
     def dependencies(self) -> dict[str, list[tuple[dependencies.Dependency, JobState]]]:
@@ -119,7 +120,9 @@ def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:
 
 
 def _limits(look: Admission, job: JobRecord) -> Hold | None:
-    reason = limits.check(look, job)
+    if look.book is None or (not look.book.quotas and job.cluster not in look.book.limits):
+        return None
+    reason = look.book.hold(limits.demand_of(look.ws, look.tx.connection, job))
     return Hold(reason) if reason else None
 
 

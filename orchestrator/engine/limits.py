@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from orc.orchestrator.ledger.quotas import Quota, all_quotas
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Limits
-    from orc.orchestrator.engine.admission import Admission
+    from orc.orchestrator.ledger.database import Connection
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.workspace import Workspace
 
@@ -142,21 +142,15 @@ class Book:
 # -- the book of a look at the ledger
 
 
-def check(admission: Admission, job: JobRecord) -> str:
-    """Return the limits or quotas that *job* waits for; empty when it may be sent."""
-    book = admission.book
-    if book is None or (not book.quotas and job.cluster not in book.limits):
-        return ""
-    return book.hold(demand_of(admission, job))
+def read_book(
+    ws: Workspace, connection: Connection, now: float, clusters: Collection[str], besides: Collection[str]
+) -> Book | None:
+    """Return the book of everything that is in flight or waits, but *besides*; `None` where nothing is limited.
 
-
-def read_book(admission: Admission) -> Book | None:
-    """Return the book of everything that is in flight or waits; `None` where nothing is limited."""
-    connection = admission.tx.connection
+    Of the jobs of other clusters than *clusters* only the quotas matter, and opening their backends takes time.
+    """
     quotas = all_quotas(connection)
-    # Of other clusters' jobs only the quotas matter here, and opening their backends takes time.
-    clusters = {job.cluster for job in admission.jobs}
-    limits = {name: found for name in clusters if (found := admission.ws.limits(name)) is not None}
+    limits = {name: found for name in clusters if (found := ws.limits(name)) is not None}
     if not quotas and not limits:
         return None
     columns = "id, cluster, owner, project, created_at, priority"
@@ -164,14 +158,14 @@ def read_book(admission: Admission) -> Book | None:
     queued = connection.tuples(
         f"SELECT {columns} FROM jobs WHERE state = 'QUEUED' AND cancel_requested_at IS NULL "  # noqa: S608
         "AND (next_attempt_at IS NULL OR next_attempt_at <= :now) AND (not_before IS NULL OR not_before <= :now)",
-        {"now": admission.tx.now},
+        {"now": now},
     )
     book = Book(limits, quotas)
     if any(quota.resource == "cost" for quota in quotas):
-        book.spent = read_spent(admission.ws, connection, admission.tx.now)
+        book.spent = read_spent(ws, connection, now)
     for row in flying:
-        book.take(_demand(admission, row))
-    waiting = [_demand(admission, row) for row in queued if row[0] not in admission.besides]
+        book.take(_demand(ws, connection, row))
+    waiting = [_demand(ws, connection, row) for row in queued if row[0] not in besides]
     book.waiting = sorted(waiting, key=lambda demand: demand.turn)
     return book
 
@@ -182,23 +176,23 @@ def is_limited(ws: Workspace, cluster: str) -> bool:
         return ws.limits(cluster) is not None or bool(all_quotas(connection))
 
 
-def demand_of(admission: Admission, job: JobRecord) -> Demand:
+def demand_of(ws: Workspace, connection: Connection, job: JobRecord) -> Demand:
     """Return the demand of *job*."""
-    return _demand(admission, (job.id, job.cluster, job.owner, job.project, job.created_at, job.priority))
+    return _demand(ws, connection, (job.id, job.cluster, job.owner, job.project, job.created_at, job.priority))
 
 
-def _demand(admission: Admission, row: Sequence[object]) -> Demand:
+def _demand(ws: Workspace, connection: Connection, row: Sequence[object]) -> Demand:
     job, cluster, owner, project, created_at, priority = row
-    gpus = gpus_of(admission, str(job))
+    gpus = gpus_of(ws, connection, str(job))
     place = turn(float(created_at), int(priority), str(job))  # type: ignore[arg-type, call-overload]
     return Demand(str(job), str(cluster), str(owner), str(project), gpus, place)
 
 
-def gpus_of(admission: Admission, job: str) -> int:
+def gpus_of(ws: Workspace, connection: Connection, job: str) -> int:
     """Return the GPUs that *job* takes; an elastic one the most that it may."""
-    known = admission.ws.gpus
+    known = ws.gpus
     if job not in known:
-        ((text,),) = admission.tx.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
+        ((text,),) = connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
         known[job] = _gpus(text)
     return known[job]
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import select
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Self
+from types import FrameType
+from typing import Any, Protocol, Self
 
 import paramiko
 
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.command import NOT_FOUND, command_line, marks
-from orc.launchers.remote.ssh.errors import HostAccessError
-from orc.launchers.remote.ssh.interrupts import InterruptsWait
+from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
 from orc.launchers.remote.transport import CommandTimeout, Completed
-
-if TYPE_CHECKING:
-    from orc.launchers.remote.ssh.link import Link
 
 _CHUNK = 1 << 16
 _KILLED_WITHIN_S = 5.0  # a killed group has ended, or its disk hangs
@@ -29,12 +27,40 @@ _UNTIL_CUT_S = 0.5  # between the end of the sessions of a connection and its ow
 _NOISE = 1 << 20  # bytes that a login may print before the command starts
 
 
+class Sessions(Protocol):
+    """Sessions of one connection, see `orc.launchers.remote.ssh.link.Link`."""
+
+    name: str
+    token: str
+    sudo: bool
+
+    def session(self, command: str, timeout_s: float) -> Any:
+        """Start a command in a new session."""
+        ...
+
+    def release(self, session: Any) -> None:
+        """Close a session."""
+        ...
+
+    def kill(self, group: int) -> None:
+        """End a process group there."""
+        ...
+
+    def outlives(self, pause_s: float) -> bool:
+        """Return whether the connection still works after a pause."""
+        ...
+
+    def failure(self) -> LinkLost:
+        """Return the reason why it cannot be used any more."""
+        ...
+
+
 class SshProcess:
     """See `Process`. One thread at a time may use it."""
 
     def __init__(
         self,
-        link: Link,
+        link: Sessions,
         argv: Sequence[str],
         timeout_s: float,
         env: Mapping[str, str] | None = None,
@@ -260,6 +286,30 @@ class SshProcess:
         elif 128 < status <= 128 + signal.SIGRTMAX:
             status = 128 - status
         return int(status), bytes(out), bytes(err)
+
+
+class InterruptsWait:
+    """Context of a short call of paramiko, in which Ctrl-C waits for its end: it takes locks that an exception would
+    leave taken. Without effect outside of the main thread."""
+
+    def __enter__(self) -> Self:
+        self._came: tuple[int, FrameType | None] | None = None
+        self._handler = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):  # ignored, or of the system: nothing is raised
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self._came = number, frame
 
 
 def _unstarted(program: str, status: int, where: str) -> BackendError:
