@@ -200,3 +200,16 @@ def test_no_kind_of_cluster_is_named_outside_its_folder() -> None:
     outside = [path for path in files if path.parent == backends or not path.is_relative_to(backends)]
     named = {str(path.relative_to(ROOT)): set(kinds_named(path)) for path in outside}
     assert {path: kinds for path, kinds in named.items() if kinds - OF_ONE_PLATFORM.get(path, set())} == {}
+
+
+def yaml_readers(path: Path) -> Iterator[str]:
+    """Calls in a file that make PyYAML read a text, by their source."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("yaml.load", "yaml.safe_load", "yaml.compose"):
+            yield ast.unparse(node)
+
+
+def test_yaml_is_read_by_one_reader_with_places_and_the_rules_of_yaml_1_2() -> None:
+    files = [path for room in ("launchers", "orchestrator", "runtime") for path in (ROOT / room).rglob("*.py")]
+    readers = {str(path.relative_to(ROOT)) for path in files if list(yaml_readers(path))}
+    assert readers == {"launchers/spec/source.py"}

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from orc.launchers.errors import SpecError
-from orc.launchers.paths import clusters_file, refuse_untrusted
+from orc.launchers.paths import clusters_file
 from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.environment import Environment
@@ -172,15 +172,11 @@ def load_clusters(path: Path | None = None) -> dict[str, Cluster]:
     file = clusters_file() if path is None else path
     if path is None and not os.environ.get("ORC_CLUSTERS") and not os.path.lexists(file):
         return {LOCAL: builtin_local()}
-    text = _text(file)
-    if source.compose(text, str(file)) is None:
-        return {LOCAL: builtin_local()}
-    return {LOCAL: builtin_local(), **_clusters(source.parse(text, str(file), _reading))}
+    return {LOCAL: builtin_local(), **_clusters(_document(file))}
 
 
-def _text(file: Path) -> str:
-    refuse_untrusted(file, "clusters file", SpecError)
-    return source.read_file(file, "clusters file")
+def _document(file: Path) -> Document:
+    return source.read_settings(file, "clusters file", _reading)
 
 
 def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[str, SpecError]]:
@@ -192,12 +188,11 @@ def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[st
         return load_clusters(path), {}
     except SpecError:  # of one entry, or of the file: then reading it raises that once more
         file = clusters_file() if path is None else path
-        text = _text(file)
+        names = list(_document(file).data)
     found: dict[str, Cluster] = {LOCAL: builtin_local()}
     wrong: dict[str, SpecError] = {}
-    names = list(source.parse(text, str(file), _reading).data)
     for name in names:
-        whole = source.parse(text, str(file), _reading)  # references are resolved in place
+        whole = _document(file)  # references are resolved in place
         try:
             found |= _clusters(Document({name: whole.data[name]}, whole.where, whole.keys, whole.values))
         except SpecError as error:

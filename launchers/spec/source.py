@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from orc.launchers.errors import SpecError
+from orc.launchers.paths import refuse_untrusted
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -167,6 +168,16 @@ def read_file(path: Path, what: str) -> str:
         before = raw[: error.start].decode("utf-8-sig")
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         raise SpecError("the file is not UTF-8 text", where=f"{where}:{line}:{column}") from None
+
+
+def read_settings(path: Path, what: str, reading: Callable[[KeyPath], Reading] = typed) -> Document:
+    """Return the document in a file of settings that only its user may have written; an empty one has no keys.
+
+    *what* names the file in messages. Raises `SpecError` as `read_file` and `parse` do.
+    """
+    refuse_untrusted(path, what, SpecError)
+    text = read_file(path, what)
+    return Document({}, str(path), {}, {}) if compose(text, str(path)) is None else parse(text, str(path), reading)
 
 
 def parse(text: str, where: str, reading: Callable[[KeyPath], Reading] = typed) -> Document:

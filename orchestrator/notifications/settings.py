@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from orc.launchers.errors import SpecError
 from orc.launchers.spec import grammar, source
 from orc.launchers.spec.notify import TARGET_NAME, Notify, Subscriptions, checked_url, mailbox, secret_name
 from orc.launchers.spec.options import FrozenModel, Name, Port, keys_of, section_at, several
@@ -123,17 +122,12 @@ def load_settings(path: Path | None = None) -> Settings:
 
     Without *path* it is `settings_file`, which need not exist unless ``ORC_NOTIFICATIONS`` names it.
     """
-    from orc.launchers.paths import refuse_untrusted
     from orc.launchers.spec.problems import SpecProblems, choose, translate
 
     file = settings_file() if path is None else path
     if path is None and not os.environ.get("ORC_NOTIFICATIONS") and not os.path.lexists(file):
         return Settings()
-    refuse_untrusted(file, "settings of notifications", SpecError)
-    text = source.read_file(file, "settings of notifications")
-    if source.compose(text, str(file)) is None:
-        return Settings()
-    document = source.parse(text, str(file))
+    document = source.read_settings(file, "settings of notifications")
 
     def suggest(place: source.KeyPath, name: str) -> str:
         section = TargetSettings if place[:1] == ("targets",) else section_at(Settings, place)

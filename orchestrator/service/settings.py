@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from orc.launchers import paths
 from orc.launchers.errors import SpecError
+from orc.launchers.spec import grammar, source
 
 FILE_NAME = "service.yaml"
 PREFIX = "ORC_SERVE_"
@@ -21,8 +22,6 @@ _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
 def _age(given: Any) -> Any:
-    from orc.launchers.spec import grammar
-
     return None if given is None else grammar.seconds(given)
 
 
@@ -97,8 +96,10 @@ def load_settings(
         SpecError: A name or a value is wrong, or the file cannot be read.
     """
     values: dict[str, tuple[Any, str]] = {}  # with the place that each comes from
-    for name, value in _of_file(file).items():
-        values[name] = (value, f"{file or paths.config_dir() / FILE_NAME}: {name}")
+    path = file or paths.config_dir() / FILE_NAME
+    if file or path.exists():
+        document = source.read_settings(path, "settings of the service")
+        values = {name: (value, document.keys[(name,)].where) for name, value in document.data.items()}
     for variable, text in environ.items():
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower()
@@ -137,22 +138,3 @@ def _is_list(name: str) -> bool:
 
 def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _of_file(file: Path | None) -> Mapping[str, Any]:
-    path = file or paths.config_dir() / FILE_NAME
-    if file is None and not path.exists():
-        return {}
-    import yaml
-
-    paths.refuse_untrusted(path, "settings of the service", SpecError)
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        text = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise SpecError(f"the settings of the service cannot be read: {text}", where=str(path)) from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise SpecError("the settings of the service are no mapping", where=str(path), hint="lines like `port: 8770`")
-    return found

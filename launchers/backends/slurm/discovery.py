@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import DiscoveredCluster, PartitionReport
 from orc.launchers.backends.slurm.options import read_settings
-from orc.launchers.errors import BackendError, LaunchError
+from orc.launchers.errors import BackendError, LaunchError, SpecError
 from orc.launchers.findings import Finding
 
 if TYPE_CHECKING:
@@ -158,13 +158,12 @@ def _printable(line: str) -> str:
 
 def _verify(name: str, text: str) -> None:
     """Check that the clusters file can hold the entry: its names come from elsewhere."""
-    import yaml
-
     from orc.launchers.backends.slurm.options import read_options
+    from orc.launchers.spec import source
 
     try:
-        options = yaml.safe_load(text)[name]["options"]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+        options = source.parse(text, name).data[name]["options"]
+    except (SpecError, KeyError, TypeError) as error:
         raise LaunchError(f"the cluster's answers make no entry: {error}", where=name) from None
     read_settings(options, where=name)
     read_options(options, {}, cluster_where=name)

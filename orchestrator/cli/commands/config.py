@@ -262,13 +262,14 @@ def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> Non
 
 def _facts(folder: Path) -> tuple[str, str, str]:
     """Return the kind of cluster, the size and the settings of the runtime of an example, each in a few words."""
-    import yaml
+    from orc.launchers.spec import source
 
-    job = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
+    job = source.parse(source.read_file(folder / "job.yaml", "job file"), str(folder)).data
     clusters = folder / "clusters.yaml"
     kind = "local"
     if clusters.exists():
-        kind = next(iter(yaml.safe_load(clusters.read_text(encoding="utf-8")).values()))["kind"]
+        found = source.parse(source.read_file(clusters, "clusters file"), str(folder)).data
+        kind = next(iter(found.values()))["kind"]
     resources, runtime = job.get("resources", {}), job.get("runtime", {})
     size = f"{resources.get('nodes', 1)} x {resources.get('procs_per_node', 'each device')}"
     words = [str(value) if key == "mixed_precision" else key for key, value in runtime.items()]

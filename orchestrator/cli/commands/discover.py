@@ -63,9 +63,8 @@ def command() -> None:
 def _discover(
     backend: type[SupportsDiscovery], *, name: str | None, write: bool, as_json: bool, **ways: str | None
 ) -> None:
-    import yaml
-
     from orc.launchers.paths import clusters_file
+    from orc.launchers.spec import source
     from orc.orchestrator.cli.ui import output, reporting
 
     file = clusters_file()
@@ -79,7 +78,7 @@ def _discover(
     if write:
         append(found.name, found.entry, file)
     if as_json:
-        entry = yaml.safe_load(found.entry)[found.name]
+        entry = source.parse(found.entry, found.name).data[found.name]
         output.echo_json({"name": found.name, "entry": entry, **found.facts, "file": str(file), "written": write})
     else:
         echo(f"\n{'added to' if write else 'not written; --write adds it to'} {file}", err=True)

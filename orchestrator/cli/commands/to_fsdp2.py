@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import yaml
 
+from orc.launchers.spec import source
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui.output import echo
 from orc.runtime.core import fsdp_settings as settings
@@ -24,16 +25,16 @@ class NotConvertibleError(ValueError):
     """A file without settings of version 1, or with one that version 2 does not have."""
 
 
-def convert(text: str) -> tuple[str, list[str]]:
+def convert(text: str, where: str) -> tuple[str, list[str]]:
     """Return *text* (YAML) with its FSDP settings in version 2, and a note for each that has no counterpart.
 
+    *where* names the file in messages.
+
     Raises:
+        SpecError: it is no YAML.
         NotConvertibleError: there is nothing to convert, or it cannot be; the message has the reason.
     """
-    try:
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise NotConvertibleError(f"not YAML: {error}") from None
+    document = source.compose(text, where)
     node = next((found for place in _PLACES if (found := _below(document, place)) is not None), None)
     if not isinstance(node, yaml.MappingNode) or not node.value:
         raise NotConvertibleError("no FSDP settings in it, neither runtime.fsdp nor fsdp_config")
@@ -105,17 +106,17 @@ def command(
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.ui.output import echo_json
 
-    source = config or config_file
-    if source is None or (config and config_file):
+    file = config or config_file
+    if file is None or (config and config_file):
         raise click.UsageError("give one file: orc to-fsdp2 CONFIG", click.get_current_context())
     try:
-        converted, notes = convert(source.read_text(encoding="utf-8"))
+        converted, notes = convert(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise LaunchError(f"the file cannot be read: {reason}", where=str(source)) from None
+        raise LaunchError(f"the file cannot be read: {reason}", where=str(file)) from None
     except NotConvertibleError as error:
-        raise LaunchError(str(error), where=str(source), hint="docs/how-to/fsdp.md has the table") from None
-    target = output_file or (source if overwrite else None)
+        raise LaunchError(str(error), where=str(file), hint="docs/how-to/fsdp.md has the table") from None
+    target = output_file or (file if overwrite else None)
     if target is not None:
         if target.exists() and not overwrite:
             raise LaunchError("there is a file of that name", where=str(target), hint="add --overwrite")

@@ -264,9 +264,11 @@ def test_settings_come_from_flags_before_variables_before_the_file(tmp_path: Pat
     ("text", "environ", "said"),
     [
         ("prot: 1", {}, "did you mean port"),
-        ("port: many", {}, "service.yaml: port"),
-        ("- port", {}, "no mapping"),
-        ("port: [", {}, "cannot be read"),
+        ("threads: 2\nport: many", {}, "service.yaml:2:1"),
+        ("- port", {}, "expected a mapping"),
+        ("port: [", {}, "service.yaml:2:1"),
+        ("tls_cert: on", {}, "belong together"),  # a text, by YAML 1.2
+        ("port: 1\nport: 2", {}, "duplicate key"),
         ("", {"ORC_SERVE_PORTS": "1"}, "ORC_SERVE_PORTS"),
         ("", {"ORC_SERVE_THREADS": "0"}, "ORC_SERVE_THREADS"),
     ],

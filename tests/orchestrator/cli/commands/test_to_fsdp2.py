@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from orc.launchers.errors import SpecError
 from orc.orchestrator.cli.commands.to_fsdp2 import NotConvertibleError, convert
 
 from ..conftest import Run
@@ -46,14 +47,16 @@ env: {A: "1"}
 
 
 def test_only_the_settings_change() -> None:
-    text, notes = convert(JOB)
+    text, notes = convert(JOB, "job.yaml")
     assert text == CONVERTED
     assert notes[0] == "use_orig_params is left out: version 2 always keeps the parameters of the model"
     assert "SHARDED_STATE_DICT is the nearest" in notes[1]
 
 
 def test_a_configuration_file_of_accelerate_keeps_its_prefix() -> None:
-    text, notes = convert("fsdp_config:\n  fsdp_sharding_strategy: 4\n  fsdp_version: 1\nnum_processes: 2\n")
+    text, notes = convert(
+        "fsdp_config:\n  fsdp_sharding_strategy: 4\n  fsdp_version: 1\nnum_processes: 2\n", "config.yaml"
+    )
     assert text == "fsdp_config:\n  fsdp_reshard_after_forward: true\n  fsdp_version: 2\nnum_processes: 2\n"
     assert notes == ["HYBRID_SHARD: give the number of replicas of the sharded model as dp_replicate_size"]
 
@@ -68,12 +71,17 @@ def test_a_configuration_file_of_accelerate_keeps_its_prefix() -> None:
         ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n", "no counterpart"),
         ("fsdp_config:\n  fsdp_stratgy: 1\n", "line 2: unknown key 'fsdp_stratgy'"),
         ("fsdp_config:\n  fsdp_offload_params: maybe\n", "line 2: fsdp_offload_params: not a truth value"),
-        ("a: [\n", "not YAML"),
     ],
 )
 def test_what_cannot_be_converted_says_why(text: str, message: str) -> None:
     with pytest.raises(NotConvertibleError, match=message):
-        convert(text)
+        convert(text, "job.yaml")
+
+
+def test_what_is_no_yaml_is_told_with_its_place() -> None:
+    with pytest.raises(SpecError, match="not valid YAML") as caught:
+        convert("a: [\n", "job.yaml")
+    assert caught.value.where == "job.yaml:2:1"
 
 
 def test_the_result_is_printed_or_written_where_it_is_wanted(orc_process: Run, place: Path) -> None:
