@@ -26,15 +26,11 @@ def build_command(job: JobSpec) -> NodeCommand:
         raise RenderError(f"unknown command kind {kind!r}", hint=f"known kinds: {', '.join(COMMANDS.kinds())}")
     command = cast("Command", COMMANDS.load(kind))
     if reason := command.check(job):
-        raise RenderError(f"launcher {kind} cannot run this job: {reason}", where=_origin(job, reason))
+        from orc.launchers.commands.options import Refusal
+        from orc.launchers.spec.source import document_of
+
+        where = job.name
+        if isinstance(reason, Refusal):
+            where = document_of(job.launcher.options, where).origin((reason.option,), key=True).where
+        raise RenderError(f"launcher {kind} cannot run this job: {reason}", where=where)
     return command.build(job)
-
-
-def _origin(job: JobSpec, reason: str) -> str:
-    """Return the place in the job file of the option that *reason* names; the job's name where it names none."""
-    from orc.launchers.commands.options import named
-    from orc.launchers.spec.source import document_of
-
-    options = job.launcher.options
-    option = named(options, reason)
-    return job.name if option is None else document_of(options, job.name).origin((option,), key=True).where

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Kind = Literal["text", "number", "whole", "flag", "mapping", "words"]
 
@@ -69,26 +68,33 @@ def one_of(*choices: str) -> Option:
     return Option("text", choices=choices)
 
 
-def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mapping[str, str]) -> str | None:
+class Refusal(str):
+    """Reason why a job cannot be run, which is about one *option* of its launcher."""
+
+    option: str
+
+    def __new__(cls, option: str, reason: str) -> Self:
+        """Return *reason*, with the name of the option."""
+        refusal = super().__new__(cls, reason)
+        refusal.option = option
+        return refusal
+
+
+def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mapping[str, str]) -> Refusal | None:
     """Return the reason why the options *given* cannot be taken, or `None`.
 
     *known* are the options that exist; *decided* are those that orc decides itself, with the reason or the better way.
     """
     for name, value in given.items():
         if name in decided:
-            return f"option {name} cannot be given: {decided[name]}"
+            return Refusal(name, f"option {name} cannot be given: {decided[name]}")
         option = known.get(name)
         if option is None:
             near = _did_you_mean(name, known)
-            return f"unknown option {name!r}{near or '; known: ' + ', '.join(known)}"
+            return Refusal(name, f"unknown option {name!r}{near or '; known: ' + ', '.join(known)}")
         if problem := option.problem(value):
-            return f"option {name} = {value!r}: {problem}"
+            return Refusal(name, f"option {name} = {value!r}: {problem}")
     return None
-
-
-def named(given: Mapping[str, Any], reason: str) -> str | None:
-    """The option among *given* that a *reason* such as `refuse` gives is about, if it is about one."""
-    return next((name for name in given if re.search(rf"\boption '?{re.escape(name)}\b", reason)), None)
 
 
 def flags(given: Mapping[str, Any], *, separator: str = "-") -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.options import Refusal
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class PythonCommand:
     def check(self, job: JobSpec) -> str | None:
         """Return the reason why this command cannot carry *job*: any option, because it has none."""
         if job.launcher.options:
-            return f"option {next(iter(job.launcher.options))} cannot be given: the agent starts the ranks itself"
+            name = next(iter(job.launcher.options))
+            return Refusal(name, f"option {name} cannot be given: the agent starts the ranks itself")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

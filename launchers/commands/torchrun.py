@@ -17,7 +17,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.commands.base import SETTLE_S, NodeCommand
-from orc.launchers.commands.options import FLAG, MAPPING, NUMBER, TEXT, Option, flags, one_of, pairs, refuse, whole
+from orc.launchers.commands.options import (
+    FLAG,
+    MAPPING,
+    NUMBER,
+    TEXT,
+    Option,
+    Refusal,
+    flags,
+    one_of,
+    pairs,
+    refuse,
+    whole,
+)
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -93,12 +105,15 @@ class TorchrunCommand:
             return reason
         if options.get("rdzv_backend", "static") == "static":
             if options.get("max_restarts"):
-                return (
+                return Refusal(
+                    "max_restarts",
                     "option max_restarts needs rdzv_backend: c10d; with a static rendezvous restarted ranks would look "
-                    "for the ones that died (orc itself starts new attempts: retry.max_attempts and retry.on)"
+                    "for the ones that died (orc itself starts new attempts: retry.max_attempts and retry.on)",
                 )
         elif "is_host" in options.get("rdzv_conf", {}):
-            return "option rdzv_conf: is_host cannot be given: node 0 is the host of the rendezvous"
+            return Refusal(
+                "rdzv_conf", "option rdzv_conf: is_host cannot be given: node 0 is the host of the rendezvous"
+            )
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

@@ -85,6 +85,8 @@ def test_python_has_no_options() -> None:
         ("{kind: deepspeed, options: {launcher: pdss}}", "job.yaml:3:39"),
         ("{kind: python, options: {nproc: 2}}", "job.yaml:3:36"),
         ("{kind: torchrun, options: {monitor_interval: 1, nnodes: 2}}", "job.yaml:3:59"),
+        ("{kind: torchrun, options: {max_restarts: 2}}", "job.yaml:3:38"),
+        ("{kind: mpirun, options: {map_by: core, bind_to: a b}}", "job.yaml:3:50"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_place_in_the_job_file(
