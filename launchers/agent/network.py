@@ -130,7 +130,7 @@ def reachable_addresses() -> list[str]:
     return found or ["127.0.0.1"]
 
 
-def fenced_address(network: Mapping[str, str]) -> tuple[str, str]:
+def allowed_address(network: Mapping[str, str]) -> tuple[str, str]:
     """Return ``(interface, address)`` of this host that a job's ``network`` allows. Raises `LaunchFailure`."""
     import ipaddress
 

@@ -11,21 +11,22 @@ from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Su
 from orc.launchers.agent.failures import check_rank_records
 from orc.launchers.agent.fence import Fence
 from orc.launchers.agent.lease import succeeded_before, take_lease
-from orc.launchers.agent.preparation import end_containers, load_secrets, prepare
+from orc.launchers.agent.preparation import end_containers, load_secrets, prepare, step
 from orc.launchers.agent.processes import become_subreaper
-from orc.launchers.agent.ranks import launch_environment, start_ranks
-from orc.launchers.agent.records import read_json, remove, write_json
+from orc.launchers.agent.ranks import launch_environment, start_process, start_ranks
+from orc.launchers.agent.records import log_tail, read_json, remove, write_json
 from orc.launchers.agent.rendezvous import join_rendezvous
-from orc.launchers.agent.services import start_services
 from orc.launchers.agent.signals import take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S
 from orc.launchers.agent.stop import StopRequest
 from orc.launchers.agent.supervision import Supervisor
 from orc.launchers.agent.termination import end_processes, end_services, kill_sessions, rank_processes, stop_ranks_now
+from orc.launchers.agent.variables import substitute
 from orc.launchers.agent.verdict import make_verdict, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 
@@ -52,7 +53,7 @@ class Node(Supervisor):
         become_subreaper()
         log = os.path.join(self.logs, f"node-{self.node}.log")
         self.log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.owner_fence = Fence(self)
+        self.fence = Fence(self)
         try:
             return self.run_as_owner()
         except Superseded as newer:
@@ -61,7 +62,7 @@ class Node(Supervisor):
     def run_as_owner(self) -> int:
         """Do this node's part for as long as no newer run owns the job."""
         try:
-            self.owner_fence.claim()
+            self.fence.claim()
             self.reserve()
             self.record_pids()
             if self.linked:
@@ -83,7 +84,7 @@ class Node(Supervisor):
             self.announce(StopRequest("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
         kill_sessions(self)
         end_containers(self)
-        self.owner_fence.stop_guard()
+        self.fence.stop_guard()
         self.record(ending)
         kill_descendants(self.config.marker, spare=[self.link.pid] if self.link else [])
         self.clean_up(ending)
@@ -98,7 +99,7 @@ class Node(Supervisor):
         """End the ranks at once, without grace, because they would save: a newer run owns the job."""
         self.superseded = True
         kill_sessions(self)
-        self.owner_fence.stop_guard()
+        self.fence.stop_guard()
         kill_descendants(self.config.marker)
         end_containers(self)
         log_stderr(f"{reason}; ended node {self.node} of {self.config.marker}")
@@ -131,15 +132,15 @@ class Node(Supervisor):
 
     def await_predecessors(self) -> bool:
         """Wait until no earlier run of the job has ranks any more; False when a stop came first."""
-        if not self.owner_fence.predecessors_ended():
-            before = self.owner_fence.predecessors()
+        if not self.fence.predecessors_ended():
+            before = self.fence.predecessors()
             hosts = ", ".join(sorted({str(lease.get("host")) for _, _, lease in before}))
-            limit = f"it ends itself within {self.owner_fence.wait_s:g} s"
+            limit = f"it ends itself within {self.fence.wait_s:g} s"
             self.log(f"an earlier run of this job on {hosts} has not ended; {limit}")
-            if not self.until(self.owner_fence.predecessors_ended):
+            if not self.until(self.fence.predecessors_ended):
                 return False
-        self.owner_fence.record_predecessors_end()
-        self.owner_fence.start_guard()
+        self.fence.record_predecessors_end()
+        self.fence.start_guard()
         return True
 
     def supervise(self) -> dict[str, Any]:
@@ -219,3 +220,32 @@ class Node(Supervisor):
         elif all(everyone) and self.gang_pid is None and ending["outcome"] != "preempted":
             for name in ("secrets.json", "link.json"):  # the latter where it turned out that hosts share their files
                 remove(os.path.join(self.private, name))
+
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def start_services(node: Supervisor, values: Mapping[str, str], env: dict[str, str]) -> bool:
+    """Start what runs beside the program on this node, and wait on node 0 until all nodes have found each other.
+
+    Returns True when the program is to start here: False on nodes that have a service alone, and when a stop came.
+    """
+    command = node.config.command
+    log = os.path.join(node.logs, f"node-{node.node}.log")
+    prefix = list(node.prepared.get("prefix") or ())  # of a container
+    for service in command.get("services") or ():
+        if (service["nodes"] == "first") == (node.node == 0):
+            argv = [*prefix, *(substitute(word, values) for word in service["argv"])]
+            node.services.append(start_process(node, argv, env, log, role=str(service["role"])))
+    if node.services:
+        node.record_pids()
+    if node.follows and not node.remote_shell:
+        return False
+    if command.get("ready"):
+        process = start_process(node, [*prefix, *(substitute(word, values) for word in command["ready"])], env, log)
+        if step(node, process.pid) and node.stop is None:
+            tail = log_tail(log, process.log_start, list(node.secrets.values()))
+            raise LaunchFailure(f"the nodes have not found each other\n{tail}".rstrip())
+    return node.stop is None

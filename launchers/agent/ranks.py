@@ -58,8 +58,8 @@ def launch_environment(node: NodeState, addr: str, port: int) -> tuple[dict[str,
     from orc.launchers.agent.network import LISTENING, on_loopback
 
     command = node.config.command
-    if node.fence:
-        node.own_env.update(dict.fromkeys(LISTENING, node.fence[0]))
+    if node.listening:
+        node.own_env.update(dict.fromkeys(LISTENING, node.listening[0]))
     elif addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
         node.own_env.update(on_loopback({**os.environ, **(node.config.env)}))
     elif node.link:

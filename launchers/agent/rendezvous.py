@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from orc.launchers.agent.network import Port, fenced_address, own_address
+from orc.launchers.agent.network import Port, allowed_address, own_address
 from orc.launchers.agent.peers import is_ready, start_timed_out
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.state import NodeState
@@ -27,7 +27,7 @@ def join_rendezvous(node: Supervisor) -> tuple[str, int] | None:
             publish(node, "127.0.0.1", node.port.number)
         return "127.0.0.1", node.port.number
     if node.config.network:
-        node.fence = fenced_address(node.config.network)
+        node.listening = allowed_address(node.config.network)
     node.write_heartbeat("waiting")
     node.next_poll = 0.0
     if node.node == 0:
@@ -76,8 +76,8 @@ def publish(node: NodeState, addr: str, port: int) -> None:
 
 def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
     """Return the address of node 0 for the nodes that hold *leases*."""
-    if node.fence:
-        return node.fence[1]
+    if node.listening:
+        return node.listening[1]
     given = (node.config.rendezvous or {}).get("addr") or node.master_host
     if given:
         return str(given)
@@ -91,8 +91,8 @@ def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
 
 def node_address(node: NodeState, master: str) -> str:
     """Return the address of this node for the others, given that of node 0."""
-    if node.fence:
-        return node.fence[1]
+    if node.listening:
+        return node.listening[1]
     if node.link and (own := node.link.state().get("address")):
         return str(own)
     if not node.node or master in ("127.0.0.1", "::1"):

@@ -96,14 +96,14 @@ class NodeState:
         self.local_ranks = self.nproc if self.shims or not self.driven else int(node == 0)
         self.services: list[Rank] = []  # what runs beside the program on this node
         self.calls: Any = None  # what other nodes ask of this one, where the first node alone has the launcher
-        self.owner_fence: Any = None  # against other runs of the same job
+        self.fence: Any = None  # against other runs of the same job
         self.superseded = False  # a newer one owns the job: nothing more is written where that writes too
         self.linked = config.link and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
         self.slots: Any = None  # what this node holds of its host
         self.own_env: dict[str, str] = {}  # variables of this node alone
         self.token = ""  # of the ranks of this incarnation
-        self.fence: tuple[str, str] | None = None  # interface and address that the ranks are held to
+        self.listening: tuple[str, str] | None = None  # interface and address that the job's `network` holds ranks to
         self.min_nodes = config.min_nodes or self.nnodes
         self.lost: set[int] = set()  # nodes that the gang goes on without
         self.stacks: Any = None  # what this node has been asked for
@@ -218,10 +218,10 @@ class NodeState:
             "stall": self.stalled,
         }
         try:
-            began = self.owner_fence.clock()
-            self.owner_fence.check()
+            began = self.fence.clock()
+            self.fence.check()
             refresh_json(os.path.join(self.dir, "heartbeat.json"), record)
-            self.owner_fence.renew(began)
+            self.fence.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
             self.request_stop(StopRequest("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
@@ -255,8 +255,8 @@ class NodeState:
                 self.ended[pid] = status
             if self.link and pid == self.link.pid:
                 self.link.on_end()
-            if self.owner_fence:
-                self.owner_fence.on_end(pid)
+            if self.fence:
+                self.fence.on_end(pid)
             for rank in (*self.ranks, *self.services):
                 if rank.pid == pid:
                     rank.status, rank.at = status, time.time()

@@ -37,8 +37,8 @@ class Supervisor(NodeState):
         """Wait for the next thing that happens, and take note of it."""
         now = time.monotonic()
         received = next_signal(min(self.next_beat, self.next_poll) - now)
-        if self.owner_fence and self.owner_fence.slept:
-            self.owner_fence.yield_to_guard()
+        if self.fence and self.fence.slept:
+            self.fence.yield_to_guard()
             self.write_heartbeat(self.state)  # who else runs comes before everything that has happened meanwhile
         if received is not None:
             if received.si_signo in ENDING:

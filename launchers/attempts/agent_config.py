@@ -12,7 +12,7 @@ from orc.launchers.commands import build_command
 from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import PlanFile
-from orc.launchers.spec.network import fence
+from orc.launchers.spec.network import chosen_network
 from orc.launchers.spec.relations import CHECKPOINTS, variable
 from orc.runtime.core.config import ConfigError, to_env
 
@@ -121,7 +121,7 @@ def agent_config(
             f"and {cluster.name} is of kind {cluster.kind}",
             where=job.name,
         )
-    network = fence(job.network, cluster.network)
+    network = chosen_network(job.network, cluster.network)
     made = render_environment(job, cluster, snapshot, layout, command)
     return AgentConfig(
         {

@@ -39,7 +39,7 @@ class Network(FrozenModel):
     )
 
 
-def fence(job: Network, cluster: Network) -> dict[str, str]:
+def chosen_network(job: Network, cluster: Network) -> dict[str, str]:
     """Return the ``network`` of ``agent.json``: each value of the job goes over the cluster's."""
     chosen = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
     return {name: value for name, value in chosen.items() if value}

@@ -96,7 +96,7 @@ def test_a_node_outside_of_the_network_of_its_job_says_so(attempt):
 )
 def test_the_network_names_one_address(monkeypatch, network, found):
     monkeypatch.setattr(host_network, "own_addresses", lambda: ADDRESSES)
-    assert host_network.fenced_address(network) == found
+    assert host_network.allowed_address(network) == found
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_network_names_one_address(monkeypatch, network, found):
 def test_a_network_that_is_not_there_is_named_with_what_is(monkeypatch, network, complaint):
     monkeypatch.setattr(host_network, "own_addresses", lambda: ADDRESSES)
     with pytest.raises(LaunchFailure, match=complaint):
-        host_network.fenced_address(network)
+        host_network.allowed_address(network)
 
 
 def test_a_crash_in_c_shows_where_python_was(attempt):
