@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,50 @@ from typing import Any
 from orc.launchers.accelerate.merge import Values
 from orc.launchers.accelerate.variables import variables
 from orc.launchers.errors import LaunchError
-from orc.launchers.foreground.gpus import visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.tee import Streams
 from orc.launchers.foreground.world import World, joined, of_machines
 from orc.runtime.core import fp8_settings, parallelism_settings
+
+_DEVICES = Path("/dev")
+
+
+def visible_gpus(env: Mapping[str, str], devices: Path = _DEVICES) -> int:
+    """Return the number of GPUs that a process with the variables *env* sees.
+
+    ``CUDA_VISIBLE_DEVICES`` counts first; then the devices below *devices*, of which a container has its own only; then
+    ``nvidia-smi``, where the driver has other devices (WSL).
+    """
+    if (chosen := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(_before_the_first_invalid(chosen))
+    try:
+        count = sum(1 for name in os.listdir(devices) if re.fullmatch(r"nvidia\d+", name))
+    except OSError:
+        count = 0
+    return count or _by_nvidia_smi(env)
+
+
+def _before_the_first_invalid(text: str) -> list[str]:
+    """Return the devices that CUDA takes: those before the first that is none, which ``-1`` is used for."""
+    found: list[str] = []
+    for word in (part.strip() for part in text.split(",")):
+        if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", word):
+            break
+        found.append(word)
+    return found
+
+
+def _by_nvidia_smi(env: Mapping[str, str]) -> int:
+    program = shutil.which("nvidia-smi", path=env.get("PATH"))
+    if program is None:
+        return 0
+    import subprocess
+
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, env=dict(env), check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(1 for line in listed.stdout.splitlines() if line.startswith("GPU ")) if listed.returncode == 0 else 0
 
 
 @dataclass

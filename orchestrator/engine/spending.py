@@ -1,24 +1,48 @@
-"""Spending: what users and projects have cost in the last 30 days, for quotas of the resource ``cost``."""
+"""Spending: what an hour of a job's nodes costs, and what users and projects have cost in the last 30 days (quotas)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.pricing import instance_of, price_of_node_hour
 from orc.orchestrator.ledger.usage import Usage, read_usage
 
 if TYPE_CHECKING:
-    from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.spec.clusters import Cluster, Prices
     from orc.orchestrator.ledger.database import Connection
     from orc.orchestrator.workspace import Workspace
 
+_INSTANCE_KEYS = ("instance_type", "accelerator_type", "type")
 PERIOD_S = 30 * 86400.0
 _KEPT_S = 60.0  # for which a reading is good enough
 
 Spent = Mapping[tuple[str, str], float]  # by scope and name
+
+
+def instance_of(spec: Mapping[str, Any], cluster: Cluster | None) -> str:
+    """Return the type of machine that a job or else its cluster requests; empty where neither does."""
+    kind = cluster.kind if cluster else ""
+    for options in (spec.get("resources", {}).get("options", {}).get(kind, {}), cluster.options if cluster else {}):
+        for key in _INSTANCE_KEYS:
+            if isinstance(options.get(key), str):
+                return str(options[key])
+    return ""
+
+
+def price_of_node_hour(prices: Prices | None, gpus_per_node: int, instance: str) -> float | None:
+    """Return the price of one node for one hour; `None` where *prices* lack it.
+
+    The price of the machine's type counts if there is one; else the node's and that of its GPUs together.
+    """
+    if prices is None:
+        return None
+    if instance in prices.instance_hour:
+        return float(prices.instance_hour[instance])
+    if prices.node_hour is None and (prices.gpu_hour is None or not gpus_per_node):
+        return None
+    return float(prices.node_hour or 0.0) + gpus_per_node * float(prices.gpu_hour or 0.0)
 
 
 def add_up(usages: Iterable[Usage], clusters: Mapping[str, Cluster], now: float) -> Spent:

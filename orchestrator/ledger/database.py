@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import mounts, reserve
+from orc.orchestrator.ledger import proc, reserve
 from orc.orchestrator.ledger.errors import LedgerError
 
 Row = Mapping[str, Any]
@@ -105,7 +105,7 @@ class SqliteDatabase:
 
     def __init__(self, path: Path, volatile: str = "") -> None:
         self.path = path
-        self.network = mounts.network_file_system(path.parent)  # its type, or None
+        self.network = proc.network_file_system(path.parent)  # its type, or None
         self.url = f"sqlite:///{path}"
         self.volatile = volatile
         with explained(path):
@@ -218,7 +218,7 @@ class SqliteDatabase:
     def _tell(self) -> None:
         import logging
 
-        from orc.orchestrator.ledger.holders import holders
+        from orc.orchestrator.ledger.proc import holders
 
         held = ", ".join(holders(self.path))
         logging.getLogger("orc").warning("waiting for the ledger %s%s", self.path, f", held by {held}" if held else "")

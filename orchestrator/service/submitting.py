@@ -15,13 +15,14 @@ from orc.orchestrator.clients.errors import NotAllowed
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.ledger.transaction import Addition
-from orc.orchestrator.workspace import login_name
+from orc.orchestrator.workspace import login_name, no_account
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.client import Client
     from orc.orchestrator.views import JobView
+    from orc.orchestrator.workspace import Workspace
 
 _LONGEST_SECRET = 64 << 10
 
@@ -140,8 +141,6 @@ class Submitter:
         """Return what is submitted of *job*, after all checks that every job of a user has to pass. Raises
         `LaunchError`.
         """
-        from orc.orchestrator.service.accounts import refuse_without_account
-
         job = self._with_allowed_inputs(job, has, stages)
         _check_secrets(job, secrets)
         cluster = self._client.workspace.backend(job.cluster).cluster
@@ -237,3 +236,17 @@ def _check_environment(job: JobSpec, trees: Snapshot, cluster: Any) -> None:
             where="environment",
             hint="name the environment in the job file itself",
         )
+
+
+def refuse_without_account(ws: Workspace, cluster: str, user: str) -> None:
+    """Raise `LaunchError` where jobs of *user* have no account on *cluster*.
+
+    With ``run_as: service`` everybody's jobs run as the account of the service, with a mapping each as the account of
+    its owner. Without either only the user who has the service's account may use the cluster: a job can do whatever its
+    account can, so lending it has to be said.
+    """
+    run_as = ws.backend(cluster).cluster.run_as
+    if isinstance(run_as, dict):
+        ws.backend_of_user(cluster, user)  # opened, so that an account that cannot be used is known now
+    elif run_as != "service" and user != login_name():
+        raise no_account(cluster, user)

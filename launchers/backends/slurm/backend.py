@@ -195,7 +195,7 @@ class SlurmBackend(Backend):
         return [finding for finding in self._python() if finding.level != "error"]
 
     def _python(self, environment: bool = False) -> list[Finding]:
-        from orc.launchers.backends.slurm.python_check import check_python
+        from orc.launchers.backends.slurm.preflight import check_python
 
         options = read_options(self.cluster.options, {}, cluster_where=self._options_where)
         python = self.cluster.python or DEFAULT_PYTHON

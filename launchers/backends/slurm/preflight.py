@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from orc.launchers.backends.slurm.queue_rows import duration
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.findings import Finding
+from orc.launchers.oldest_python import python_problem
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _WRITABLE = (
     'd=$1; while [ ! -e "$d" ]; do d=$(dirname "$d"); done; printf %s "$d"; [ -d "$d" ] && [ -w "$d" ] && [ -x "$d" ]'
 )
+_LOOK = "import sys,importlib.util as u;print('%d.%d'%sys.version_info[:2],'torch' if u.find_spec('torch') else '-')"
 
 
 def check(client: SlurmClient, transport: Transport, plan: Plan, root: str, cluster: str) -> list[Finding]:
@@ -110,3 +113,33 @@ def _root(transport: Transport, root: str, cluster: str) -> list[Finding]:
         return []
     hint = "Set `root:` of the cluster to a directory on the file system that login node and nodes share."
     return [Finding("error", f"{done.stdout or root} cannot be written", cluster, hint)]
+
+
+def check_python(
+    transport: Transport, python: str, modules: Sequence[str], cluster: str, *, environment: bool = False
+) -> list[Finding]:
+    """Return what is wrong with *python*, which may begin with ``~``. Raises `LaunchError`.
+
+    It is asked where the cluster is entered, with the modules that jobs load: nodes usually share its file system, and
+    a node cannot be asked without waiting in the queue.
+
+    With *environment* jobs bring the Python of their ranks, and it has to start agents only.
+    """
+    where, note = f"cluster {cluster}", "It was looked for where the cluster is entered; jobs use the one of the nodes."
+    load = f"module load {shlex.join(modules)} && " if modules else ""
+    shell = ("/bin/bash", "-lc") if modules else ("/bin/sh", "-c")
+    path = transport.expand(python)
+    done = transport.run((*shell, f'{load}exec "$0" -c "$1"', path, _LOOK), timeout_s=60)
+    version, _, torch = done.stdout.strip().rpartition("\n")[2].partition(" ")
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if done.status or len(numbers) != 2:
+        message = (done.stderr.strip().splitlines() or [f"exit status {done.status}"])[-1]
+        hint = "Set `python:` of the cluster to a Python of the nodes that has torch."
+        return [Finding("error", f"the Python {python} cannot be started: {message}", where, f"{hint} {note}")]
+    if problem := python_problem(numbers, environment=environment):
+        hint = f"Set `python:` of the cluster to a newer Python of the nodes, or give jobs an `environment:`. {note}"
+        return [Finding("error", f"the Python {python} is {problem}", where, hint)]
+    if torch != "torch" and not environment:
+        hint = f"Set `python:` of the cluster to one that has it, or give jobs an `environment:`. {note}"
+        return [Finding("warning", f"the Python {python} has no torch", where, hint)]
+    return []

@@ -12,8 +12,7 @@ import pytest
 from orc.launchers.accelerate.merge import merge
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground import torchrun
-from orc.launchers.foreground.documented import Documented, documented, kernel_note, streams
-from orc.launchers.foreground.gpus import visible_gpus
+from orc.launchers.foreground.documented import Documented, documented, kernel_note, streams, visible_gpus
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.mpirun import check_hosts, command_line
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from orc.orchestrator.ledger import reserve
-from orc.orchestrator.ledger.holders import holders, pids
+from orc.orchestrator.ledger.proc import holders, pids
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends.slurm.discovery import _PROBE
-from orc.launchers.backends.slurm.preflight import _short
-from orc.launchers.backends.slurm.python_check import check_python
+from orc.launchers.backends.slurm.preflight import _short, check_python
 from orc.launchers.remote.transport import LocalTransport
 
 
