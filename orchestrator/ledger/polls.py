@@ -1,4 +1,4 @@
-"""Polls of clusters: the turns of processes to poll one, and its last answers.
+"""Polls of clusters: the lease of the process that polls one, and its last answers.
 
 Where users have accounts of their own on a cluster, it is asked about the jobs of each account by itself.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection
 
+_TABLE = "cluster_polls"
 _COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error, account"
 _LATELY_S = 120.0  # twice the longest interval between two polls
 
@@ -71,53 +73,25 @@ def _without_names(poll: ClusterPoll, only: str | None) -> ClusterPoll:
 
 
 def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl_s: float, account: str = "") -> bool:
-    """Take the turn to poll *cluster*; False while another owner has it."""
-    connection.execute(
-        "INSERT INTO cluster_polls (cluster, account) VALUES (:cluster, :account) "
-        "ON CONFLICT (cluster, account) DO NOTHING",
-        {"cluster": cluster, "account": account},
-    )
-    # A lease that ends later than any lease given now was given before the clock was set back.
-    taken = connection.execute(
-        "UPDATE cluster_polls SET lease_owner = :owner, lease_expires_at = :expires "
-        "WHERE cluster = :cluster AND account = :account AND "
-        "(lease_owner IS NULL OR lease_owner = :owner OR lease_expires_at <= :now OR lease_expires_at > :latest)",
-        {
-            "cluster": cluster,
-            "account": account,
-            "owner": owner,
-            "expires": now + ttl_s,
-            "now": now,
-            "latest": now + 10 * ttl_s,
-        },
-    )
-    return taken == 1
+    """Take the lease of *cluster*, the right to poll it; False while another owner has it."""
+    return leases.take(connection, _TABLE, {"cluster": cluster, "account": account}, owner, now, ttl_s)
 
 
 def record(connection: Connection, poll: ClusterPoll, owner: str) -> bool:
-    """Store what a poll has shown and give the turn back; False (and nothing stored) when *owner* has lost it."""
-    stored = connection.execute(
-        "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL, next_at = :next_at, "
-        "interval_s = :interval_s, polled_at = :polled_at, answered_at = :answered_at, error = :error "
-        "WHERE cluster = :cluster AND account = :account AND lease_owner = :owner",
-        {
-            "cluster": poll.cluster,
-            "account": poll.account,
-            "owner": owner,
-            "next_at": poll.next_at,
-            "interval_s": poll.interval_s,
-            "polled_at": poll.polled_at,
-            "answered_at": poll.answered_at,
-            "error": poll.error,
-        },
+    """Store what a poll has shown and give the lease back; False (and nothing stored) when *owner* has lost it."""
+    return leases.give_back(
+        connection,
+        _TABLE,
+        {"cluster": poll.cluster, "account": poll.account},
+        owner,
+        next_at=poll.next_at,
+        interval_s=poll.interval_s,
+        polled_at=poll.polled_at,
+        answered_at=poll.answered_at,
+        error=poll.error,
     )
-    return stored == 1
 
 
 def release(connection: Connection, cluster: str, owner: str, account: str = "") -> None:
-    """Give the turn back without a result, if it is still *owner*'s."""
-    connection.execute(
-        "UPDATE cluster_polls SET lease_owner = NULL, lease_expires_at = NULL "
-        "WHERE cluster = :cluster AND account = :account AND lease_owner = :owner",
-        {"cluster": cluster, "account": account, "owner": owner},
-    )
+    """Give the lease back without a result, if it is still *owner*'s."""
+    leases.give_back(connection, _TABLE, {"cluster": cluster, "account": account}, owner)

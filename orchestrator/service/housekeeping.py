@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.ledger import audit, content_holders, duties
+from orc.orchestrator.ledger import audit, content_holders, leases
 from orc.orchestrator.ledger.prune import PruneRule, prune
 
 if TYPE_CHECKING:
     from orc.orchestrator.client import Client
     from orc.orchestrator.service.settings import Settings
 
-DUTY = "retention"
+_ROW = ("duties", {"name": "retention"})  # whose lease it is
+_DUE = "(next_at IS NULL OR next_at <= :now OR done_at > :now)"  # a clock that was set back makes it due
 EVERY_S = 86400.0
 LEASE_S = 3600.0
 LOOK_S = 60.0  # between two looks whether it is due
@@ -29,7 +30,7 @@ logger = logging.getLogger("orc.service")
 
 
 def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()) -> str | None:
-    """Run the duties that are due and not taken by another process; return a summary. Raises `LedgerError`.
+    """Keep house where that is due and no other process does it; return a summary. Raises `LedgerError`.
 
     *changes* are the intents of the requests that this service works on.
     """
@@ -40,7 +41,7 @@ def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()
     with ledger.database.write() as connection:
         audit.keep_alive(connection, sorted(changes), now)
         audit.settle(connection, now - UNANSWERED_S)
-        if not duties.take(connection, DUTY, ws.owner, now, LEASE_S):
+        if not leases.take(connection, *_ROW, ws.owner, now, LEASE_S, _DUE):
             return None
     done = ""
     if settings.keep_jobs is not None:
@@ -50,7 +51,7 @@ def keep_house(client: Client, settings: Settings, changes: Collection[str] = ()
         content_holders.forget(connection, now - HOLDERS_S)
         if settings.keep_audit is not None:
             audit.prune(connection, now - settings.keep_audit, now, user=ws.user)
-        duties.done(connection, DUTY, ws.owner, now, now + EVERY_S)
+        leases.give_back(connection, *_ROW, ws.owner, next_at=now + EVERY_S, done_at=now)
     return done
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from orc.orchestrator.cli.ui import jobtext
-from orc.orchestrator.cli.ui.chart import chart
-from orc.orchestrator.cli.ui.overlay import overlay
+from orc.orchestrator.cli.ui.curves import chart, overlay
 
 JOB = """\
 name: curve
