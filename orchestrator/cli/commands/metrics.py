@@ -85,7 +85,7 @@ def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], 
 
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.ui import output, reporting
-    from orc.orchestrator.cli.ui.overlay import MARKS, overlay
+    from orc.orchestrator.cli.ui.curves import MARKS, overlay
     from orc.orchestrator.insight.metrics import course, series
 
     if len(job_ids) > len(MARKS):
@@ -223,7 +223,7 @@ def _curves(lines: Sequence[Line], wanted: Sequence[str]) -> list[str]:
     import sys
 
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.chart import chart
+    from orc.orchestrator.cli.ui.curves import chart
     from orc.orchestrator.insight.metrics import series
 
     width = min(shutil.get_terminal_size((80, 24)).columns, 120)
