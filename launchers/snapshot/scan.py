@@ -22,11 +22,9 @@ from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, fol
 __all__ = [
     "Bundle",
     "Entry",
-    "Preview",
     "ScanWatch",
     "SourceTree",
     "TreeSize",
-    "preview",
     "scan",
     "size_findings",
     "tree_size",
@@ -51,18 +49,6 @@ class SourceTree:
     def digest(self) -> str:
         """The digest of the bundle."""
         return self.bundle.digest
-
-
-@dataclass(frozen=True)
-class Preview:
-    """Size of a bundle and its largest files."""
-
-    files: int
-    size: int  # bytes
-    largest: tuple[Entry, ...]
-
-    def __str__(self) -> str:
-        return f"{self.files} file{'' if self.files == 1 else 's'}, {format_size(self.size)}"
 
 
 @dataclass(frozen=True)
@@ -175,22 +161,17 @@ def tree_size(sizes: Mapping[str, int]) -> TreeSize:
     return TreeSize(len(sizes), sum(sizes.values()), tuple(named[:_LARGEST_FOLDERS]))
 
 
-def preview(bundle: Bundle) -> Preview:
-    """Return numbers of files and bytes, and the largest files, largest first."""
-    ordered = sorted(bundle.entries, key=lambda entry: (-entry.size, entry.path))
-    return Preview(len(bundle.entries), bundle.size, tuple(ordered[:_LARGEST_FILES]))
-
-
 def size_findings(bundle: Bundle) -> list[Finding]:
     """Return a warning for a snapshot over 100 MB or a file over 50 MB, with the names that are worth excluding."""
     if bundle.size <= TOTAL_WARNING and all(entry.size <= FILE_WARNING for entry in bundle.entries):
         return []
-    shown = preview(bundle)
-    names = ", ".join(f"{entry.path} ({format_size(entry.size)})" for entry in shown.largest)
+    largest = sorted(bundle.entries, key=lambda entry: (-entry.size, entry.path))[:_LARGEST_FILES]
+    names = ", ".join(f"{entry.path} ({format_size(entry.size)})" for entry in largest)
+    files = f"{len(bundle.entries)} file{'' if len(bundle.entries) == 1 else 's'}"
     return [
         Finding(
             "warning",
-            f"the snapshot is large: {shown}; largest: {names}",
+            f"the snapshot is large: {files}, {format_size(bundle.size)}; largest: {names}",
             hint=f"{_EXCLUDE_HINT} what the job does not need, and read data from a shared path instead.",
         )
     ]

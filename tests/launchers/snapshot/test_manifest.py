@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, follow
-from orc.launchers.snapshot.scan import Bundle, Entry, format_size, preview, size_findings
+from orc.launchers.snapshot.scan import Bundle, Entry, format_size, size_findings
 
 ZERO = "0" * 64
 NAMES = st.text(
@@ -128,13 +128,6 @@ def test_a_tampered_manifest_is_refused(damage: Any) -> None:
 def test_a_manifest_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(BundleError, match="manifest"):
         Bundle.from_dict(["not", "a", "manifest"])  # type: ignore[arg-type]
-
-
-def test_preview_counts_and_names_the_largest() -> None:
-    bundle = Bundle.of([entry("small", size=10), entry("big", size=3000), entry("mid", size=200)])
-    shown = preview(bundle)
-    assert (shown.files, shown.size, [e.path for e in shown.largest]) == (3, 3210, ["big", "mid", "small"])
-    assert str(shown) == "3 files, 3.2 kB"
 
 
 def test_sizes_are_warned_about_from_100_mb_in_all_or_50_mb_in_one() -> None:
