@@ -15,8 +15,7 @@ from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.ledger import outbox
 from orc.orchestrator.ledger.outbox import Notification
 from orc.orchestrator.notifications import message
-from orc.orchestrator.notifications.mailing import send_mail
-from orc.orchestrator.notifications.posting import TOTAL_S, Undelivered, post
+from orc.orchestrator.notifications.sending import TOTAL_S, Undelivered, post, send_mail
 from orc.orchestrator.notifications.settings import Settings, load_settings
 from orc.orchestrator.notifications.targets import Policy, Secrets, Target, Undeliverable, shown, target_of
 

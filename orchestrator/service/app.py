@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
 
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
 from orc.orchestrator.service.audit import Audit, intend
-from orc.orchestrator.service.auth import guard
+from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
-from orc.orchestrator.service.description import Description
 from orc.orchestrator.service.event_feed import EventFeed
 from orc.orchestrator.service.gate import PREFIX, Gate
 from orc.orchestrator.service.ledger_clients import LedgerClients
@@ -85,3 +86,41 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
     app.add_middleware(Audit, service=service)
     app.add_middleware(Gate, service=service)  # the outermost
     return app
+
+
+class Description:
+    """OpenAPI document of an application, made at the first request: what FastAPI derives, and each route's role."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, Callable[..., Any]] = {}
+        self._document: dict[str, Any] | None = None
+
+    def operation_id(self, route: Any) -> str:
+        """Return the name of a route's operation: that of its function."""
+        name: str = route.name
+        if self._endpoints.setdefault(name, route.endpoint) is not route.endpoint:
+            raise ValueError(f"two routes are called {name}")
+        return name
+
+    def attach(self, app: FastAPI) -> None:
+        """Let *app* describe itself by this."""
+
+        def openapi() -> dict[str, Any]:
+            if self._document is None:
+                document = get_openapi(
+                    title=app.title, version=app.version, description=app.description, routes=app.routes
+                )
+                for methods in document["paths"].values():
+                    for method, operation in methods.items():
+                        self._add_role(method.upper(), operation)
+                self._document = document
+            return self._document
+
+        app.openapi = openapi  # type: ignore[method-assign]
+
+    def _add_role(self, method: str, operation: dict[str, Any]) -> None:
+        role = role_of_route(self._endpoints[operation["operationId"]], method)
+        if role is None:
+            operation["security"] = []
+        else:
+            operation["x-orc-role"] = role

@@ -14,8 +14,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
@@ -25,7 +27,6 @@ from orc.orchestrator.notifications.deliverer import Deliverer
 from orc.orchestrator.notifications.targets import Policy
 from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
-from orc.orchestrator.service.connections import PromptConnection
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.housekeeping import Housekeeper
 from orc.orchestrator.service.settings import Settings
@@ -55,6 +56,51 @@ def check(settings: Settings, client: Client, now: float) -> None:
             where="--host",
             hint="give --tls-cert and --tls-key, or --behind-proxy where a proxy encrypts",
         )
+
+
+class PromptConnection(H11Protocol):
+    """Connection that is closed where the head of a request does not come to its end.
+
+    uvicorn waits for it without limit, and serves a number of connections only: whoever opens that many and says
+    nothing would keep everybody else out. The pure Python parser is used, because the other one has no largest head.
+    """
+
+    def __init__(self, *, head_timeout_s: float, **given: Any) -> None:
+        super().__init__(**given)
+        self._head_timeout_s = head_timeout_s
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; what is only the begin of a head has to go on."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._await_head()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(self._head_timeout_s, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _close(self) -> None:
+        self._patience = None
+        if not self.transport.is_closing():
+            self.transport.close()
 
 
 class Server(uvicorn.Server):

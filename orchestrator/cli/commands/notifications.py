@@ -85,7 +85,7 @@ def test_command(target: str, as_json: bool) -> None:
     from orc.launchers.secrets import resolve_secrets
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.notifications.delivery import send
-    from orc.orchestrator.notifications.posting import Undelivered
+    from orc.orchestrator.notifications.sending import Undelivered
     from orc.orchestrator.notifications.settings import load_settings
     from orc.orchestrator.notifications.targets import Policy, target_of
 

@@ -270,7 +270,7 @@ def test_a_service_tells_private_hosts_that_its_administrator_lists(client, fail
 def test_a_service_connects_to_the_address_that_it_has_looked_at(
     failed, secure_web, deliver, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("orc.orchestrator.notifications.posting.is_public", lambda _: True)
+    monkeypatch.setattr("orc.orchestrator.notifications.sending.is_public", lambda _: True)
     failed(secure_web.url)
     assert deliver(policy=Policy(service=True)).sent == 1
     ((headers, _),) = secure_web.requests
@@ -280,8 +280,8 @@ def test_a_service_connects_to_the_address_that_it_has_looked_at(
 def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(client, failed, deliver, monkeypatch):
     import socket
 
-    monkeypatch.setattr("orc.orchestrator.notifications.posting.TOTAL_S", 0.3)
-    monkeypatch.setattr("orc.orchestrator.notifications.posting.STEP_S", 0.5)
+    monkeypatch.setattr("orc.orchestrator.notifications.sending.TOTAL_S", 0.3)
+    monkeypatch.setattr("orc.orchestrator.notifications.sending.STEP_S", 0.5)
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 

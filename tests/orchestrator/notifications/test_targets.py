@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.notifications import message
 from orc.orchestrator.notifications.delivery import send
-from orc.orchestrator.notifications.posting import Undelivered, _pinned, is_public, post
+from orc.orchestrator.notifications.sending import Undelivered, _pinned, is_public, post
 from orc.orchestrator.notifications.settings import Settings, load_settings
 from orc.orchestrator.notifications.targets import Policy, Undeliverable, shown, target_of
 
