@@ -188,13 +188,12 @@ def read_clusters(path: Path | None = None) -> tuple[dict[str, Cluster], dict[st
         return load_clusters(path), {}
     except SpecError:  # of one entry, or of the file: then reading it raises that once more
         file = clusters_file() if path is None else path
-        names = list(_document(file).data)
+        whole = _document(file)
     found: dict[str, Cluster] = {LOCAL: builtin_local()}
     wrong: dict[str, SpecError] = {}
-    for name in names:
-        whole = _document(file)  # references are resolved in place
+    for name, entry in whole.data.items():
         try:
-            found |= _clusters(Document({name: whole.data[name]}, whole.where, whole.keys, whole.values))
+            found |= _clusters(Document({name: entry}, whole.where, whole.keys, whole.values))
         except SpecError as error:
             wrong[name] = error
     return found, wrong
