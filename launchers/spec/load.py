@@ -129,11 +129,11 @@ def examine_document(document: Document, source_path: Path, env: Mapping[str, st
         spec = JobSpec.model_validate(document.data)
     except ValidationError as error:
         from orc.launchers.spec.problems import translate
-        from orc.launchers.spec.salvage import salvaged
+        from orc.launchers.spec.valid_part import valid_part
 
         places = {problem.where for problem in problems}  # a reference that is no value yet is no value of a wrong kind
         problems += [found for found in translate(error, document, suggest) if found.where not in places]
-        spec = salvaged(document.data, error)
+        spec = valid_part(document.data, error)
     if spec is None:
         return Examined(document, problems, None)
     loaded = LoadedJob(spec, source_path, base)

@@ -16,7 +16,7 @@ _ROUNDS = 3  # what is wrong only without other mistakes comes up in the next on
 _PROGRAMS = ("script", "module", "command")
 
 
-def salvaged(data: dict[str, Any], error: ValidationError) -> JobSpec | None:
+def valid_part(data: dict[str, Any], error: ValidationError) -> JobSpec | None:
     """Return the job that *data* describes without what *error* is about; `None` where nothing can be made of it."""
     rest = copy.deepcopy(data)
     for _ in range(_ROUNDS):
