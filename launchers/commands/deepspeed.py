@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.commands.base import NodeCommand
 from orc.launchers.commands.mpirun import HYDRA_WORDS, OPEN_MPI_4, open_mpi_words
-from orc.launchers.commands.options import FLAG, TEXT, WORDS, Option, Refusal, flags, one_of, refuse
+from orc.launchers.commands.options import FLAG, TEXT, WORDS, Option, about, flags, one_of, refuse
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -116,25 +116,20 @@ class DeepspeedCommand:
         launcher = options.get("launcher", "standard")
         for name in ("include", "exclude"):
             if name in options and launcher != "pdsh":
-                return Refusal(
+                return about(
                     name,
-                    f"option {name} needs launcher: pdsh; nodes are chosen when the job is placed "
+                    "needs launcher: pdsh; nodes are chosen when the job is placed "
                     "(resources.options.ssh: hosts, labels, exclude; resources.options.slurm: nodelist, exclude)",
                 )
         if "include" in options and "exclude" in options:
             return "options include and exclude exclude each other"
         if "launcher_args" in options and launcher in _EACH:
-            return Refusal(
-                "launcher_args", f"option launcher_args is for {', '.join(_RUNNERS)}, and the launcher is {launcher}"
-            )
+            return about("launcher_args", f"is for {', '.join(_RUNNERS)}, and the launcher is {launcher}")
         shown = [name for name in job.secrets if launcher in _RUNNERS and name.startswith(_PASSED_ON)]
         if shown:
             return f"DeepSpeed would put the secret {shown[0]} on a command line; launcher: standard does not"
         if options.get("local_rank") and isinstance(job.command, str):
-            return Refusal(
-                "local_rank",
-                "option local_rank cannot be put into a shell command: give `script`, `module` or a list of words",
-            )
+            return about("local_rank", "cannot be put into a shell command: give `script`, `module` or a list of words")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.commands.base import NodeCommand
-from orc.launchers.commands.options import MAPPING, TEXT, WORDS, Option, Refusal, one_of, refuse, whole
+from orc.launchers.commands.options import MAPPING, TEXT, WORDS, Option, about, one_of, refuse, whole
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -106,17 +106,14 @@ class MpirunCommand:
             return reason
         for name in ("bind_to", "map_by"):
             if not _WORD.fullmatch(options.get(name, "none")):
-                return Refusal(
-                    name, f"option {name} = {options[name]!r}: expected one word such as core, or socket:PE=4"
-                )
+                return about(name, f"= {options[name]!r}: expected one word such as core, or socket:PE=4")
         dialect = options.get("dialect", "auto")
         if dialect == "intel" and "map_by" in options:
-            return Refusal(
-                "map_by",
-                "option map_by is not Intel MPI's; it places ranks by I_MPI_PIN_ORDER and its kin, in the job's `env`",
+            return about(
+                "map_by", "is not Intel MPI's; it places ranks by I_MPI_PIN_ORDER and its kin, in the job's `env`"
             )
         if options.get("mca") and dialect not in ("auto", "openmpi"):
-            return Refusal("mca", f"option mca is Open MPI's, and the dialect is {dialect}")
+            return about("mca", f"is Open MPI's, and the dialect is {dialect}")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

@@ -80,6 +80,11 @@ class Refusal(str):
         return refusal
 
 
+def about(option: str, problem: str) -> Refusal:
+    """Return the refusal ``option NAME PROBLEM``."""
+    return Refusal(option, f"option {option} {problem}")
+
+
 def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mapping[str, str]) -> Refusal | None:
     """Return the reason why the options *given* cannot be taken, or `None`.
 
@@ -87,13 +92,13 @@ def refuse(given: Mapping[str, Any], known: Mapping[str, Option], decided: Mappi
     """
     for name, value in given.items():
         if name in decided:
-            return Refusal(name, f"option {name} cannot be given: {decided[name]}")
+            return about(name, f"cannot be given: {decided[name]}")
         option = known.get(name)
         if option is None:
             near = _did_you_mean(name, known)
             return Refusal(name, f"unknown option {name!r}{near or '; known: ' + ', '.join(known)}")
         if problem := option.problem(value):
-            return Refusal(name, f"option {name} = {value!r}: {problem}")
+            return about(name, f"= {value!r}: {problem}")
     return None
 
 

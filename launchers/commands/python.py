@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orc.launchers.commands.base import NodeCommand
-from orc.launchers.commands.options import Refusal
+from orc.launchers.commands.options import about
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class PythonCommand:
         """Return the reason why this command cannot carry *job*: any option, because it has none."""
         if job.launcher.options:
             name = next(iter(job.launcher.options))
-            return Refusal(name, f"option {name} cannot be given: the agent starts the ranks itself")
+            return about(name, "cannot be given: the agent starts the ranks itself")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

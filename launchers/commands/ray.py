@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orc.launchers.commands.base import NodeCommand, Service
-from orc.launchers.commands.options import MAPPING, TEXT, Option, Refusal, flags, refuse, whole
+from orc.launchers.commands.options import MAPPING, TEXT, Option, about, flags, refuse, whole
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ class RayCommand:
         try:
             _object_store(job)
         except ValueError as error:
-            return Refusal(
-                "object_store_memory", f"option object_store_memory = {options['object_store_memory']!r}: {error}"
-            )
+            return about("object_store_memory", f"= {options['object_store_memory']!r}: {error}")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:

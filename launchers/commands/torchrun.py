@@ -24,6 +24,7 @@ from orc.launchers.commands.options import (
     TEXT,
     Option,
     Refusal,
+    about,
     flags,
     one_of,
     pairs,
@@ -105,9 +106,9 @@ class TorchrunCommand:
             return reason
         if options.get("rdzv_backend", "static") == "static":
             if options.get("max_restarts"):
-                return Refusal(
+                return about(
                     "max_restarts",
-                    "option max_restarts needs rdzv_backend: c10d; with a static rendezvous restarted ranks would look "
+                    "needs rdzv_backend: c10d; with a static rendezvous restarted ranks would look "
                     "for the ones that died (orc itself starts new attempts: retry.max_attempts and retry.on)",
                 )
         elif "is_host" in options.get("rdzv_conf", {}):

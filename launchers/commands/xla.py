@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.commands.base import NodeCommand
-from orc.launchers.commands.options import TEXT, Option, Refusal, one_of, refuse, whole
+from orc.launchers.commands.options import TEXT, Option, about, one_of, refuse, whole
 from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
@@ -73,17 +73,15 @@ class XlaCommand:
             return reason
         function = options.get("function")
         if function is not None and (job.script is None or not function.isidentifier()):
-            return Refusal(
-                "function", f"option function = {function!r}: expected the name of a function of the job's `script`"
-            )
+            return about("function", f"= {function!r}: expected the name of a function of the job's `script`")
         nproc, nodes = job.resources.nproc, job.resources.max_nodes
         if options.get("processes") == "host" and nproc != 1:
-            return Refusal("processes", f"option processes = 'host' is one process per node, and resources say {nproc}")
+            return about("processes", f"= 'host' is one process per node, and resources say {nproc}")
         chip = options.get("processes", "chip") == "chip"
         if options.get("device") == "CPU" and chip and nproc * nodes > 1:
-            return Refusal(
+            return about(
                 "device",
-                f"option device = 'CPU' is for one process, and resources say {nproc * nodes}: on the CPU torch_xla "
+                f"= 'CPU' is for one process, and resources say {nproc * nodes}: on the CPU torch_xla "
                 "does not add up what several processes have, and says nothing (processes: host with SPMD works)",
             )
         if chip and nodes > 1 and nproc == 1:
@@ -92,16 +90,16 @@ class XlaCommand:
                 "node: 4, on some 8 (or processes: host)"
             )
         if chip and _TWO_CORES.match(options.get("accelerator_type", "")):
-            return Refusal(
+            return about(
                 "accelerator_type",
-                f"option accelerator_type = {options['accelerator_type']!r}: a chip of v2 and v3 is two devices, which "
+                f"= {options['accelerator_type']!r}: a chip of v2 and v3 is two devices, which "
                 "one process per chip cannot train on; take processes: host",
             )
         if options.get("metadata") == "variables":
             return _why_no_variables(options, job)
         given = [name for name in _VARIABLES_ONLY if name in options]
         if given:
-            return Refusal(given[0], f"option {given[0]} is for metadata: variables; the metadata server knows it")
+            return about(given[0], "is for metadata: variables; the metadata server knows it")
         return None
 
     def build(self, job: JobSpec) -> NodeCommand:
@@ -151,48 +149,37 @@ def _why_no_variables(options: Mapping[str, Any], job: JobSpec) -> str | None:
     resources = job.resources
     nodes, nproc = resources.max_nodes, resources.nproc
     if options.get("device") == "CPU":
-        return Refusal("metadata", "option metadata = 'variables' describes a TPU, and the device is CPU")
+        return about("metadata", "= 'variables' describes a TPU, and the device is CPU")
     if "accelerator_type" not in options:
-        return Refusal("metadata", "option metadata = 'variables' needs accelerator_type, for example v4-16")
+        return about("metadata", "= 'variables' needs accelerator_type, for example v4-16")
     if resources.min_nodes != nodes:
-        return Refusal(
-            "metadata",
-            f"option metadata = 'variables': a slice has a fixed number of nodes, not {resources.min_nodes}:{nodes}",
+        return about(
+            "metadata", f"= 'variables': a slice has a fixed number of nodes, not {resources.min_nodes}:{nodes}"
         )
     chip = options.get("processes", "chip") == "chip"
     if "topology" not in options:
         if nodes > 1 or not chip:
-            return Refusal(
-                "metadata", "option metadata = 'variables' needs topology: the chips of the slice, for example 2x2x4"
-            )
+            return about("metadata", "= 'variables' needs topology: the chips of the slice, for example 2x2x4")
         if nproc not in _CHIPS_OF_A_HOST:
-            return Refusal(
-                "metadata",
-                f"option metadata = 'variables': a machine has 1, 4 or 8 chips, and resources say {nproc} processes",
+            return about(
+                "metadata", f"= 'variables': a machine has 1, 4 or 8 chips, and resources say {nproc} processes"
             )
         return None
     grid = _parsed(options["topology"])
     if grid is None:
-        return Refusal(
-            "topology",
-            f"option topology = {options['topology']!r}: expected chips like 2x2x4, or 4x4 for two dimensions",
-        )
+        return about("topology", f"= {options['topology']!r}: expected chips like 2x2x4, or 4x4 for two dimensions")
     if math.prod(grid) % nodes or math.prod(grid) // nodes not in _CHIPS_OF_A_HOST:
-        return Refusal(
+        return about(
             "topology",
-            f"option topology = {options['topology']!r}: {math.prod(grid)} chips are not 1, 4 or 8 for each of "
-            f"{nodes} nodes",
+            f"= {options['topology']!r}: {math.prod(grid)} chips are not 1, 4 or 8 for each of {nodes} nodes",
         )
     chips = _CHIPS_OF_A_HOST[math.prod(grid) // nodes]
     if any(whole % part for whole, part in zip(grid, chips, strict=True)):
-        return Refusal(
-            "topology",
-            f"option topology = {options['topology']!r}: it cannot be cut into machines of {_text(chips)} chips",
-        )
+        return about("topology", f"= {options['topology']!r}: it cannot be cut into machines of {_text(chips)} chips")
     if chip and math.prod(chips) != nproc:
-        return Refusal(
+        return about(
             "topology",
-            f"option topology = {options['topology']!r}: each of {nodes} nodes has {math.prod(chips)} chips, and "
+            f"= {options['topology']!r}: each of {nodes} nodes has {math.prod(chips)} chips, and "
             f"resources say {nproc} processes for each",
         )
     return None
