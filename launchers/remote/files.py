@@ -1,4 +1,4 @@
-"""File operations of `LocalTransport`. All raise `OSError`."""
+"""File operations on this machine, those of `LocalTransport` too. All raise `OSError`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import BinaryIO
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # ENXIO: a device or a socket
 
 
-def write_file(path: str, data: bytes | Iterable[bytes], mode: int) -> None:
-    """Write a whole file, durably and in one step: a reader sees all of it or the old one. Parents are made, 0700."""
+def write_file(path: str, data: bytes | Iterable[bytes], mode: int, *, new: bool = False) -> None:
+    """Write a whole file, durably and in one step: a reader sees all of it or the old one. Parents are made, 0700.
+
+    With *new* it is never written over another one, whoever made that: `FileExistsError`.
+    """
     parent, name = os.path.split(path)
     make_directories(parent or ".", 0o700)
     temporary = os.path.join(parent, f".{name}.{os.urandom(6).hex()}.tmp")
@@ -23,10 +26,12 @@ def write_file(path: str, data: bytes | Iterable[bytes], mode: int) -> None:
             file.flush()
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        if new:
+            os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        remove(temporary)
 
 
 def make_directories(path: str, mode: int) -> None:

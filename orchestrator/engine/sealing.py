@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
+from orc.launchers.remote.files import write_file
 from orc.launchers.secrets import read_private
 
 if TYPE_CHECKING:
@@ -79,16 +80,9 @@ def _cipher(state_dir: Path, *, create: bool) -> MultiFernet:
 
 def _make(path: Path, key: str) -> str:
     """Write a new key and return it, or the one that another process has written meanwhile. Raises `LaunchError`."""
-    temporary = path.with_name(f".{FILE}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as out:
-            out.write(key + "\n")
-            out.flush()
-            os.fsync(out.fileno())
         with suppress(FileExistsError):
-            os.link(temporary, path)  # whole or not at all, and never over another one
-        temporary.unlink()
+            write_file(str(path), f"{key}\n".encode(), 0o600, new=True)
     except OSError as error:
         raise LaunchError(f"cannot keep the key of the secrets: {error.strerror}", where=str(path)) from None
     return read_private(path, "key of the secrets") or ""

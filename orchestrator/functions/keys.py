@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 from orc.launchers.errors import LaunchError
+from orc.launchers.remote.files import write_file
 from orc.launchers.snapshot.tree_store import fsync_directory
 from orc.orchestrator.functions.node import KEY_VARIABLE
 
@@ -17,11 +17,7 @@ def new_key(state_dir: Path, digest: str) -> dict[str, str]:
     """Make the key of the snapshot *digest*; return it as the secret that its jobs get."""
     path = _file(state_dir, digest)
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(str(path), secrets.token_hex(_BYTES).encode(), 0o600, new=True)
         fsync_directory(path.parent)
     except OSError as error:
         raise LaunchError(f"cannot keep the key of the function: {error.strerror or error}", where=str(path)) from error

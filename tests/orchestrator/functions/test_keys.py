@@ -18,6 +18,14 @@ def test_a_key_is_read_as_it_was_made(tmp_path: Path) -> None:
     assert key_of(tmp_path, "b" * 64) == {}
 
 
+def test_a_key_is_never_made_over_another_one(tmp_path: Path) -> None:
+    made = new_key(tmp_path, "a" * 64)
+    with pytest.raises(LaunchError, match="File exists"):
+        new_key(tmp_path, "a" * 64)
+    assert key_of(tmp_path, "a" * 64) == made
+    assert len(list((tmp_path / "functions").iterdir())) == 1
+
+
 def test_a_key_that_a_crash_has_emptied_verifies_nothing(tmp_path: Path) -> None:
     new_key(tmp_path, "a" * 64)
     (tmp_path / "functions" / f"{'a' * 64}.key").write_text("")
