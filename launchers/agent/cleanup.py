@@ -22,8 +22,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+KILL_S = 10.0  # what has not ended by then does not
 
-def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> None:
+
+def kill_descendants(marker: str, spare: Iterable[int] = ()) -> None:
     """Kill everything below this process until nothing is left, but for the children in *spare* and other attempts
     than *marker*.
 
@@ -31,7 +33,7 @@ def kill_descendants(marker: str, timeout_s: float = 10.0, spare: Iterable[int] 
     kills; call it when no exit status matters any more.
     """
     spared = set(spare)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -68,7 +70,7 @@ def _sessions(path: str) -> list[tuple[int, str]]:
     return [(pid, start) for pid, start in pairs if is_running(pid, start, str(noted.get("boot_id")))]
 
 
-def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 10.0) -> int:
+def kill_attempt(attempt_dir: str, node: int | None = None) -> int:
     """Kill what an attempt (or one node of it) has left on this machine when its agent is gone.
 
     Returns how many processes were found. The sessions come from ``pids.json``; what escaped from them (or started
@@ -83,7 +85,7 @@ def kill_attempt(attempt_dir: str, node: int | None = None, timeout_s: float = 1
         for pid, start in _sessions(os.path.join(attempt_dir, name, "pids.json")):
             killed[pid] = start
             signal_group(pid, signal.SIGKILL)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         marked = [pid for pid in marked_processes(attempt_dir, node) if pid != os.getpid()]
         killed.update((pid, process_start(pid) or "") for pid in marked)

@@ -15,7 +15,7 @@ import select
 import signal
 import time
 
-from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.cleanup import KILL_S, kill_attempt
 from orc.launchers.agent.errors import Superseded
 from orc.launchers.agent.preparation import end_containers
 from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, decode_wait_status, load_libc, prctl
@@ -36,7 +36,6 @@ NAME = "fence.json"
 GUARD_NAME = b"orc-fence"  # of the guard's process, for ps
 WAIT = 1.5  # terms that a successor waits: for the guard's pace, its waking up and the ranks' end
 SHARE = 6  # of a term that a guard which was stopped itself gives its agent to look again
-KILL_S = 10.0
 RECORD_S = 10.0  # for the exit record of an agent that did not answer; it may be the file system that hangs
 _PR_SET_NAME = 15
 _NEWER = 3  # exit code of the process that leaves word: there is a newer run

@@ -190,11 +190,11 @@ def _sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def write_json(path: str, data: Mapping[str, Any], *, durable: bool = True, mode: int = 0o600) -> None:
+def write_json(path: str, data: Mapping[str, Any], *, durable: bool = True) -> None:
     """Write *data* so that readers see all of it or none; *durable* also survives a power cut."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        _write(temporary, data, durable=durable, mode=mode)
+        _write(temporary, data, durable=durable)
         os.rename(temporary, path)
     except BaseException:
         remove(temporary)
@@ -203,8 +203,8 @@ def write_json(path: str, data: Mapping[str, Any], *, durable: bool = True, mode
         _sync_directory(os.path.dirname(path))
 
 
-def _write(path: str, data: Mapping[str, Any], *, durable: bool, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+def _write(path: str, data: Mapping[str, Any], *, durable: bool) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(data, file, ensure_ascii=False)
         file.write("\n")
@@ -229,7 +229,7 @@ def create_json(path: str, data: Mapping[str, Any]) -> bool:
     """Like `write_json`, but exactly one of all creators gets True; link(2) is atomic on network file systems too."""
     temporary = f"{path}.{os.uname().nodename}.{os.getpid()}.new"
     try:
-        _write(temporary, data, durable=True, mode=0o600)
+        _write(temporary, data, durable=True)
         os.link(temporary, path)
     except FileExistsError:
         return False
