@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from orc.orchestrator.clients.connecting import connect as connect
     from orc.orchestrator.clients.connecting import connect_async as connect_async
     from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
-    from orc.orchestrator.clients.protocol import JobsClient as JobsClient
     from orc.orchestrator.clients.service import ServiceClient as ServiceClient
+    from orc.orchestrator.clients.surface import JobsClient as JobsClient
 
 # Every public name and the module below this package that it comes from.
 _HOMES = {
     "AsyncServiceClient": "clients.asynchronous",
     "Client": "client",
     "JobNotFound": "clients.errors",
-    "JobsClient": "clients.protocol",
+    "JobsClient": "clients.surface",
     "ServiceClient": "clients.service",
     "connect": "clients.connecting",
     "connect_async": "clients.connecting",

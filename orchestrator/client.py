@@ -1,38 +1,35 @@
-"""The Python client: everything the command line and the service do with jobs."""
+"""The Python client of a ledger: everything the command line does with jobs without a service."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.errors import SpecError
-from orc.orchestrator.clients.cancel_calls import CancelCalls
-from orc.orchestrator.clients.cluster_calls import ClusterCalls
+from orc.launchers.errors import LaunchError, SpecError
+from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
-from orc.orchestrator.clients.group_calls import GroupCalls
-from orc.orchestrator.clients.wait_calls import WaitCalls
-from orc.orchestrator.functions.calls import FunctionCalls
-from orc.orchestrator.insight.calls import InsightCalls
-from orc.orchestrator.insight.curves import MeasuredJobs
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.notifications.calls import NotificationCalls
-from orc.orchestrator.views import EventView, JobRow, JobView
-from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend
-    from orc.launchers.spec import JobSpec, LoadedJob
-    from orc.launchers.spec.clusters import Cluster
+    from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry
+    from orc.launchers.spec import LoadedJob
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
+    from orc.orchestrator.clients.surface import ProgressCallback
     from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.functions.jobs import Call, FunctionJob
+    from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import JobRecord, Reservation
+    from orc.orchestrator.views import JobView
+    from orc.orchestrator.workspace import Workspace
+
+R = TypeVar("R")
 
 
-class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls, NotificationCalls, WaitCalls):
+class Client(JobsClient):
     """Submit jobs, follow them, end them.
 
     Use it as a context manager or `close` it. *state_dir* defaults to ``$ORC_STATE_DIR`` or the user's state directory,
@@ -46,8 +43,8 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
     clusters and time in tests.
     """
 
-    address = ""  # of a service: this one has none
     log_interval_s = 0.1
+    session: LedgerSession
 
     def __init__(
         self,
@@ -59,81 +56,31 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         sleep: Callable[[float], None] = time.sleep,
         reconciler: bool = True,
     ) -> None:
-        from orc.orchestrator.ledger.opening import open_database
-
-        if state_dir is None:
-            from orc.launchers import paths
-
-            state_dir = paths.state_dir()
-        self._clusters_file = clusters_file
-        self._backend_of = backend_of
-        database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=True)
-        self.workspace = Workspace(
-            state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
+        self.session = LedgerSession(
+            state_dir, clusters_file, backend_of=backend_of, clock=clock, sleep=sleep, reconciler=reconciler
         )
-        self.serves = False  # many people, in a service: the addresses that their jobs bring along are limited
-        self.measured = MeasuredJobs()
-        # Another process could not use backends that exist in this one only.
-        self._detaches = reconciler and backend_of is None
-        self.workspace.on_live_job = self._start_reconciler
-        self.workspace.subscribed = self._subscribed
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the ledger, and the connections to clusters."""
-        self.workspace.close()
+    @property
+    def workspace(self) -> Workspace:
+        """The ledger, the store of snapshots and the backends of the clusters."""
+        return self.session.workspace
 
     @property
     def clusters_file(self) -> Path:
         """The file that describes the clusters; it need not exist."""
-        from orc.launchers import paths
+        return self.session.clusters_file
 
-        return self._clusters_file or paths.clusters_file()
+    def close(self) -> None:
+        """Close the ledger, and the connections to clusters."""
+        self.session.close()
 
     def leave_reconciler(self) -> None:
         """Start a detached reconciler where there is work for one and none runs: live jobs, messages, schedules."""
-        ledger = self.workspace.ledger
-        if self._detaches and not ledger.volatile and (ledger.any_active() or self._any_due()):
-            self._start_reconciler()
-
-    def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import late_copies, outbox, schedules
-
-        with self.workspace.ledger.database.read() as connection:
-            at = outbox.next_due(connection)
-            if at is not None and at <= self.workspace.clock():
-                return True
-            if late_copies.next_due(connection) is not None:
-                return True
-            return any(found.enabled for found in schedules.all_schedules(connection))
-
-    def _start_reconciler(self) -> None:
-        if self._detaches:
-            from orc.orchestrator.engine import detached
-
-            ws = self.workspace
-            detached.ensure(ws.state_dir, ws.ledger.database.url, self._clusters_file)
-
-    def _cluster(self, name: str) -> Cluster:
-        from orc.launchers.spec.clusters import get_cluster
-
-        return get_cluster(name, path=self._clusters_file)
-
-    def _open_backend(self, cluster: str) -> Backend:
-        from orc.launchers.backends import open_backend
-
-        return open_backend(self._cluster(cluster), self.workspace.state_dir)
+        self.session.leave_reconciler()
 
     # -- making jobs
 
-    def submit(
-        self, loaded: LoadedJob, *, on_progress: Callable[[str, Mapping[str, Any]], None] | None = None
-    ) -> JobView:
+    def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
         Args:
@@ -164,32 +111,16 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
             )
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
-        loaded = loaded._replace(spec=self._subscribed(loaded.spec))
+        loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
         source = str(loaded.source_path.absolute()) if loaded.source_path else ""
         record = start_job(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
         return self._submitted(record)
 
-    def _subscribed(self, spec: JobSpec) -> JobSpec:
-        """Return *spec* with the subscriptions of the settings. Raises `LaunchError` for a wrong address."""
-        from orc.orchestrator.notifications.settings import load_settings
-        from orc.orchestrator.notifications.targets import Policy, subscribed
-
-        return subscribed(spec, load_settings(), Policy(service=self.serves))
-
     def resubmit(
-        self,
-        job_id: str,
-        *,
-        overrides: Sequence[str] = (),
-        on_progress: Callable[[str, Mapping[str, Any]], None] | None = None,
+        self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
     ) -> JobView:
         """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
-
-        Args:
-            job_id: Id of the old job, which stays as it is.
-            overrides: Changes of the specification, ``resources.nodes=4``, as after ``--set``.
-            on_progress: As of `submit`.
 
         Raises:
             JobNotFound: There is no such job.
@@ -222,7 +153,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         cluster: str,
         inputs: object = None,
         name: str | None = None,
-        on_progress: Callable[[str, Mapping[str, Any]], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> JobView:
         """Submit what *estimator* describes to a cluster of kind sagemaker.
 
@@ -235,7 +166,7 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
         """
         from orc.launchers.backends.sagemaker.estimators import load_estimator
 
-        loaded = load_estimator(estimator, self._cluster(cluster), name=name, inputs=inputs)
+        loaded = load_estimator(estimator, self.session.cluster(cluster), name=name, inputs=inputs)
         return self.submit(loaded, on_progress=on_progress)
 
     def _submitted(self, record: JobRecord) -> JobView:
@@ -243,33 +174,180 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
             self.refresh([record.id])  # whoever seems to be in its way may have left since somebody looked
         return self.job(record.id)
 
-    def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
-        """Set tags of a job; `None` removes one, and others stay. Return the job with them.
+    def cancel(
+        self,
+        job_ids: Sequence[str],
+        *,
+        grace_s: float | None = None,
+        on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> list[JobView]:
+        """Cancel jobs. The request is durable first; those that have ended stay as they are."""
+        from orc.orchestrator.clients.cancelling import cancel
+
+        cancel(self.session, job_ids, grace_s=grace_s, on_unreachable=on_unreachable)
+        return [self.job(job_id) for job_id in job_ids]
+
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+        """Submit all members of a group, or none."""
+        from orc.orchestrator.clients import groups
+
+        return groups.submit(self.session, loaded, on_progress=on_progress)
+
+    def retry_group(self, group_id: str) -> GroupView:
+        """Submit the members that have ended without success once more, from the same snapshots.
 
         Raises:
-            JobNotFound: There is no such job.
-            SpecError: A tag is none that a job file could have.
+            GroupNotFound: There is no such group.
+            LaunchError: None of them could be submitted, or there are none.
         """
-        from orc.orchestrator.ledger.tags import checked_tags, write_tags
+        from orc.orchestrator.clients import groups
 
-        changes = checked_tags(tags)
-        self._checked_id(job_id)
-        with self.workspace.ledger.transaction() as tx:
-            write_tags(tx, job_id, changes)
-        return self.job(job_id)
+        return groups.resubmit(self.session, group_id)
 
-    def _reopen_ledger(self) -> None:
-        """Use the ledger itself where it can be written now, else a copy in memory."""
-        from orc.orchestrator.ledger.opening import open_database
+    def create_schedule(
+        self,
+        loaded: LoadedJob,
+        cron: str,
+        *,
+        name: str = "",
+        timezone: str = "UTC",
+        missed: str = "skip",
+        overlap: str = "skip",
+        on_progress: ProgressCallback | None = None,
+    ) -> ScheduleView:
+        """Submit a job again and again, from the snapshot that is taken now."""
+        from orc.orchestrator.clients.group_views import ScheduleView
+        from orc.orchestrator.engine import schedules, snapshots
+        from orc.orchestrator.engine.submission import silent
 
-        ledger = self.workspace.ledger
-        if bool(ledger.database.unwritable()) == bool(ledger.volatile):
-            return
-        database = open_database(
-            self.workspace.state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=not ledger.volatile
+        schedules.check(loaded.spec, cron, timezone)
+        ws = self.workspace
+        snapshot = snapshots.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
+        record = schedules.create(
+            ws,
+            loaded.spec,
+            snapshot,
+            name=name or loaded.spec.name,
+            cron=cron,
+            timezone=timezone,
+            missed=missed,
+            overlap=overlap,
+            source=str(loaded.source_path.absolute()) if loaded.source_path else "",
         )
-        ledger.database.close()
-        ledger.database = database
+        return ScheduleView.of(record)
+
+    # -- functions
+
+    def submit_function(
+        self,
+        fn: Callable[..., R],
+        /,
+        *args: Any,
+        cluster: str = "local",
+        resources: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        max_timeouts: int = 3,
+        job: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> FunctionJob[R]:
+        """Submit a job that calls ``fn(*args, **kwargs)`` on a cluster.
+
+        A function that has a ``checkpoint`` method saves before its time limit and when it is preempted; what that
+        method returns is called next.
+
+        Args:
+            fn: What to call; pickled, with its arguments.
+            *args: Its positional arguments.
+            cluster: A name in clusters.yaml.
+            resources: The section of that name of a job file.
+            name: Name of the job; that of the function by default.
+            max_timeouts: Number of time limits after which a function that saves goes on.
+            job: Other keys of a job file: ``env``, ``secrets``, ``setup``, ``environment``, ``retry``, ``grace``, ...
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The job, whose `FunctionJob.result` is the function's value.
+
+        Raises:
+            LaunchError: The call cannot be pickled, the job's specification is wrong, or the cluster rejects it.
+        """
+        (made,) = self.submit_calls(
+            [(fn, args, kwargs)], cluster=cluster, resources=resources, name=name, max_timeouts=max_timeouts, job=job
+        )
+        return made
+
+    def map_functions(
+        self,
+        fn: Callable[..., R],
+        /,
+        *iterables: Iterable[Any],
+        cluster: str = "local",
+        resources: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        at_once: int | None = None,
+        max_timeouts: int = 3,
+        job: Mapping[str, Any] | None = None,
+    ) -> list[FunctionJob[R]]:
+        """Submit a job for each call of ``map(fn, *iterables)``; where the cluster has arrays, as one array.
+
+        Args:
+            fn: What to call.
+            *iterables: Its arguments, as those of `map`, but of the same length.
+            cluster: A name in clusters.yaml.
+            resources: What one call needs.
+            name: Name of the jobs.
+            at_once: Number of calls that run at a time, on this machine and on clusters with arrays.
+            max_timeouts: As of `submit_function`.
+            job: As of `submit_function`.
+
+        Returns:
+            The jobs, in the order of the arguments.
+
+        Raises:
+            LaunchError: As of `submit_function`.
+        """
+        from orc.orchestrator.functions.jobs import arguments
+
+        calls: list[Call] = [(fn, args, {}) for args in arguments(iterables)]
+        return self.submit_calls(
+            calls, many=True, cluster=cluster, resources=resources, name=name, at_once=at_once,
+            max_timeouts=max_timeouts, job=job,
+        )  # fmt: skip
+
+    def submit_calls(self, calls: Sequence[Call], **options: Any) -> list[FunctionJob[Any]]:
+        """Submit a job for each of *calls*, ``(function, args, kwargs)``; ``many=True`` makes them a map.
+
+        The other *options* are those of `map_functions`.
+
+        Returns:
+            The jobs, in the order of *calls*.
+        """
+        from orc.orchestrator.functions.calls import submit_calls
+        from orc.orchestrator.functions.jobs import FunctionJob
+
+        return [FunctionJob(self, job_id) for job_id in submit_calls(self.workspace, calls, **options)]
+
+    def function_jobs(self, id: str, *, cluster: str = "") -> list[FunctionJob[Any]]:
+        """Return the calls that were submitted earlier, perhaps by another process.
+
+        Args:
+            id: The id of a job, or of a map (the tag ``map`` of its jobs), or ``<map>.<number>`` for one of its calls.
+            cluster: Not needed: the ledger has the cluster of each job.
+
+        Raises:
+            LaunchError: There is no such job.
+        """
+        from orc.orchestrator.functions.jobs import CALL_TAG, MAP_TAG, FunctionJob
+
+        group, _, number = id.partition(".")
+        rows = self.jobs(tags={MAP_TAG: group}, limit=None)
+        calls = sorted((int(row.tags[CALL_TAG]), row.id) for row in rows)
+        found = [job for call, job in calls if not number or str(call) == number]
+        if not calls:
+            found = [self.job(id).id]
+        elif not found:
+            raise LaunchError(f"{group} has no call {number}", hint=f"it has {len(calls)}, from 0")
+        return [FunctionJob(self, job) for job in found]
 
     # -- looking at jobs
 
@@ -283,125 +361,97 @@ class Client(CancelCalls, ClusterCalls, FunctionCalls, GroupCalls, InsightCalls,
     ) -> PassReport:
         """Run one reconciler pass over *job_ids*, or all live jobs; report the clusters that did not answer.
 
-        *cluster*, *patience_s* and *max_age_s* are those of `orc.orchestrator.engine.reconciler.reconcile`.
-        While the ledger cannot be written, what was seen is only shown by this client, and nothing is started.
+        Arguments as of `LedgerSession.refresh`: *cluster*, *patience_s* and *max_age_s* are those of
+        `orc.orchestrator.engine.reconciler.reconcile`.
         """
-        # Imported here because `orc list` needs no pass and has no time for one.
-        from orc.orchestrator.engine.reconciler import reconcile
+        return self.session.refresh(job_ids, cluster=cluster, patience_s=patience_s, max_age_s=max_age_s)
 
-        self._reopen_ledger()
-        try:
-            return reconcile(self.workspace, job_ids, cluster=cluster, patience_s=patience_s, max_age_s=max_age_s)
-        except LedgerError:
-            if not self.workspace.ledger.database.unwritable():
-                raise
-            self._reopen_ledger()  # its disk has become full in the middle of it
-            return reconcile(self.workspace, job_ids, cluster=cluster)
+    def is_remote(self, clusters: set[str]) -> bool:
+        """Return True when one of *clusters* is polled over a network or by its commands, not by reading files here."""
+        return self.session.is_remote(clusters)
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
         from orc.orchestrator.engine.background_passes import BackgroundPasses
 
-        self._reopen_ledger()
+        self.session.reopen_ledger()
         if self.workspace.ledger.volatile:
             self.refresh(job_ids)
             return
-        with BackgroundPasses(self._clone) as passes:
+        with BackgroundPasses(self.session.clone) as passes:
             passes.run(job_ids, seconds)
 
-    def job(self, job_id: str) -> JobView:
-        """Return the job as the ledger has it.
-
-        Raises:
-            JobNotFound: There is no such job.
-        """
-        ledger = self.workspace.ledger
-        record = ledger.job(job_id)
-        if record is None:
-            raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
-        return JobView.of(
-            record,
-            ledger.attempts(job_id),
-            ledger.spec(job_id),
-            ledger.tags(job_id),
-            ledger.failed_hosts(job_id),
-            ledger.seen_at(job_id),
-        )
-
-    def jobs(
+    def wait(
         self,
+        job_ids: Sequence[str],
         *,
-        states: Sequence[str] | None = None,
-        name: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        group: str | None = None,
-        limit: int | None = 50,
-    ) -> list[JobRow]:
-        """Return jobs, newest first.
+        timeout_s: float | None = None,
+        on_change: Callable[[JobView], None] | None = None,
+    ) -> list[JobView]:
+        """Run passes until all jobs have ended."""
+        from orc.orchestrator.clients.waiting import wait
 
-        Args:
-            states: Only those in one of these states.
-            name: Only those of this name.
-            tags: Only those with all these tags.
-            group: Only those of this sweep, array, pipeline or schedule.
-            limit: Number of jobs at most; `None` for all.
+        return wait(self.session, job_ids, timeout_s=timeout_s, on_change=on_change)
+
+    def tick(self, job_id: str) -> JobView:
+        """Run one pass for an attempt of the job *job_id* that has ended, and wait for a retry that is due.
+
+        Returns when the job has ended, or when an attempt is safely at the backend.
         """
-        rows = self.workspace.ledger.rows(states=states, name=name, tags=tags, group=group, limit=limit)
-        return [JobRow(*row) for row in rows]
+        from orc.orchestrator.clients.waiting import tick
+
+        return tick(self.session, job_id)
 
     def reservations(self, cluster: str | None = None) -> list[Reservation]:
         """Return the hosts that attempts hold (of *cluster*, if given), by cluster and host."""
         return self.workspace.ledger.reservations(cluster)
 
-    def events(self, job_id: str) -> list[EventView]:
-        """Return the history of a job, oldest first."""
-        return self.workspace.ledger.events(self._checked_id(job_id))
+    def read_log(
+        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
+    ) -> Iterator[LogChunk]:
+        """Yield the content of one log as it is now; a call with the end of the last chunk as *offset* follows it."""
+        from orc.orchestrator.api.logs import read_log
 
-    def resolve(self, ref: str) -> str:
-        """Return the job id that *ref* means.
+        return read_log(self.session, job_id, selector, attempt, offset)
 
-        Args:
-            ref: An id, the unambiguous start of one, or ``@last``.
+    def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
+        """Return the path of one log on this machine; `None` where it has to be read with `read_log`."""
+        backend, handle = self.at_backend(job_id, attempt)
+        return backend.log_file(handle, selector) if handle else None
+
+    def metrics(self, job_id: str) -> Reader:
+        """Return a reader of what the training of a job measures; each `read` goes on from where it stopped.
 
         Raises:
-            JobNotFound: No job, or more than one, is meant.
+            JobNotFound: There is no such job.
         """
-        if ref == "@last":
-            newest = self.jobs(limit=1)
-            if not newest:
-                raise JobNotFound("there is no job yet", hint="submit one: orc submit job.yaml")
-            return newest[0].id
-        candidates = self.workspace.ledger.matching_ids(ref, limit=6) if ref else []
-        if ref in candidates or (ref and self.workspace.ledger.job(ref)):
-            return ref
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            shown = ", ".join(candidates[:5]) + (", ..." if len(candidates) > 5 else "")
-            raise JobNotFound(f"{ref!r} is not unique", hint=f"it is the start of {shown}")
-        raise JobNotFound(f"no such job: {ref}", hint=self._similar(ref))
+        from orc.orchestrator.insight.metrics import Reader
 
-    def _similar(self, ref: str) -> str:
-        import difflib
+        return Reader(self.workspace, self.session.record(job_id).id)
 
-        near = difflib.get_close_matches(ref, [row.id for row in self.jobs(limit=200)], n=3)
-        return f"did you mean {' or '.join(near)}?" if near else "`orc list` shows the jobs"
+    def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
+        """Return the ways to the nodes of an attempt (the newest by default).
 
-    def _checked_id(self, job_id: str) -> str:
-        if self.workspace.ledger.job(job_id) is None:
-            raise JobNotFound(f"no such job: {job_id}", hint="`orc list` shows the jobs")
-        return job_id
+        Raises:
+            LaunchError: It has no nodes yet, or its cluster's nodes cannot be entered.
+        """
+        from orc.launchers.backends.base import SupportsExec
 
-    # -- waiting
+        backend, handle = self.at_backend(job_id, attempt)
+        if handle is None:
+            raise LaunchError(f"{job_id} has no nodes yet", hint=f"`orc status {job_id}` says what it waits for")
+        if not isinstance(backend, SupportsExec):
+            raise LaunchError(f"nodes of clusters of kind {backend.kind} cannot be entered", where=job_id)
+        return backend.entries(handle)
 
-    def _clone(self) -> Client:
-        """Return a client like this one, for another thread."""
-        ws = self.workspace
-        return Client(
-            ws.state_dir,
-            self._clusters_file,
-            backend_of=self._backend_of,
-            clock=ws.clock,
-            sleep=ws.sleep,
-            reconciler=self._detaches,
-        )
+    def at_backend(self, job_id: str, number: int | None) -> tuple[Backend, Handle | None]:
+        """Return the backend of the job *job_id*, and the handle of its attempt *number* (the newest by default)."""
+        from orc.orchestrator.api.logs import at_backend
+
+        return at_backend(self.session, job_id, number)
+
+    def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
+        """Return the clusters with a queue of their own, and the errors of those that fail to open. Contacts none."""
+        from orc.orchestrator.api.clusters import queueing_clusters
+
+        return queueing_clusters(self.session)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempts.records import AttemptExit
 from orc.orchestrator.ledger.records import EventRecord
+from orc.orchestrator.schema import View
 
 if TYPE_CHECKING:
-    from orc.launchers.attempts.records import AttemptExit
     from orc.orchestrator.ledger.records import AttemptRecord, JobRecord
 
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 @dataclass(frozen=True)
-class AttemptView:
+class AttemptView(View):
     """Attempt at running a job."""
 
     number: int
@@ -36,33 +37,9 @@ class AttemptView:
         str, ...
     ] = ()  # hosts to blame for its node failure; the job's next attempts keep away from them
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {
-            "number": self.number,
-            "marker": self.marker,
-            "state": self.state,
-            "cause": self.cause,
-            "reason": self.reason,
-            "native_id": self.native_id,
-            "hosts": list(self.hosts),
-            "failed_hosts": list(self.failed_hosts),
-            "submitted_at": self.submitted_at,
-            "started_at": self.started_at,
-            "ended_at": self.ended_at,
-            "restarts": self.restarts,
-            "progress": dict(self.progress),
-            "exit": self.exit.to_dict() if self.exit else None,
-        }
-
     @classmethod
     def of(cls, record: AttemptRecord, failed_hosts: tuple[str, ...] = ()) -> AttemptView:
         """Return the view of records of the ledger."""
-        end = None
-        if record.exit is not None:
-            from orc.launchers.attempts.records import AttemptExit
-
-            end = AttemptExit.from_dict(record.exit)
         return cls(
             record.number,
             record.marker,
@@ -76,13 +53,13 @@ class AttemptView:
             record.ended_at,
             record.restarts,
             record.progress,
-            end,
+            AttemptExit.from_dict(record.exit) if record.exit is not None else None,
             failed_hosts,
         )
 
 
 @dataclass(frozen=True)
-class JobView:
+class JobView(View):
     """A job and all its attempts."""
 
     id: str
@@ -119,35 +96,6 @@ class JobView:
     def attempt(self) -> AttemptView | None:
         """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "cluster": self.cluster,
-            "backend": self.backend,
-            "state": self.state,
-            "reason": self.reason,
-            "created_at": self.created_at,
-            "updated_at": self.updated_at,
-            "ended_at": self.ended_at,
-            "next_attempt_at": self.next_attempt_at,
-            "cancel_requested_at": self.cancel_requested_at,
-            "tags": dict(self.tags),
-            "spec": dict(self.spec),
-            "digests": dict(self.digests),
-            "source": self.source,
-            "owner": self.owner,
-            "project": self.project,
-            "priority": self.priority,
-            "group_id": self.group_id,
-            "group_index": self.group_index,
-            "not_before": self.not_before,
-            "deadline_at": self.deadline_at,
-            "seen_at": self.seen_at,
-            "attempts": [attempt.to_dict() for attempt in self.attempts],
-        }
 
     @classmethod
     def of(
@@ -188,8 +136,9 @@ class JobView:
         )
 
 
-class JobRow(NamedTuple):
-    """A job in a list. A tuple because lists are long."""
+@dataclass(frozen=True, slots=True)
+class JobRow(View):
+    """A job in a list. Its fields are in the order of `orc.orchestrator.ledger.listing.read_rows`."""
 
     id: str
     name: str
@@ -218,9 +167,20 @@ class JobRow(NamedTuple):
         # Not `updated_at`: that its cluster cannot be reached is news of the job, too.
         return (self.seen_at or self.created_at) if self.state in ("PENDING", "RUNNING") else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {**self._asdict(), "hosts": list(self.hosts), "tags": dict(self.tags)}
+
+@dataclass(frozen=True)
+class NotificationView(View):
+    """Notification without anything secret."""
+
+    id: int
+    job: str
+    event: str
+    target: str  # of a URL, nothing behind its host
+    state: str  # due, sent, dead
+    tries: int
+    next_at: float | None  # of one that is due
+    error: str
+    created_at: float
 
 
 # An event is shown as it is stored.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orc.launchers.findings import Finding
+from orc.launchers.ids import AttemptId
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class QueuedJob:
     nodes: int
     reason: str = ""  # why it waits
     starts_at: float | None = None  # when the cluster expects to start it, in seconds since the epoch
+    job: str = ""  # id of its job; that of the marker unless given
+
+    def __post_init__(self) -> None:
+        if not self.job:
+            object.__setattr__(self, "job", AttemptId.from_marker(self.marker).job)
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def _members(
         values = (values.get(job.id) for _, values in columns)
         rows.append(
             (
-                member.stage or str(member.number),
+                member.stage or str(member.index),
                 *(member.parameters.get(key, "-") for key in keys),
                 state(job.state),
                 *("-" if value is None else f"{value:.4g}" for value in values),

@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 
 class _Seconds(click.FloatRange):

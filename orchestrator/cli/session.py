@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.client import Client
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 
 def open_client(*, reconciler: bool = True) -> JobsClient:

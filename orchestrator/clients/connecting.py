@@ -9,8 +9,8 @@ from orc.orchestrator.clients import logins
 if TYPE_CHECKING:
     from orc.orchestrator.clients.asynchronous import AsyncServiceClient
     from orc.orchestrator.clients.logins import Login
-    from orc.orchestrator.clients.protocol import JobsClient
     from orc.orchestrator.clients.service import ServiceClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 
 def connect(url: str | None = None) -> JobsClient:

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from orc.orchestrator.schema import View
+from orc.orchestrator.views import JobRow
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.schedules import ScheduleRecord
-    from orc.orchestrator.views import JobRow
 
 
 @dataclass(frozen=True)
-class MemberView:
+class MemberView(View):
     """Member of a group: its newest job, and the values in which it differs from the others."""
 
-    number: int
-    stage: str
+    index: int
+    stage: str | None  # of a pipeline
     parameters: Mapping[str, str]
     job: JobRow
-    jobs: int = 1  # how often it was submitted
+    submissions: int = 1  # how often it was submitted
     metrics: Mapping[str, float] = field(default_factory=dict)  # the newest of each, where they were asked for
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
-        return {
-            "index": self.number,
-            "stage": self.stage or None,
-            "parameters": dict(self.parameters),
-            "submissions": self.jobs,
-            "metrics": dict(self.metrics),
-            "job": self.job.to_dict(),
-        }
 
 
 @dataclass(frozen=True)
-class GroupView:
+class GroupView(View):
     """Group of jobs as the ledger has it."""
 
     id: str
@@ -45,36 +36,16 @@ class GroupView:
     created_at: float
     max_parallel: int | None
     members: tuple[MemberView, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)  # of members in each state, in the order of the members
 
     @property
     def keys(self) -> list[str]:
         """The keys that its members differ in."""
         return list(dict.fromkeys(key for member in self.members for key in member.parameters))
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of members in each state, in the order of the members."""
-        found: dict[str, int] = {}
-        for member in self.members:
-            found[member.job.state] = found.get(member.job.state, 0) + 1
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "name": self.name,
-            "owner": self.owner,
-            "created_at": self.created_at,
-            "max_parallel": self.max_parallel,
-            "counts": self.counts,
-            "members": [member.to_dict() for member in self.members],
-        }
-
 
 @dataclass(frozen=True)
-class ScheduleView:
+class ScheduleView(View):
     """Schedule of a job. Times are seconds since the epoch."""
 
     id: str
@@ -107,7 +78,3 @@ class ScheduleView:
             record.spec["overlap"],
             record.source,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
-        return asdict(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.api.session import LedgerSession
     from orc.orchestrator.engine.groups import Entry
     from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
@@ -29,11 +30,11 @@ _MOST = 1_000_000  # jobs of one group
 ProgressCallback = Callable[[str, Mapping[str, Any]], None]
 
 
-def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
     """Submit all members of a group, or none.
 
     Args:
-        client: The client of the ledger.
+        session: The open ledger.
         loaded: The group, from `orc.launchers.spec.groups.load_jobs`.
         on_progress: As of `Client.submit`.
 
@@ -46,7 +47,7 @@ def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback
     from orc.orchestrator.engine.groups import Entry, enqueue_stages, new_group, submit_members
     from orc.orchestrator.engine.submission import silent
 
-    ws = client.workspace
+    ws = session.workspace
     snapshots: dict[str, Snapshot] = {}
     source = str(loaded.source_path.absolute())
     entries = [
@@ -58,7 +59,7 @@ def submit(client: Client, loaded: LoadedGroup, *, on_progress: ProgressCallback
     group = new_group(ws, loaded.kind, loaded.name, loaded.max_parallel, described)
     send = enqueue_stages if loaded.kind == "pipeline" else submit_members
     records = send(ws, entries, group)
-    client.refresh([record.id for record in records])
+    session.refresh([record.id for record in records])
     return view(ws, group.id)
 
 
@@ -88,7 +89,7 @@ def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], prog
     return known[key]
 
 
-def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | None = None) -> GroupView:
+def resubmit(session: LedgerSession, group_id: str, *, on_progress: ProgressCallback | None = None) -> GroupView:
     """Submit the members that have ended without success once more, from the same snapshots, in the same group.
 
     What has succeeded is not run again: its outputs serve those that take them. Members that wait for a failure which
@@ -100,9 +101,9 @@ def resubmit(client: Client, group_id: str, *, on_progress: ProgressCallback | N
     """
     from orc.orchestrator.engine.groups import enqueue
 
-    ws = client.workspace
+    ws = session.workspace
     records = enqueue(ws, entries_again(ws, group_id), group=record_of(ws, group_id), known=True)
-    client.refresh([new.id for new in records])
+    session.refresh([new.id for new in records])
     return view(ws, group_id)
 
 
@@ -131,7 +132,7 @@ def entries_again(ws: Workspace, group_id: str) -> list[Entry]:
         snapshot = stored_snapshot(ws, digests)
         if taken & specs.keys():  # what another one has left is left anew
             snapshot = replace(snapshot, inputs={})
-        entries.append(Entry(spec, snapshot, again[job_id].number, job_id, f"job:{job_id}"))
+        entries.append(Entry(spec, snapshot, again[job_id].index, job_id, f"job:{job_id}"))
     return entries
 
 
@@ -147,14 +148,16 @@ def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:
     return True
 
 
-def cancel(client: Client, group_id: str, *, grace_s: float | None = None) -> GroupView:
+def cancel(session: LedgerSession, group_id: str, *, grace_s: float | None = None) -> GroupView:
     """Cancel the members that have not ended. Raises `GroupNotFound`, `LedgerError`."""
     live = [
-        member.job.id for member in view(client.workspace, group_id).members if not JobState(member.job.state).terminal
+        member.job.id for member in view(session.workspace, group_id).members if not JobState(member.job.state).terminal
     ]
     if live:
-        client.cancel(live, grace_s=grace_s)
-    return view(client.workspace, group_id)
+        from orc.orchestrator.clients.cancelling import cancel as cancel_jobs
+
+        cancel_jobs(session, live, grace_s=grace_s)
+    return view(session.workspace, group_id)
 
 
 def view(ws: Workspace, group_id: str) -> GroupView:
@@ -164,16 +167,19 @@ def view(ws: Workspace, group_id: str) -> GroupView:
     members: dict[int, MemberView] = {}
     for row in sorted(rows, key=lambda row: row.created_at):
         number = len(members) if row.group_index is None else row.group_index  # runs of a schedule have none
-        before = members[number].jobs if number in members else 0
+        before = members[number].submissions if number in members else 0
         members[number] = MemberView(
             number,
-            group.spec.get("stages", {}).get(str(number), ""),
+            group.spec.get("stages", {}).get(str(number)),
             group.spec.get("members", {}).get(str(number), {}),
             row,
             before + 1,
         )
     ordered = tuple(members[number] for number in sorted(members))
-    return GroupView(group.id, group.kind, group.name, group.owner, group.created_at, group.max_parallel, ordered)
+    counts = dict(Counter(member.job.state for member in ordered))
+    return GroupView(
+        group.id, group.kind, group.name, group.owner, group.created_at, group.max_parallel, ordered, counts
+    )
 
 
 def newest(ws: Workspace, kinds: Sequence[str], limit: int) -> list[GroupView]:

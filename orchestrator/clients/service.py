@@ -7,28 +7,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from orc.launchers.attempts.logs import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.orchestrator.clients import flows, reports, requests, transport
+from orc.orchestrator.api.jobs import cancel_job, get_job
 from orc.orchestrator.clients.errors import NeedsLedger
-from orc.orchestrator.clients.following import follow_log
+from orc.orchestrator.clients.http_session import HttpSession
 from orc.orchestrator.clients.logins import Login, checked_url
-from orc.orchestrator.clients.service_groups import ServiceGroupCalls
+from orc.orchestrator.clients.requests import log_content
+from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.clients.uploads import silent
+from orc.orchestrator.views import JobView
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
-    from orc.launchers.backends.base import LogChunk, LogSelector, NodeEntry, QueueReport
+    from orc.launchers.backends.base import NodeEntry
     from orc.launchers.spec import LoadedJob
-    from orc.orchestrator.clients.flows import Flow
-    from orc.orchestrator.clients.protocol import ProgressCallback
+    from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.requests import Request
+    from orc.orchestrator.clients.surface import ProgressCallback
     from orc.orchestrator.insight.metrics import Line
-    from orc.orchestrator.notifications.calls import NotificationView
-    from orc.orchestrator.views import EventView, JobRow, JobView
 
 Answer = TypeVar("Answer")
+_LOG_BYTES = 1 << 20  # of one answer
+# Between two looks of `wait`: a twentieth of the time since something changed, within these bounds (seconds).
+_INTERVAL_S = (0.2, 3.0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Refreshed:
     unreachable: dict[str, str] = field(default_factory=dict)
 
 
-class ServiceClient(ServiceGroupCalls):
+class ServiceClient(JobsClient):
     """Submit jobs to a service, follow them, end them.
 
     Use it as a context manager or `close` it. The methods are those of `Client`, with the same arguments, values and
@@ -57,6 +59,7 @@ class ServiceClient(ServiceGroupCalls):
     """
 
     log_interval_s = 1.0
+    session: HttpSession
 
     def __init__(
         self,
@@ -67,75 +70,22 @@ class ServiceClient(ServiceGroupCalls):
         insecure_http: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        import httpx
-
-        self._login = Login(checked_url(url), token, ca, insecure_http)
-        self._http = httpx.Client(**transport.options(self._login))
-        self._sleep = sleep
-
-    @property
-    def address(self) -> str:
-        """URL of the service."""
-        return self._login.url
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        self.close()
+        self.session = HttpSession(Login(checked_url(url), token, ca, insecure_http), sleep)
+        self.address = self.session.login.url
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self.session.http.close()
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
-        import httpx
-
-        transport.refuse_clear_secrets(self._login, request)
-        attempt = 0
-        while True:
-            attempt += 1
-            response, lost = None, None
-            try:
-                content: dict[str, Any] = {} if request.content is None else {"content": request.content()}
-                response = self._http.request(request.method, request.path, **transport.arguments(request), **content)
-            except httpx.TransportError as error:
-                lost = error
-            wait = transport.pause(attempt, response)
-            if wait is not None:
-                self._sleep(wait)
-            elif response is None:
-                assert lost is not None
-                raise transport.unreachable(lost, self.address) from lost
-            else:
-                return transport.answer(response, request, self.address)
-
-    def lead(self, flow: Flow[Answer]) -> Answer:
-        """Return what *flow* returns, after doing what it requests."""
-        step = next(flow)
-        try:
-            while True:
-                try:
-                    given = self._do(step)
-                except LaunchError as error:  # the flow's to handle, or to let through
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(given)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
-
-    def _do(self, step: flows.Step) -> Any:
-        if isinstance(step, flows.Pause):
-            return self._sleep(step.seconds)
-        return step.do() if isinstance(step, flows.Work) else self.ask(step)
+        return self.session.ask(request)
 
     def me(self) -> Mapping[str, Any]:
         """Return the user that the service identifies this client as: ``{"user", "role", ...}``."""
-        return self.ask(requests.me())
+        from orc.orchestrator.api.access import who_am_i
+
+        return who_am_i(self.session).to_dict()
 
     # -- making jobs
 
@@ -153,16 +103,47 @@ class ServiceClient(ServiceGroupCalls):
             LaunchError: The job certainly does not run.
             ServiceUnreachable: No answer came: the job may run; `jobs` will show it.
         """
-        return self.lead(flows.submit(loaded, on_progress or silent))
+        from orc.orchestrator.clients.sending import send_job
+
+        return send_job(self.session, loaded, on_progress or silent)
 
     def resubmit(
         self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
     ) -> JobView:
-        """Submit a new job like *job_id*, with *overrides* (``resources.nodes=4``) of its specification.
+        """Submit a new job like *job_id*. The values of its secrets are looked up here, as at any submission."""
+        from orc.orchestrator.clients.sending import send_again
 
-        The values of its secrets are looked up here, as at any submission.
-        """
-        return self.lead(flows.resubmit(job_id, overrides))
+        return send_again(self.session, job_id, overrides)
+
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+        """Submit all members of a group, or none."""
+        from orc.orchestrator.clients.sending import send_group
+
+        return send_group(self.session, loaded, on_progress or silent)
+
+    def retry_group(self, group_id: str) -> GroupView:
+        """Submit the members that have ended without success once more; their secrets are looked up here."""
+        from orc.orchestrator.clients.sending import send_group_again
+
+        return send_group_again(self.session, group_id)
+
+    def create_schedule(
+        self,
+        loaded: LoadedJob,
+        cron: str,
+        *,
+        name: str = "",
+        timezone: str = "UTC",
+        missed: str = "skip",
+        overlap: str = "skip",
+        on_progress: ProgressCallback | None = None,
+    ) -> ScheduleView:
+        """Submit a job again and again, from the snapshot that is taken now."""
+        from orc.orchestrator.clients.sending import send_schedule
+
+        return send_schedule(
+            self.session, loaded, on_progress or silent, cron, timezone, name=name, missed=missed, overlap=overlap
+        )
 
     def cancel(
         self,
@@ -171,12 +152,16 @@ class ServiceClient(ServiceGroupCalls):
         grace_s: float | None = None,
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
-        """Cancel jobs; those that have ended stay as they are. Arguments as of `Client.cancel`."""
-        return self.lead(flows.cancel(job_ids, grace_s, on_unreachable))
-
-    def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
-        """Set tags of a job; `None` removes one."""
-        return self.ask(requests.set_tags(job_id, tags))
+        """Cancel jobs, all of which must exist before one is cancelled."""
+        if len(job_ids) > 1:
+            for job_id in job_ids:
+                self.job(job_id)
+        cancelled = [cancel_job(self.session, job_id, grace_s) for job_id in job_ids]
+        untold = {cluster: why for one in cancelled for cluster, why in one.unreachable.items()}
+        if untold and on_unreachable:
+            on_unreachable(untold)
+        return [JobView(**{name: value for name, value in vars(one).items() if name != "unreachable"})
+                for one in cancelled]  # fmt: skip
 
     # -- looking at jobs
 
@@ -187,30 +172,6 @@ class ServiceClient(ServiceGroupCalls):
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Do nothing: the service keeps what is known of its jobs new."""
 
-    def job(self, job_id: str) -> JobView:
-        """Return a job. Raises `JobNotFound`."""
-        return self.ask(requests.job(job_id))
-
-    def jobs(
-        self,
-        *,
-        states: Sequence[str] | None = None,
-        name: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        group: str | None = None,
-        limit: int | None = 50,
-    ) -> list[JobRow]:
-        """Return jobs, newest first. Arguments as of `Client.jobs`."""
-        return self.lead(flows.jobs(states, name, tags, limit, group))
-
-    def events(self, job_id: str) -> list[EventView]:
-        """Return the history of a job, oldest first."""
-        return self.lead(flows.events(job_id))
-
-    def resolve(self, ref: str) -> str:
-        """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        return self.ask(requests.resolve(ref))
-
     def wait(
         self,
         job_ids: Sequence[str],
@@ -218,28 +179,34 @@ class ServiceClient(ServiceGroupCalls):
         timeout_s: float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
-        """Wait until all jobs have ended, *timeout_s* seconds at most. Arguments as of `Client.wait`."""
-        return self.lead(flows.wait(job_ids, timeout_s, on_change))
-
-    # -- logs and metrics
-
-    def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
-        """Return the logs of an attempt (the newest by default) that exist so far."""
-        return self.ask(requests.log_selectors(job_id, attempt))
+        """Wait until all jobs have ended, *timeout_s* seconds at most."""
+        began = last_change = time.monotonic()
+        views: dict[str, JobView] = {}
+        while True:
+            for job_id in job_ids:
+                if job_id in views and views[job_id].ended:
+                    continue
+                view = get_job(self.session, job_id)
+                if views.get(job_id) != view:
+                    views[job_id] = view
+                    last_change = time.monotonic()
+                    if on_change is not None:
+                        on_change(view)
+            now = time.monotonic()
+            if all(view.ended for view in views.values()) or (timeout_s is not None and now - began >= timeout_s):
+                return [views[job_id] for job_id in job_ids]
+            pause = min(max(_INTERVAL_S[0], (now - last_change) / 20), _INTERVAL_S[1])
+            self.session.sleep(pause if timeout_s is None else min(pause, max(began + timeout_s - now, 0.0)))
 
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
         """Yield the content of one log as it is now, from *offset* on."""
-        while (chunk := self.ask(requests.log(job_id, selector, attempt, offset))).data:
-            yield chunk
-            offset = chunk.end
-
-    def follow_log(
-        self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
-    ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it grows, until its attempt has ended."""
-        return follow_log(self, self._sleep, job_id, selector, attempt, offset)
+        named = {"rank": selector.rank, "node": selector.node, "launcher": selector.launcher or None}
+        given = {name: value for name, value in {**named, "attempt": attempt}.items() if value is not None}
+        while data := self.ask(log_content(job_id, {**given, "offset": offset, "limit": _LOG_BYTES})):
+            yield LogChunk(selector, offset, data)
+            offset += len(data)
 
     def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
         """Return `None`: logs of a service are not on this machine."""
@@ -247,45 +214,13 @@ class ServiceClient(ServiceGroupCalls):
 
     def metrics(self, job_id: str) -> ServiceMetrics:
         """Return a reader of what the training of a job measures."""
-        return ServiceMetrics(self, job_id)
-
-    # -- reports
-
-    def notifications(
-        self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
-    ) -> list[NotificationView]:
-        """Return the notifications that were sent, newest first. Arguments as of `Client.notifications`."""
-        return self.ask(reports.notifications(job_id, states, limit))
-
-    def retry_notifications(self, job_id: str) -> int:
-        """Make the notifications about a job that were given up due again; return how many there were."""
-        return self.ask(reports.retry_notifications(job_id))
-
-    def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Return the differences between two jobs, as `Client.diff` does."""
-        return self.ask(reports.diff(a, b))
-
-    def costs(
-        self,
-        *,
-        by: str = "job",
-        job_ids: Sequence[str] | None = None,
-        owner: str | None = None,
-        since: float | None = None,
-        until: float | None = None,
-    ) -> dict[str, Any]:
-        """Return hours of nodes and GPUs, and what they cost. Arguments as of `Client.costs`."""
-        return self.ask(reports.costs(by, job_ids, owner, since, until))
-
-    # -- clusters
+        return ServiceMetrics(self.session, job_id)
 
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
-        """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        return self.ask(requests.queueing_clusters())
+        """Return the clusters with a queue of their own; those that are configured wrongly are the service's care."""
+        from orc.orchestrator.api.clusters import list_clusters
 
-    def queue(self, cluster: str) -> QueueReport:
-        """Return a cluster's own queue, and the jobs of the service in it."""
-        return self.ask(requests.queue(cluster))
+        return [cluster.name for cluster in list_clusters(self.session).clusters if cluster.has_queue], {}
 
     # -- what only the ledger's client can do
 
@@ -309,13 +244,21 @@ class ServiceClient(ServiceGroupCalls):
 class ServiceMetrics:
     """Reader of a job's measurements."""
 
-    def __init__(self, client: ServiceClient, job_id: str) -> None:
-        self._client, self._job_id, self._after = client, job_id, ""
+    def __init__(self, session: HttpSession, job_id: str) -> None:
+        self._session, self._job_id, self._after = session, job_id, ""
         self.unreachable: dict[str, BackendUnreachable] = {}
 
     def read(self) -> list[Line]:
-        """Return the lines that were written since the last call, oldest first."""
-        found = self._client.lead(flows.metrics(self._job_id, self._after))
-        self.unreachable = {host: BackendUnreachable(what, where=host) for host, what in found.unreachable.items()}
-        self._after = found.next
-        return found.lines
+        """Return the lines that were written since the last call, oldest first; it takes as many requests as needed."""
+        from orc.orchestrator.api.insight import read_metrics
+
+        lines: list[Line] = []
+        while True:
+            part = read_metrics(self._session, self._job_id, after=self._after)
+            lines += part.lines
+            over, self._after = part.complete or part.next == self._after, part.next
+            if over:
+                self.unreachable = {
+                    host: BackendUnreachable(what, where=host) for host, what in part.unreachable.items()
+                }
+                return lines

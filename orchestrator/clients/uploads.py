@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle, Entry
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
-    from orc.orchestrator.clients.protocol import ProgressCallback
+    from orc.orchestrator.clients.surface import ProgressCallback
 
 
 def silent(_stage: str, _data: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from orc.orchestrator.engine.polling import FRESH_S
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.pass_loop import Passes
 
 
 class BackgroundPasses:
@@ -20,7 +20,7 @@ class BackgroundPasses:
     crash in a pass, which loses nothing.
     """
 
-    def __init__(self, open_client: Callable[[], Client]) -> None:
+    def __init__(self, open_client: Callable[[], Passes]) -> None:
         self._open_client = open_client
         self._wanted: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

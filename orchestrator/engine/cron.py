@@ -15,29 +15,29 @@ from orc.launchers.errors import SpecError
 _FIELDS = "minute hour day-of-month month day-of-week"
 
 
-def check(expression: str, zone: str) -> None:
+def check(cron: str, timezone: str) -> None:
     """Raise `SpecError` for an expression or a time zone that is none, and for one that is never due."""
-    tz = _zone(zone)
-    if len(expression.split()) != 5:
-        what = f"{expression!r} is no cron expression: it has {len(expression.split())} fields"
+    tz = _zone(timezone)
+    if len(cron.split()) != 5:
+        what = f"{cron!r} is no cron expression: it has {len(cron.split())} fields"
         raise SpecError(what, hint=f"write five: {_FIELDS}; for example '0 3 * * mon-fri'")
-    _next(expression, datetime.now(tz))
+    _next(cron, datetime.now(tz))
 
 
-def due_after(expression: str, zone: str, after: float) -> float:
-    """Return the first time after *after* at which *expression* is due; both in seconds since the epoch."""
-    return _next(expression, datetime.fromtimestamp(after, _zone(zone))).timestamp()
+def due_after(cron: str, timezone: str, after: float) -> float:
+    """Return the first time after *after* at which *cron* is due; both in seconds since the epoch."""
+    return _next(cron, datetime.fromtimestamp(after, _zone(timezone))).timestamp()
 
 
-def newest_due(expression: str, zone: str, first: float, now: float) -> float:
-    """Return the newest time up to *now* at which *expression* was due; *first*, at which it was, if there is none."""
-    moment = datetime.fromtimestamp(now + 1.0, _zone(zone))
-    return max(_next(expression, moment, backwards=True).timestamp(), first)
+def newest_due(cron: str, timezone: str, first: float, now: float) -> float:
+    """Return the newest time up to *now* at which *cron* was due; *first*, at which it was, if there is none."""
+    moment = datetime.fromtimestamp(now + 1.0, _zone(timezone))
+    return max(_next(cron, moment, backwards=True).timestamp(), first)
 
 
-def shown(moment: float, zone: str = "") -> str:
-    """Return a time for people, in the time zone of this machine unless *zone* names another."""
-    tz = _zone(zone) if zone else None
+def shown(moment: float, timezone: str = "") -> str:
+    """Return a time for people, in the time zone of this machine unless *timezone* names another."""
+    tz = _zone(timezone) if timezone else None
     return datetime.fromtimestamp(moment, tz).astimezone(tz).strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
@@ -53,14 +53,14 @@ def _zone(name: str) -> ZoneInfo:
         raise SpecError(f"unknown time zone {name!r}{near}", hint="an IANA name, like Europe/Berlin") from None
 
 
-def _next(expression: str, after: datetime, *, backwards: bool = False) -> datetime:
+def _next(cron: str, after: datetime, *, backwards: bool = False) -> datetime:
     from cronsim import CronSim, CronSimError
 
     # In UTC the library takes the plain way only for this very object.
     moment = after.astimezone(UTC) if str(after.tzinfo) == "UTC" else after
     try:
-        return next(CronSim(expression, moment, reverse=backwards))
+        return next(CronSim(cron, moment, reverse=backwards))
     except CronSimError as error:
-        raise SpecError(f"{expression!r} is no cron expression: {error}", hint=f"five fields: {_FIELDS}") from None
+        raise SpecError(f"{cron!r} is no cron expression: {error}", hint=f"five fields: {_FIELDS}") from None
     except StopIteration:
-        raise SpecError(f"{expression!r} is never due") from None
+        raise SpecError(f"{cron!r} is never due") from None

@@ -27,7 +27,7 @@ from orc.orchestrator.engine import fault_points, late_copies, schedules
 from orc.orchestrator.engine.pass_loop import Pass, PassLoop
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.pass_loop import Passes
     from orc.orchestrator.workspace import Workspace
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
@@ -153,7 +153,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def run(open_client: Callable[[], Client], report_line: Callable[[str], None]) -> None:
+def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -> None:
     """Be the reconciler: run passes until no job is live. Returns at once where another process is."""
     while True:
         with open_client() as client:
@@ -171,7 +171,7 @@ def run(open_client: Callable[[], Client], report_line: Callable[[str], None]) -
                 return
 
 
-def _serve(client: Client, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
+def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
     ws = client.workspace
     described = _stamp(client.clusters_file)

@@ -20,7 +20,7 @@ from orc.orchestrator.engine.pass_loop import PassLoop
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.pass_loop import Passes
 
 LOOK_S = 1.0  # between two looks at the ledger for live jobs; a cluster whose jobs have changed gets a pass then
 STOP_S = 30.0  # for which the end waits for passes that are under way; what they leave behind is found by the next one
@@ -54,7 +54,7 @@ class DriverStatus:
 class Driver:
     """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
 
-    def __init__(self, open_client: Callable[[], Client], *, look_s: float = LOOK_S) -> None:
+    def __init__(self, open_client: Callable[[], Passes], *, look_s: float = LOOK_S) -> None:
         self._open_client = open_client
         self._look_s = look_s
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Driver:
     def run(self, stop: threading.Event) -> None:
         """Run passes until *stop* is set, then wait for those under way, `STOP_S` at most."""
         self._note(running=True)
-        client: Client | None = None
+        client: Passes | None = None
         wait_s = self._look_s
         try:
             while not stop.is_set():
@@ -94,7 +94,7 @@ class Driver:
                 worker.thread.join(max(until - time.monotonic(), 0.0))
             self._note(running=False)
 
-    def _look(self, client: Client, stop: threading.Event) -> None:
+    def _look(self, client: Passes, stop: threading.Event) -> None:
         """Let every cluster with live jobs have its thread, and wake those whose jobs have changed."""
         ledger = client.workspace.ledger
         schedules.fire_due(client.workspace)
@@ -134,7 +134,7 @@ class Driver:
         if done.error and (before is None or before.error != done.error):
             log.warning("%s: %s", done.cluster, done.error)
 
-    def open_client(self) -> Client:
+    def open_client(self) -> Passes:
         """Return a client for the calling thread."""
         return self._open_client()
 
@@ -150,7 +150,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._work, name=f"orc-passes-{cluster}", daemon=True)
 
     def _work(self) -> None:
-        client: Client | None = None
+        client: Passes | None = None
         passes: PassLoop | None = None
         described: tuple[int, ...] = ()
         failures = 0
@@ -185,14 +185,14 @@ class _Worker:
         _close(client)
 
 
-def _close(client: Client | None) -> None:
+def _close(client: Passes | None) -> None:
     """Close *client*, however broken it is."""
     if client is not None:
         with contextlib.suppress(Exception):
             client.close()
 
 
-def _stamp(client: Client) -> tuple[int, ...]:
+def _stamp(client: Passes) -> tuple[int, ...]:
     """Return the stamp of the clusters file's version; empty where there is none."""
     try:
         status = client.clusters_file.stat()

@@ -5,13 +5,17 @@ The detached reconciler runs one for all clusters, the driver of a service one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from orc.orchestrator.client import Client
+    from pathlib import Path
+    from typing import Self
+
+    from orc.orchestrator.engine.pass_report import PassReport
     from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.workspace import Workspace
 
 # Seconds between two passes: a twentieth of the time since the state of a job changed, between these bounds. The first
 # is for jobs on this machine, the second where a cluster has to be asked.
@@ -19,6 +23,43 @@ SHORTEST_S = (1.0, 5.0)
 LONGEST_S = 30.0
 # For so long a step of a job that drives itself is left to its agents: they have the environment it was submitted in.
 PATIENCE_S = 15.0
+
+
+class Passes(Protocol):
+    """Open ledger with which passes are run: a session of it, or a client."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the ledger."""
+        ...
+
+    @property
+    def workspace(self) -> Workspace:
+        """The ledger and its clusters."""
+        ...
+
+    @property
+    def clusters_file(self) -> Path:
+        """The file that describes the clusters."""
+        ...
+
+    def refresh(
+        self,
+        job_ids: Sequence[str] | None = None,
+        *,
+        cluster: str | None = None,
+        patience_s: float = 0.0,
+        max_age_s: float | None = 0.0,
+    ) -> PassReport:
+        """Run one pass over *job_ids*, or all live jobs. Raises `LaunchError`."""
+        ...
+
+    def is_remote(self, clusters: set[str]) -> bool:
+        """Return True when one of them is polled over a network or by its commands."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +73,7 @@ class Pass:
 class PassLoop:
     """Passes over the live jobs (of *cluster*, if given) with one client, and the times between them."""
 
-    def __init__(self, client: Client, cluster: str | None = None) -> None:
+    def __init__(self, client: Passes, cluster: str | None = None) -> None:
         self._client, self._cluster = client, cluster
         self._states: dict[str, tuple[str, int]] | None = None
         self._changed_at = client.workspace.clock()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import cron, deadlines, job_files, job_secrets, sealing
+from orc.orchestrator.engine import cron as times
+from orc.orchestrator.engine import deadlines, job_files, job_secrets, sealing
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.records import NewJob
@@ -47,8 +48,8 @@ def create(
     snapshot: Snapshot,
     *,
     name: str,
-    expression: str,
-    zone: str,
+    cron: str,
+    timezone: str,
     missed: str = "skip",
     overlap: str = "skip",
     source: str = "",
@@ -62,7 +63,7 @@ def create(
     """
     from orc.orchestrator.engine.placement import PlacementPlanner
 
-    check(spec, expression, zone)
+    check(spec, cron, timezone)
     backend = ws.backend(spec.cluster)
     secrets = resolve_secrets(spec.secrets, {**os.environ, **(given or {})})
     schedule_id = ws.new_job_id(name)
@@ -77,7 +78,7 @@ def create(
         described["sealed"] = sealing.seal(ws.state_dir, schedule_id, secrets)
     now = ws.clock()
     record = schedules.ScheduleRecord(
-        schedule_id, name, ws.user, expression, zone, True, cron.due_after(expression, zone, now), None, None,
+        schedule_id, name, ws.user, cron, timezone, True, times.due_after(cron, timezone, now), None, None,
         described, snapshot.digests, source,
     )  # fmt: skip
     with job_secrets.until_recorded(ws, schedule_id):
@@ -92,9 +93,9 @@ def create(
     return record
 
 
-def check(spec: JobSpec, expression: str, zone: str) -> None:
+def check(spec: JobSpec, cron: str, timezone: str) -> None:
     """Raise `SpecError` for a time that never comes, and for a job that cannot be scheduled."""
-    cron.check(expression, zone)
+    times.check(cron, timezone)
     if spec.sweep is not None or spec.array is not None:
         raise SpecError("a schedule submits one job at a time, no sweep or array", where=spec.name)
     if spec.depends_on or spec.inputs:
@@ -104,8 +105,8 @@ def check(spec: JobSpec, expression: str, zone: str) -> None:
 def next_due(ws: Workspace) -> float | None:
     """Return when the next schedule is due; `None` where there is none."""
     with ws.ledger.database.read() as connection:
-        times = [found.next_at for found in schedules.all_schedules(connection) if found.enabled]
-    return min((at for at in times if at is not None), default=None)
+        due = [found.next_at for found in schedules.all_schedules(connection) if found.enabled]
+    return min((at for at in due if at is not None), default=None)
 
 
 def fire_due(ws: Workspace) -> list[str]:
@@ -118,8 +119,8 @@ def fire_due(ws: Workspace) -> list[str]:
 def _fire(ws: Workspace, schedule: ScheduleRecord) -> str | None:
     now = ws.clock()
     assert schedule.next_at is not None
-    newest = cron.newest_due(schedule.cron, schedule.timezone, schedule.next_at, now)
-    following = cron.due_after(schedule.cron, schedule.timezone, now)
+    newest = times.newest_due(schedule.cron, schedule.timezone, schedule.next_at, now)
+    following = times.due_after(schedule.cron, schedule.timezone, now)
     runs = now - newest <= LATE_S or schedule.spec["missed"] == "run_once"
     if runs and schedule.spec["overlap"] == "skip" and schedule.last_job is not None:
         last = ws.ledger.job(schedule.last_job)
@@ -192,7 +193,7 @@ def change(ws: Workspace, schedule_id: str, *, enabled: bool) -> ScheduleRecord:
                 found = schedules.find(tx.connection, schedule_id)
                 if found is None:
                     raise SpecError(f"no such schedule: {schedule_id}")
-                following = cron.due_after(found.cron, found.timezone, tx.now)
+                following = times.due_after(found.cron, found.timezone, tx.now)
                 changed = schedules.update(tx.connection, found, enabled=enabled, next_at=following)
         except Conflict:
             continue

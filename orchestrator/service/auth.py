@@ -10,14 +10,14 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPBearer
 from pydantic import BaseModel
 
+from orc.orchestrator.api import tokens
+from orc.orchestrator.api.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups, schedules
-from orc.orchestrator.service import tokens
 from orc.orchestrator.service.context import Service, service_of
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.request_rates import too_many
-from orc.orchestrator.service.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
 
 COOKIE = "orc_session"
 PAGE_HEADER = "X-Orc-Request"  # a page of another site cannot send it

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.clients.errors import kind_of
+from orc.orchestrator.clients.errors import SnapshotMissing, kind_of
 from orc.orchestrator.workspace import OutOfReach
 
 
@@ -86,9 +86,10 @@ def error_response(
     hint: str = "",
     headers: Mapping[str, str] | None = None,
     kind: str = "",
+    more: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
-    """Return the answer for an error; *kind* is the class that clients raise."""
-    body = {"error": {"what": what, "where": where, "hint": hint, **({"kind": kind} if kind else {})}}
+    """Return the answer for an error; *kind* is the class that clients raise, *more* are keys beside the error."""
+    body = {"error": {"what": what, "where": where, "hint": hint, **({"kind": kind} if kind else {})}, **(more or {})}
     return JSONResponse(body, status, headers=dict(headers or {}))
 
 
@@ -103,7 +104,9 @@ def install(app: FastAPI) -> None:
     async def failed(_request: Request, error: LaunchError) -> JSONResponse:
         # Who may read a job may not know the accounts of its owner.
         hint = error.advice if isinstance(error, OutOfReach) and not error.is_public else error.hint
-        return error_response(status_of(error), error.what, where=error.where, hint=hint, kind=kind_of(error))
+        more = {"missing": list(error.digests)} if isinstance(error, SnapshotMissing) else {}
+        status, kind = status_of(error), kind_of(error)
+        return error_response(status, error.what, where=error.where, hint=hint, kind=kind, more=more)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

@@ -43,8 +43,8 @@ class LedgerClients:
                 kept = None
             if kept is None:
                 client = self._open()
-                client.serves = True
-                client.measured = self._measured
+                client.session.serves = True
+                client.session.measured = self._measured
                 kept = (client, _stamp(client.clusters_file))
             ledger = kept[0].workspace.ledger
             if writes and ledger.volatile:

@@ -20,12 +20,12 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api import tokens
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.driver import STOP_S, Driver
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.deliverer import Deliverer
 from orc.orchestrator.notifications.targets import Policy
-from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.housekeeping import Housekeeper

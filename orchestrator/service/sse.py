@@ -12,7 +12,7 @@ import anyio.to_thread
 from fastapi.responses import StreamingResponse
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.service import tokens
+from orc.orchestrator.api import tokens
 from orc.orchestrator.service.auth import Principal
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError

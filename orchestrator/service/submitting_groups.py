@@ -113,7 +113,7 @@ class GroupSubmitter(Submitter):
         if (earlier := self._schedule(schedule_id)) is not None:
             return earlier
         job = checked_spec(spec)
-        schedules.check(job, when["expression"], when["zone"])
+        schedules.check(job, when["cron"], when["timezone"])
         _refuse_unknown([job], secrets)
         job, trees = self._checked(job, lambda: self._snapshot(job, digests), secrets)
         with self._acting(lambda _: schedule_id):

@@ -164,7 +164,7 @@ def test_jobs_of_two_users_run_as_two_accounts_of_a_host(
 def check_that_files_are_passed_on(client: Client, directory: Path) -> None:
     """Run a pipeline, whose first job leaves what its second one takes."""
     (directory / "pipeline.yaml").write_text(PASSED_ON)
-    made = groups.submit(client, load_jobs(directory / "pipeline.yaml"))
+    made = groups.submit(client.session, load_jobs(directory / "pipeline.yaml"))
     for member in made.members:
         view = ended(client, member.job.id)
         assert view.state == "SUCCEEDED", view.reason
@@ -214,7 +214,7 @@ def test_jobs_of_two_users_run_as_two_accounts_of_slurm(
         check_that_they_live_apart(client, accounts, tmp_path / "job", run)
         check_that_files_are_passed_on(client, tmp_path / "job")
         (tmp_path / "job" / "array.yaml").write_text(ARRAY)
-        members = groups.submit(client, load_jobs(tmp_path / "job" / "array.yaml")).members
+        members = groups.submit(client.session, load_jobs(tmp_path / "job" / "array.yaml")).members
         views = [ended(client, member.job.id) for member in members]
         assert [(view.state, log(client, view.id)) for view in views] == [("SUCCEEDED", "1\n"), ("SUCCEEDED", "2\n")]
         assert len({str(view.attempts[0].native_id).partition("_")[0] for view in views}) == 1, "one array of Slurm"

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from orc.launchers.backends.base import LogSelector, Phase
+from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.views import JobView
 
@@ -261,7 +262,7 @@ def test_a_wait_with_a_time_out_does_not_wait_for_a_cluster_that_hangs(orc_home,
 
 def test_what_breaks_a_pass_is_raised_by_a_wait_with_a_time_out(client, job_file, monkeypatch):
     view = client.submit(job_file())
-    monkeypatch.setattr(Client, "refresh", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(LedgerSession, "refresh", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         client.wait([view.id], timeout_s=10)
 

@@ -18,7 +18,7 @@ from orc.orchestrator.cli.options import (
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 
 @click.command("cancel")

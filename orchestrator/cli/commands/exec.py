@@ -14,7 +14,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 _NOT_RUN = 125
 

@@ -11,7 +11,7 @@ from orc.orchestrator.cli.options import filter_options, output_options, tag_pai
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobRow
 
 STALE_S = 60.0  # a state that is older is asked for again, the detached reconciler having failed to

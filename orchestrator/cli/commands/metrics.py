@@ -11,7 +11,7 @@ from orc.orchestrator.cli.options import json_option, optional_jobs_argument
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient, MetricsReader
+    from orc.orchestrator.clients.surface import JobsClient, MetricsReader
     from orc.orchestrator.insight.metrics import Line
 
 ROWS = 10

@@ -10,7 +10,7 @@ from orc.orchestrator.cli.options import json_option, output_options
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.notifications.calls import NotificationView
+    from orc.orchestrator.views import NotificationView
 
 
 @click.group("notifications")

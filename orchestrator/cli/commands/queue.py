@@ -50,15 +50,9 @@ def command(cluster: str | None, form: str | None) -> int:
 
 
 def _to_list(reports: Mapping[str, QueueReport], errors: Mapping[str, LaunchError]) -> list[dict[str, Any]]:
-    import dataclasses
+    from orc.orchestrator.schema import encode
 
-    from orc.launchers.ids import AttemptId
-
-    found: list[dict[str, Any]] = []
-    for name, report in reports.items():
-        jobs = [{"job": AttemptId.from_marker(job.marker).job, **dataclasses.asdict(job)} for job in report.jobs]
-        partitions = [dataclasses.asdict(partition) for partition in report.partitions]
-        found.append({"cluster": name, "partitions": partitions, "jobs": jobs})
+    found = [{"cluster": name, **encode(report)} for name, report in reports.items()]
     return [*found, *({"cluster": name, "error": str(error)} for name, error in errors.items())]
 
 

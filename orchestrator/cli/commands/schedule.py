@@ -26,7 +26,7 @@ def command() -> None:
 @cluster_option
 @set_option
 @click.option("--name", help="What people call it; the job's name unless given.")
-@click.option("--timezone", "zone", default="UTC", show_default=True, metavar="ZONE", help="An IANA name.")
+@click.option("--timezone", default="UTC", show_default=True, metavar="ZONE", help="An IANA name.")
 @click.option(
     "--missed", type=click.Choice(["skip", "run_once"]), default="skip", show_default=True,
     help="What becomes of times at which nothing of orc ran: nothing, or one job for all of them.",
@@ -43,7 +43,7 @@ def create(
     cluster: str | None,
     overrides: tuple[str, ...],
     name: str | None,
-    zone: str,
+    timezone: str,
     missed: str,
     overlap: str,
     yes: bool,
@@ -59,11 +59,11 @@ def create(
     from orc.orchestrator.cli.ui.submitting import submission_progress
     from orc.orchestrator.engine.cron import check
 
-    check(cron, zone)
+    check(cron, timezone)
     loaded = check_job(job_file, overrides, cluster)
     with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
         view = open_client().create_schedule(
-            loaded, cron, name=name or "", timezone=zone, missed=missed, overlap=overlap, on_progress=on_progress
+            loaded, cron, name=name or "", timezone=timezone, missed=missed, overlap=overlap, on_progress=on_progress
         )
     _report(view, as_json=as_json)
 

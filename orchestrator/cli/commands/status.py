@@ -10,7 +10,7 @@ from orc.orchestrator.cli.options import LIVE_STATES, job_ids, optional_jobs_arg
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobView
 
 

@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Selection
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobView
 
 Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]

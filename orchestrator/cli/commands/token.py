@@ -12,8 +12,7 @@ from orc.orchestrator.cli.ui.output import echo
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from orc.orchestrator.clients.service import ServiceClient
-    from orc.orchestrator.ledger.store import Ledger
+    from orc.orchestrator.clients.surface import JobsClient
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -55,19 +54,12 @@ def command() -> None:
 @json_option
 def create_command(user: str, role: str, expires: float | None, note: str, as_json: bool) -> None:
     """Create a token and print it, this once."""
+    from orc.orchestrator.api.tokens import create_token
     from orc.orchestrator.cli.ui import output
 
-    if service := _service():
-        from orc.orchestrator.clients import tokens as requests
-
-        made = service.ask(requests.create(user, role, expires, note))
-    else:
-        from orc.orchestrator.service import tokens
-
-        ledger = _ledger()
-        token, record = tokens.create(ledger, user, role, ledger.now(), expires_s=expires, note=note)
-        _note(ledger, "create_token", record.id, user=user, role=role)
-        made = {**vars(record), "token": token}
+    client = _client()
+    made = create_token(client.session, user, role, expires, note).to_dict()
+    _note(client, "create_token", made["id"], user=user, role=role)
     if as_json:
         output.echo_json(made)
         return
@@ -80,17 +72,10 @@ def create_command(user: str, role: str, expires: float | None, note: str, as_js
 @json_option
 def list_command(as_json: bool) -> None:
     """List the tokens, without their secrets."""
+    from orc.orchestrator.api.tokens import list_tokens
     from orc.orchestrator.cli.ui import output
 
-    found: list[Mapping[str, Any]]
-    if service := _service():
-        from orc.orchestrator.clients import tokens as requests
-
-        found = service.ask(requests.every())
-    else:
-        from orc.orchestrator.service import tokens
-
-        found = [vars(record) for record in tokens.every(_ledger())]
+    found = list_tokens(_client().session).to_dict()["tokens"]
     if as_json:
         output.echo_json({"tokens": found})
         return
@@ -118,20 +103,14 @@ def list_command(as_json: bool) -> None:
 @json_option
 def revoke_command(token_ids: tuple[str, ...], as_json: bool) -> None:
     """Revoke tokens by their ids, from now on."""
+    from orc.orchestrator.api.tokens import revoke_token
     from orc.orchestrator.cli.ui import output
 
+    client = _client()
     revoked: list[Mapping[str, Any]] = []
-    if service := _service():
-        from orc.orchestrator.clients import tokens as requests
-
-        revoked += [service.ask(requests.revoke(token_id)) for token_id in token_ids]
-    else:
-        from orc.orchestrator.service import tokens
-
-        ledger = _ledger()
-        for token_id in token_ids:
-            revoked.append(vars(tokens.revoke(ledger, token_id, ledger.now())))
-            _note(ledger, "revoke_token", token_id)
+    for token_id in token_ids:
+        revoked.append(vars(revoke_token(client.session, token_id)))
+        _note(client, "revoke_token", token_id)
     if as_json:
         output.echo_json({"tokens": revoked})
     else:
@@ -146,37 +125,28 @@ def _state(token: Mapping[str, Any]) -> str:
     return "expired" if token["expires_at"] is not None and token["expires_at"] <= time.time() else "valid"
 
 
-def _service() -> ServiceClient | None:
-    """Return the client of the service that commands go to; `None` where they go to the ledger."""
-    from orc.orchestrator.clients import logins
-
-    login = logins.configured()
-    if login is None:
-        return None
-    from orc.orchestrator.clients.connecting import service_client
-
-    client = service_client(login)
-    click.get_current_context().call_on_close(client.close)
-    return client
-
-
-def _ledger() -> Ledger:
-    """Return the ledger of this machine, which has to be writable."""
+def _client() -> JobsClient:
+    """Return the client of the service that commands go to, else of the ledger, which has to be writable."""
+    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.client import Client
     from orc.orchestrator.ledger.errors import LedgerError
 
-    client = Client(reconciler=False)
-    click.get_current_context().call_on_close(client.close)
-    if client.workspace.ledger.volatile:
-        raise LedgerError(f"the ledger can only be read: {client.workspace.ledger.volatile}", hint="free some space")
-    return client.workspace.ledger
+    client = open_client(reconciler=False)
+    if isinstance(client, Client) and (why := client.workspace.ledger.volatile):
+        raise LedgerError(f"the ledger can only be read: {why}", hint="free some space")
+    return client
 
 
-def _note(ledger: Ledger, action: str, subject: str, **data: str) -> None:
+def _note(client: JobsClient, action: str, subject: str, **data: str) -> None:
+    """Write down what was changed in the ledger; a service does that itself."""
     import getpass
 
+    from orc.orchestrator.client import Client
     from orc.orchestrator.ledger import audit
 
+    if not isinstance(client, Client):
+        return
+    ledger = client.workspace.ledger
     with ledger.database.write() as connection:
         audit.append(
             connection,

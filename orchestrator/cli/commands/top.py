@@ -11,7 +11,7 @@ from orc.orchestrator.cli.options import json_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.insight.sessions import Sample
 
 HEADER = (

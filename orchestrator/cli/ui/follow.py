@@ -10,7 +10,7 @@ from orc.orchestrator.cli.ui import jobtext, reporting
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.display import Display
     from orc.orchestrator.cli.ui.tail import Cursor, Selection
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobView
 
 # A pass may take at most this share of the time: fast where asking is cheap (this machine), polite where it is not.

@@ -17,7 +17,7 @@ from orc.launchers.attempts.logs import LogChunk, LogSelector
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Sink
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 UNKNOWN = float("-inf")  # the time of lines before the first that has one
 _LONGEST = 1 << 20  # bytes of a line; what is longer is taken for several: memory stays flat

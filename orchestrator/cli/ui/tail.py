@@ -21,7 +21,7 @@ from orc.launchers.control_characters import escape_controls
 from orc.orchestrator.cli.ui.output import echo_json_line
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.protocol import JobsClient
+    from orc.orchestrator.clients.surface import JobsClient
 
 _SENDFILE_BYTES = 1 << 30
 _LONGEST = 1 << 20  # bytes of a line that is waited for

@@ -1,4 +1,4 @@
-"""Routes that bring snapshots: which contents are missing, the contents, the manifests that make trees of them."""
+"""Routes that bring snapshots: the contents, and the manifests that make trees of them."""
 
 from __future__ import annotations
 
@@ -10,55 +10,29 @@ from typing import Annotated, Any
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
+from orc.orchestrator.api.access import MissingContents
+from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.clients.content_stream import Decoder
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.contents import ReceivedContents, missing_contents, note_holder
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["bundles"])
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _LARGEST_MANIFEST = 64 << 20
-_MOST_HASHES = 500_000
 _PIECE = 1 << 20
 _READS = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string"}}}}}
-
-
-class Hashes(BaseModel):
-    """Hashes of contents."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    hashes: list[Sha256] = Field(max_length=_MOST_HASHES)
-
-
-class Missing(BaseModel):
-    """Contents that are not here, and the bytes that one upload may have."""
-
-    missing: list[str]
-    limit: int
 
 
 class Received(BaseModel):
     """Contents that were taken."""
 
     contents: int
-
-
-@router.post("/bundles/missing", response_model=Missing)
-@shows(Kind.OWN)
-def find_missing(service: ServiceDep, principal: PrincipalDep, wanted: Hashes) -> Any:
-    """Return the contents that are to be sent: they are not here, or the caller has never sent them."""
-    with service.clients.client() as client:
-        ws = client.workspace
-        missing = missing_contents(ws.store, ws.ledger, principal.user, wanted.hashes)
-    return JSONResponse({"missing": missing, "limit": service.settings.max_upload})
 
 
 @router.put("/bundles/content", response_model=Received, openapi_extra=_READS)
@@ -77,7 +51,7 @@ async def receive_contents(request: Request, service: ServiceDep, principal: Pri
     return JSONResponse({"contents": count})
 
 
-@router.put("/bundles/trees/{digest}", response_model=Missing, openapi_extra=_READS)
+@router.put("/bundles/trees/{digest}", response_model=MissingContents, openapi_extra=_READS)
 @shows(Kind.OWN)
 async def receive_tree(
     request: Request,

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.rights import Kind, shows
+from orc.orchestrator.api.schedules import Done
+from orc.orchestrator.schema import View
 from orc.orchestrator.service.auth import public
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.metrics import CONTENT_TYPE
-from orc.orchestrator.service.models import Done, Readiness
-from orc.orchestrator.service.rights import Kind, shows
+
+
+@dataclass(frozen=True)
+class Readiness(View):
+    """Parts that a service needs, and whether they work."""
+
+    ready: bool
+    ledger: str
+    driver: str
+
 
 router = APIRouter(tags=["health"])
 

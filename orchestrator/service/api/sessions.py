@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from orc.orchestrator.service.auth import COOKIE, PrincipalDep, address_of, authenticate, needs_role, public
+from orc.orchestrator.api.access import Me
+from orc.orchestrator.api.schedules import Done
+from orc.orchestrator.service.auth import COOKIE, address_of, authenticate, public
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.models import Done, Me
-from orc.orchestrator.service.rights import Kind, shows
 
 router = APIRouter(tags=["sessions"])
 
@@ -48,11 +48,3 @@ def logout(service: ServiceDep) -> Any:
     answer = JSONResponse({"ok": True})
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=service.settings.https, path="/")
     return answer
-
-
-@router.get("/me", response_model=Me)
-@shows(Kind.OWN)
-@needs_role("viewer")
-def who_am_i(principal: PrincipalDep) -> Any:
-    """Return the caller's identity."""
-    return JSONResponse(principal.model_dump())

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from served_ledger import Served
 
 from orc.launchers.spec import LoadedJob, load_job
-from orc.orchestrator.service import tokens
+from orc.orchestrator.api import tokens
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.server import make_server
 from orc.orchestrator.service.settings import Settings

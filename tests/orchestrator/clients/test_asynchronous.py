@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,9 +14,10 @@ from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator import AsyncServiceClient, JobNotFound, ServiceClient
+from orc.orchestrator.clients import asynchronous
 
 # Of the ledger's client for commands; a service needs none of them.
-_NOT_NEEDED = {"refresh", "refresh_within", "log_file", "entries", "workspace"}
+_NOT_NEEDED = {"refresh", "refresh_within", "log_file", "entries", "workspace", "log_interval_s", "address"}
 
 
 def test_a_job_lives_alike(served: Served, project: Callable[..., LoadedJob]) -> None:
@@ -28,7 +30,7 @@ def test_a_job_lives_alike(served: Served, project: Callable[..., LoadedJob]) ->
 
     async def live() -> None:
         async with AsyncServiceClient(served.url, served.tokens["grace"]) as client:
-            client.log_interval_s = 0.05
+            client.sync.log_interval_s = 0.05
             made = await client.submit(project("print('async', flush=True)\n", tags={"kind": "async"}))
             data = b"".join([chunk.data async for chunk in client.follow_log(made.id, LogSelector(rank=0))])
             assert data == b"async\n"
@@ -51,13 +53,31 @@ def test_a_job_lives_alike(served: Served, project: Callable[..., LoadedJob]) ->
             assert group.id in [one.id for one in await client.groups(kinds=("sweep",))]
             assert (await client.cancel_group(group.id, grace_s=0)).id == group.id
             await client.wait([member.job.id for member in group.members], timeout_s=120)
-            assert [member.jobs for member in (await client.retry_group(group.id)).members] == [2, 2]
+            assert [member.submissions for member in (await client.retry_group(group.id)).members] == [2, 2]
             schedule = await client.create_schedule(project(), "0 3 * * *", name="async")
             assert not (await client.enable_schedule(schedule.id, enabled=False)).enabled
             await client.delete_schedule(schedule.id)
             assert schedule.id not in [one.id for one in await client.schedules()]
 
     asyncio.run(live())
+
+
+def test_a_call_that_is_cancelled_ends_where_it_would_pause() -> None:
+    ended = threading.Event()
+
+    def pauses() -> None:
+        try:
+            asynchronous._sleep(600)
+        finally:
+            ended.set()
+
+    async def give_up() -> None:
+        async with AsyncServiceClient("http://127.0.0.1:1") as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asynchronous._in_thread(client._pool, pauses), 0.05)
+            assert await asyncio.to_thread(ended.wait, 60)
+
+    asyncio.run(give_up())
 
 
 def test_it_has_every_method() -> None:

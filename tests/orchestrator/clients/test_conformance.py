@@ -107,7 +107,7 @@ def test_what_is_meant_by_a_part_of_an_id_takes_one_request(served: Served, proj
     with served.client() as client:
         made = client.submit(project())
         asked: list[str] = []
-        client._http.event_hooks["request"].append(lambda request: asked.append(request.url.path))
+        client.session.http.event_hooks["request"].append(lambda request: asked.append(request.url.path))
         assert [client.resolve(ref) for ref in (made.id, made.id[:-1], "@last")] == [made.id] * 3
         with pytest.raises(JobNotFound, match="no such job"):
             client.resolve("x" * 60)
@@ -148,9 +148,9 @@ raise SystemExit(int(rate) - 1)
 def test_a_sweep_lives_alike(client: JobsClient, group_file: Callable[..., LoadedGroup], monkeypatch) -> None:
     monkeypatch.setenv("API_KEY", "s3cret")
     made = client.submit_group(group_file(SWEEP, MEASURES))
-    assert [(m.number, m.stage, m.parameters, m.jobs) for m in made.members] == [
-        (0, "", {"env.LR": "1"}, 1),
-        (1, "", {"env.LR": "2"}, 1),
+    assert [(m.index, m.stage, m.parameters, m.submissions) for m in made.members] == [
+        (0, None, {"env.LR": "1"}, 1),
+        (1, None, {"env.LR": "2"}, 1),
     ]
     done = ended(client, made)
     assert done.counts == {"SUCCEEDED": 1, "FAILED": 1}
@@ -160,7 +160,7 @@ def test_a_sweep_lives_alike(client: JobsClient, group_file: Callable[..., Loade
     assert made.id in [group.id for group in client.groups(kinds=("sweep",), limit=5)]
     assert made.id not in [group.id for group in client.groups(kinds=("array",))]
     again = client.retry_group(made.id)
-    assert [(member.jobs, member.job.owner) for member in again.members] == [
+    assert [(member.submissions, member.job.owner) for member in again.members] == [
         (1, made.members[0].job.owner),
         (2, made.owner),
     ]

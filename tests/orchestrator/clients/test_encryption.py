@@ -19,8 +19,9 @@ from cryptography.x509.oid import NameOID
 from served_ledger import Served
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.jobs import submit_job
+from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.cli.main import main
-from orc.orchestrator.clients import requests
 from orc.orchestrator.clients.errors import ServiceUnreachable
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.service.app import create_app
@@ -77,11 +78,10 @@ def test_a_certificate_is_verified(encrypted: tuple[str, Path], served: Served, 
 
 
 def test_secrets_never_travel_in_the_clear_whatever_was_agreed_for_the_token() -> None:
-    request = requests.submit({}, {}, "", {"API_KEY": "hunter2"}, requests.new_key())
     with ServiceClient("http://192.0.2.1", "orc_x", insecure_http=True) as client:
-        client._http = httpx.Client(transport=httpx.MockTransport(lambda _: pytest.fail("it was sent")))
+        client.session.http = httpx.Client(transport=httpx.MockTransport(lambda _: pytest.fail("it was sent")))
         with pytest.raises(LaunchError, match="secrets would travel unencrypted") as refused:
-            client.ask(request)
+            submit_job(client.session, {}, Digests(""), "", {"API_KEY": "hunter2"}, "a-key-of-its-own")
     assert "hunter2" not in str(refused.value)
 
 
@@ -91,6 +91,6 @@ def test_a_redirection_is_not_followed() -> None:
         return httpx.Response(307, headers={"Location": "https://elsewhere.example.org/"})
 
     with ServiceClient("http://127.0.0.1:1", "orc_x") as client:
-        client._http = httpx.Client(base_url=client.address, transport=httpx.MockTransport(lead_away))
+        client.session.http = httpx.Client(base_url=client.address, transport=httpx.MockTransport(lead_away))
         with pytest.raises(ServiceUnreachable, match="not that of a service"):
             client.me()

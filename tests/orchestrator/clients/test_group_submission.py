@@ -17,21 +17,22 @@ from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
-from orc.orchestrator.clients import requests, wire
+from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.clients.errors import NotAllowed
-from orc.orchestrator.clients.group_views import GroupView
-from orc.orchestrator.clients.requests import API, IDEMPOTENCY_KEY, Request
+from orc.orchestrator.clients.group_views import GroupView, ScheduleView
+from orc.orchestrator.clients.requests import Request, new_key
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.ledger import schedules as schedule_rows
 from orc.orchestrator.ledger.history_export import export
+from orc.orchestrator.schema import decode
 
 Project = Callable[..., LoadedJob]
 SECRET = "hunter2-of-a-group"
 
 
 def post(path: str, body: Any, key: str | None = None) -> Request[GroupView]:
-    headers = {} if key is None else {IDEMPOTENCY_KEY: key}
-    return Request("POST", API + path, lambda reply: wire.group_view(reply.json), body=body, headers=headers)
+    headers = {} if key is None else {"Idempotency-Key": key}
+    return Request("POST", PREFIX + path, lambda reply: decode(GroupView, reply.json), body=body, headers=headers)
 
 
 def code_of(client: ServiceClient, loaded: LoadedJob) -> dict[str, str]:
@@ -63,7 +64,7 @@ def test_the_same_key_is_the_same_group_and_the_same_retry(served: Served, proje
         with ThreadPoolExecutor(4) as pool:
             again = list(pool.map(lambda one: one.ask(retry), [client, another] * 2))
         client.wait([member.job.id for member in again[0].members], timeout_s=120)
-        assert [member.jobs for member in client.ask(retry).members] == [2, 2]
+        assert [member.submissions for member in client.ask(retry).members] == [2, 2]
         when = {"name": "once", "cron": "0 3 * * *", "spec": loaded.spec.model_dump(mode="json")}
         for _ in range(2):
             client.ask(post_schedule({**when, "digests": request.body["members"][0]["digests"]}, "key-of-a-schedule"))
@@ -74,10 +75,10 @@ def test_the_same_key_is_the_same_group_and_the_same_retry(served: Served, proje
 def post_schedule(body: Any, key: str) -> Request[Any]:
     return Request(
         "POST",
-        f"{API}/schedules",
-        lambda reply: wire.schedule_view(reply.json),
+        f"{PREFIX}/schedules",
+        lambda reply: decode(ScheduleView, reply.json),
         body=body,
-        headers={IDEMPOTENCY_KEY: key},
+        headers={"Idempotency-Key": key},
     )
 
 
@@ -108,7 +109,7 @@ def test_groups_and_schedules_are_changed_by_their_owner_and_by_admins(served: S
             grace.cancel_group(made.id)
         assert ada.cancel_group(made.id).id == made.id
         grace.delete_schedule(schedule.id)
-        lines = ada.ask(Request("GET", f"{API}/audit", lambda reply: reply.json["lines"]))
+        lines = ada.ask(Request("GET", f"{PREFIX}/audit", lambda reply: reply.json["lines"]))
     written = {(line["action"], line["subject"], line["user"], line["data"]["status"]) for line in lines}
     assert {
         ("submit_group", made.id, "grace", 200),
@@ -161,7 +162,7 @@ def test_every_member_passes_the_checks_of_a_job(
         spec = {**loaded.spec.model_dump(mode="json"), "secrets": ["SERVICES_OWN"]}
         schedule = {"name": "x", "cron": "* * * * *", "spec": spec, "digests": digests}
         with pytest.raises(SpecError, match="secret SERVICES_OWN"):
-            client.ask(post_schedule(schedule, requests.new_key()))
+            client.ask(post_schedule(schedule, new_key()))
         assert [row.id for row in client.jobs(limit=None)] == before
         assert client.schedules() == []
 
@@ -210,7 +211,9 @@ def test_each_snapshot_of_a_group_is_uploaded_once(served: Served, project: Proj
     assert isinstance(loaded, LoadedGroup)
     with served.client() as client:
         sent: list[str] = []
-        client._http.event_hooks["request"] = [lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(API)}")]
+        client.session.http.event_hooks["request"] = [
+            lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(PREFIX)}")
+        ]
         first = client.submit_group(loaded)
         trees = [one for one in sent if one.startswith("PUT /bundles/trees/")]
         assert len(trees) == len(set(trees)) == 2

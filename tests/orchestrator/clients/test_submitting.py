@@ -14,8 +14,10 @@ from served_ledger import Served
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import LoadedJob
-from orc.orchestrator.clients import requests
+from orc.orchestrator.api.jobs import cancel_job, resubmit_job, submit_job
+from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
+from orc.orchestrator.clients.requests import Request, new_key, request_of
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.engine import sealing
 from orc.orchestrator.ledger import groups
@@ -25,9 +27,11 @@ Project = Callable[..., LoadedJob]
 SECRET = "hunter2-in-the-clear"
 
 
-def _request(client: ServiceClient, loaded: LoadedJob, key: str) -> requests.Request:
+def _request(client: ServiceClient, loaded: LoadedJob, key: str) -> Request:
     view = client.submit(loaded)  # brings the code along
-    return requests.submit(loaded.spec.model_dump(mode="json"), {"code": view.digests["code"]}, "job.yaml", {}, key)
+    return request_of(
+        submit_job, loaded.spec.model_dump(mode="json"), Digests(view.digests["code"]), "job.yaml", {}, key
+    )
 
 
 def test_the_same_key_is_the_same_job_however_often_and_at_once(served: Served, project: Project) -> None:
@@ -40,7 +44,9 @@ def test_the_same_key_is_the_same_job_however_often_and_at_once(served: Served, 
         alan.submit(project())  # code goes by digest to those who have it
         theirs = alan.ask(request)
         assert (theirs.owner, theirs.id == views[0].id) == ("alan", False)
-        other = client.ask(requests.submit(request.body["spec"], request.body["digests"], "", {}, "another-key"))
+        other = submit_job(
+            client.session, request.body["spec"], Digests(request.body["digests"]["code"]), "", {}, "another-key"
+        )
         assert other.id not in (views[0].id, theirs.id)
         client.wait([views[0].id, other.id], timeout_s=120)
         assert client.ask(request).state == "SUCCEEDED"
@@ -69,7 +75,7 @@ def test_a_secret_reaches_its_job_and_nothing_else(
         shown += str(done) + str(client.events(made.id))
         for again in (client, served.client("ada")):  # no copy of the job has what was sent for the first
             with pytest.raises(SpecError, match="no value was sent for the secret API_KEY"):
-                again.ask(requests.resubmit(made.id, [], {}, requests.new_key()))
+                resubmit_job(again.session, made.id, [], {}, new_key())
     assert SECRET not in shown + caplog.text
     database = next(served.state_dir.glob("*.db"), served.state_dir / "ledger.sqlite")
     dump = "\n".join(sqlite3.connect(f"file:{database}?mode=ro", uri=True).iterdump())
@@ -88,9 +94,9 @@ def test_what_the_service_itself_knows_is_nobodys_secret(
         monkeypatch.setenv("SERVICES_OWN", "of the service")  # which runs in this process
         for sent in ({}, {"SERVICES_OWN": ""}):
             with pytest.raises(SpecError, match="no value was sent for the secret SERVICES_OWN"):
-                client.ask(requests.submit(spec, {"code": view.digests["code"]}, "", sent, requests.new_key()))
+                submit_job(client.session, spec, Digests(view.digests["code"]), "", sent, new_key())
         with pytest.raises(SpecError, match="is no secret of the job"):
-            client.ask(requests.submit(view.spec, {"code": view.digests["code"]}, "", {"PATH": "x"}, "k" * 8))
+            submit_job(client.session, view.spec, Digests(view.digests["code"]), "", {"PATH": "x"}, "k" * 8)
 
 
 def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,7 @@ def test_no_text_of_a_job_is_read_by_a_shell(served: Served, project: Project, t
         assert client.job(made.id).tags == {"evil": evil}
         for wrong in ({"name": evil}, {"cluster": evil}, {"script": f"{evil}.py"}, {"secrets": [evil]}):
             with pytest.raises(LaunchError):
-                client.ask(requests.submit({**made.spec, **wrong}, {"code": made.digests["code"]}, "", {}, "k" * 9))
+                submit_job(client.session, {**made.spec, **wrong}, Digests(made.digests["code"]), "", {}, "k" * 9)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -144,7 +150,7 @@ def test_jobs_are_changed_by_their_owner_and_by_admins(served: Served, project: 
                 change(eve)
         for other in (made.id[:-1], "@last", "of-alan"):  # nothing but the id of a job names one to change
             with pytest.raises(JobNotFound):
-                alan.ask(requests.cancel(other, None))
+                cancel_job(alan.session, other)
         assert eve.job(made.id).owner == "grace"
         with pytest.raises(NotAllowed, match="role user"):
             eve.submit(project())
@@ -184,7 +190,7 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
         assert shown(ada, admins.id) == b"of grace\n"  # not what the first job had collected
         artefact = ada.job(admins.id).digests["input:data"]  # which everybody sees
         taken = {**own.spec, "inputs": {}, "script": None, "command": ["cat", "model.txt"]}
-        ask_for = requests.submit(taken, {"code": artefact}, "", {}, requests.new_key())
+        ask_for = request_of(submit_job, taken, Digests(artefact), "", {}, new_key())
         with pytest.raises(SnapshotMissing) as asked:
             alan.ask(ask_for)
         assert list(asked.value.digests) == [artefact]
@@ -194,14 +200,14 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
 
 
 def test_what_signs_the_functions_of_the_services_account_goes_to_nobody_else(served: Served, project: Project) -> None:
-    from orc.orchestrator.functions.keys import new_key
+    from orc.orchestrator.functions import keys
     from orc.orchestrator.functions.node import KEY_VARIABLE
 
     with served.client() as client:
         view = client.submit(project("print('code that is known by its digest')\n"))
-        (key,) = new_key(served.state_dir, view.digests["code"]).values()
+        (key,) = keys.new_key(served.state_dir, view.digests["code"]).values()
         with pytest.raises(SpecError, match=f"no value was sent for the secret {KEY_VARIABLE}"):
-            client.ask(requests.resubmit(view.id, [f"secrets=[{KEY_VARIABLE}]"], {}, requests.new_key()))
+            resubmit_job(client.session, view.id, [f"secrets=[{KEY_VARIABLE}]"], {}, new_key())
     assert len(key) == 64
 
 

@@ -32,7 +32,9 @@ def asked(served: Served) -> Iterator[tuple[ServiceClient, list[str]]]:
     """A client, and the requests that it sends."""
     with served.client() as client:
         sent: list[str] = []
-        client._http.event_hooks["request"] = [lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(API)}")]
+        client.session.http.event_hooks["request"] = [
+            lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(API)}")
+        ]
         yield client, sent
 
 

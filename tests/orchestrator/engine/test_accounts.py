@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +20,14 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.clusters import Cluster
 from orc.launchers.transfer.targets import Targets
+from orc.orchestrator.api.clusters import read_queue
+from orc.orchestrator.api.session import Caller
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import polls
-from orc.orchestrator.service.api.clusters import read_queue
-from orc.orchestrator.service.auth import Principal
 from orc.orchestrator.workspace import NoAccount, login_name
 
 JobFile = Callable[..., LoadedJob]
@@ -309,13 +307,12 @@ def test_what_is_brought_along_beforehand_goes_to_the_account_of_who_asks(accoun
 def test_a_queue_is_asked_with_the_account_of_who_asks_about_its_jobs(accounts, job_file) -> None:
     client, fakes = accounts.client, accounts.fakes
     hers, _ = accounts.submit("ada", job_file()), accounts.submit("grace", job_file())
-    service: Any = SimpleNamespace(clients=SimpleNamespace(client=lambda: nullcontext(client)))
 
-    def ask(user: str) -> Any:
-        return json.loads(read_queue(service, Principal(user=user, role="viewer", token_id="t1"), "local").body)
+    def ask(user: str) -> tuple[QueuedJob, ...]:
+        return read_queue(client.session.on_behalf_of(Caller(user, "viewer")), "local").jobs
 
-    (shown,) = ask("ada")["jobs"]
-    assert (shown["job"], shown["marker"]) == (hers, f"orc-{hers}-a1"), "a page leads from the queue to the job"
+    (shown,) = ask("ada")
+    assert (shown.job, shown.marker) == (hers, f"orc-{hers}-a1"), "a page leads from the queue to the job"
     assert [fakes[login].calls("queue") for login in fakes] == [[f"orc-{hers}-a1"], []]
     with pytest.raises(RenderError, match="jobs of eve have no account"):
         ask("eve")

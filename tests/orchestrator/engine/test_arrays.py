@@ -14,7 +14,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
-from orc.orchestrator.clients import groups
+from orc.orchestrator.clients import cancelling, groups
 from orc.orchestrator.engine import array_submission, snapshots, submission
 
 
@@ -85,7 +85,7 @@ def test_an_element_that_is_cancelled_before_the_submission_is_not_part_of_it(cl
 
     def cancel_one(*given: object) -> None:
         stage(*given)
-        client._request_cancel(client.jobs()[0].id, 0.0)
+        cancelling.request(client.session, client.jobs()[0].id, 0.0)
 
     monkeypatch.setattr(backend, "stage", cancel_one)
     start(client, backend, job_file())
@@ -95,7 +95,7 @@ def test_an_element_that_is_cancelled_before_the_submission_is_not_part_of_it(cl
 
 def test_a_sweep_becomes_one_array_whose_members_are_jobs_of_a_group(client, backend, job_file):
     path = job_file(sweep={"grid": {"args.lr": [1, 2, 3]}}, max_parallel=2).source_path
-    view = groups.submit(client, load_jobs(path))
+    view = groups.submit(client.session, load_jobs(path))
     assert backend.limit == 2
     assert [member.job.state for member in view.members] == ["PENDING"] * 3
     jobs = [client.job(member.job.id) for member in view.members]
@@ -107,6 +107,6 @@ def test_a_sweep_becomes_one_array_whose_members_are_jobs_of_a_group(client, bac
 
 def test_members_that_ask_for_different_things_are_sent_one_by_one(client, backend, job_file):
     path = job_file(sweep={"grid": {"resources.cpus_per_proc": [1, 2]}}).source_path
-    view = groups.submit(client, load_jobs(path))
+    view = groups.submit(client.session, load_jobs(path))
     assert [member.job.state for member in view.members] == ["PENDING"] * 2
     assert len(backend.calls("stage")) == 2

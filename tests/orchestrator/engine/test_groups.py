@@ -135,7 +135,7 @@ def test_a_job_that_waits_is_cancelled_and_never_sent(client, backend, job_file)
 
 
 def test_the_members_of_a_sweep_are_jobs_that_run_from_one_snapshot(client, backend, group_file):
-    view = groups.submit(client, group_file(SWEEP))
+    view = groups.submit(client.session, group_file(SWEEP))
     assert states(view) == ["PENDING"] * 4
     assert [dict(member.parameters) for member in view.members][1] == {"args.lr": "1", "env.SEED": "4"}
     jobs = [client.job(member.job.id) for member in view.members]
@@ -153,7 +153,7 @@ def test_the_members_of_a_sweep_are_jobs_that_run_from_one_snapshot(client, back
 
 
 def test_no_more_members_are_under_way_than_is_said(client, backend, group_file):
-    view = groups.submit(client, group_file(SWEEP, "max_parallel=2"))
+    view = groups.submit(client.session, group_file(SWEEP, "max_parallel=2"))
     started: list[str] = []
     for _ in range(4):
         view = groups.view(client.workspace, view.id)
@@ -182,28 +182,28 @@ def test_a_sweep_is_stored_whole_or_not_at_all(client, backend, group_file, monk
     enqueue = Transaction.enqueue
     monkeypatch.setattr(Transaction, "enqueue", fail_at_the_third)
     with pytest.raises(LedgerError):
-        groups.submit(client, loaded)
+        groups.submit(client.session, loaded)
     monkeypatch.undo()
     assert client.jobs() == []
     assert groups.newest(client.workspace, ("sweep",), 9) == []
 
 
 def test_members_that_failed_are_submitted_again_in_their_places(client, backend, clock, group_file):
-    view = groups.submit(client, group_file(SWEEP))
+    view = groups.submit(client.session, group_file(SWEEP))
     for number, phase in enumerate(["succeeded", "failed", "cancelled", "succeeded"]):
         ended(client, backend, view.members[number].job.id, phase)
     clock.sleep(60)
-    again = groups.resubmit(client, view.id)
+    again = groups.resubmit(client.session, view.id)
     assert states(again) == ["SUCCEEDED", "PENDING", "PENDING", "SUCCEEDED"]
-    assert [member.jobs for member in again.members] == [1, 2, 2, 1]
+    assert [member.submissions for member in again.members] == [1, 2, 2, 1]
     assert client.job(again.members[1].job.id).spec["args"] == client.job(view.members[1].job.id).spec["args"]
-    assert states(groups.cancel(client, view.id)) != states(again)
+    assert states(groups.cancel(client.session, view.id)) != states(again)
 
 
 def test_what_has_not_failed_is_not_submitted_again(client, backend, group_file):
-    view = groups.submit(client, group_file(SWEEP))
+    view = groups.submit(client.session, group_file(SWEEP))
     with pytest.raises(LaunchError, match=r"no member of .* has failed"):
-        groups.resubmit(client, view.id)
+        groups.resubmit(client.session, view.id)
 
 
 def test_a_file_of_a_sweep_is_no_single_job(client, job_file):
@@ -215,7 +215,7 @@ def test_a_file_of_a_sweep_is_no_single_job(client, job_file):
 
 
 def test_the_jobs_of_a_pipeline_run_in_their_order(client, backend, group_file):
-    view = groups.submit(client, group_file(PIPELINE))
+    view = groups.submit(client.session, group_file(PIPELINE))
     prepare, train, report, _ = (member.job.id for member in view.members)
     assert states(view) == ["PENDING", "QUEUED", "QUEUED", "QUEUED"]
     ended(client, backend, prepare, "succeeded")
@@ -226,7 +226,7 @@ def test_the_jobs_of_a_pipeline_run_in_their_order(client, backend, group_file):
 
 
 def test_a_pipeline_that_failed_goes_on_where_it_was(client, backend, clock, group_file):
-    view = groups.submit(client, group_file(PIPELINE))
+    view = groups.submit(client.session, group_file(PIPELINE))
     prepare, train, _, clean = (member.job.id for member in view.members)
     ended(client, backend, prepare, "succeeded")
     ended(client, backend, train, "failed")
@@ -235,7 +235,7 @@ def test_a_pipeline_that_failed_goes_on_where_it_was(client, backend, clock, gro
     assert states(failed) == ["SUCCEEDED", "FAILED", "CANCELLED", "SUCCEEDED"]
     assert failed.members[2].job.reason.startswith(f"{train} has failed")
     clock.sleep(60)
-    again = groups.resubmit(client, view.id)
+    again = groups.resubmit(client.session, view.id)
     assert states(again) == ["SUCCEEDED", "PENDING", "QUEUED", "SUCCEEDED"]
     ended(client, backend, again.members[1].job.id, "succeeded")
     assert states(groups.view(client.workspace, view.id)) == ["SUCCEEDED", "SUCCEEDED", "PENDING", "SUCCEEDED"]
@@ -243,14 +243,16 @@ def test_a_pipeline_that_failed_goes_on_where_it_was(client, backend, clock, gro
 
 def test_a_pipeline_with_a_job_that_can_never_be_sent_leaves_nothing(client, backend, group_file):
     with pytest.raises(LaunchError):
-        groups.submit(client, group_file(PIPELINE.replace("make report", "make report, secrets: [NOT_SET_ANYWHERE]")))
+        groups.submit(
+            client.session, group_file(PIPELINE.replace("make report", "make report, secrets: [NOT_SET_ANYWHERE]"))
+        )
     assert client.jobs() == []
 
 
 def test_artefacts_need_clusters_that_can_pass_them_on(client, backend, group_file):
     text = PIPELINE.replace("make data", "make data, outputs: {data: x}")
     with pytest.raises(SpecError, match="cannot be passed on by orc"):
-        groups.submit(client, group_file(text))
+        groups.submit(client.session, group_file(text))
     assert client.jobs() == []
 
 

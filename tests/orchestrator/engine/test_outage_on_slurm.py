@@ -94,7 +94,7 @@ def submit(client: Client, tmp_path: Path) -> Callable[..., str]:
 
 
 def directory(client: Client, job: str) -> Path:
-    return Path(client._cluster("testbed").root or "") / "jobs" / job
+    return Path(client.session.cluster("testbed").root or "") / "jobs" / job
 
 
 def kinds(client: Client, job: str) -> list[str]:

@@ -48,17 +48,17 @@ def test_files_reach_jobs_on_other_clusters_and_a_failed_pipeline_goes_on(here: 
     path = tmp_path / "project" / "pipeline.yaml"
     path.parent.mkdir()
     path.write_text(PIPELINE)
-    failed = wait(here, groups.submit(here, load_jobs(path)))
+    failed = wait(here, groups.submit(here.session, load_jobs(path)))
     assert [member.job.state for member in failed.members] == ["SUCCEEDED", "FAILED", "CANCELLED"]
     train = failed.members[1].job.id
     assert failed.members[2].job.reason == f"{train} has failed, and this job runs only after it has succeeded"
 
-    view = groups.resubmit(here, failed.id)
+    view = groups.resubmit(here.session, failed.id)
     assert view.members[0].job.id == failed.members[0].job.id  # what has succeeded is not run again
     assert wait(here, view).members[1].job.state == "FAILED"  # the same snapshot has the same mistake
 
     (path.parent / "RETRIED").touch()
-    done = wait(here, groups.submit(here, load_jobs(path)))
+    done = wait(here, groups.submit(here.session, load_jobs(path)))
     assert [member.job.state for member in done.members] == ["SUCCEEDED"] * 3
     report = done.members[2].job.id
     (rank,) = [one for one in here.log_selectors(report) if one.rank == 0]

@@ -17,10 +17,10 @@ MINUTE = 60.0
 
 @pytest.fixture
 def schedule(client, backend, job_file):
-    def create(expression: str = "* * * * *", **options: Any):
+    def create(cron: str = "* * * * *", **options: Any):
         ws, loaded = client.workspace, job_file(**options.pop("keys", {}))
         snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
-        options = {"name": "nightly", "expression": expression, "zone": "UTC", **options}
+        options = {"name": "nightly", "cron": cron, "timezone": "UTC", **options}
         return schedules.create(ws, loaded.spec, snapshot, **options)
 
     return create
@@ -123,8 +123,8 @@ def test_the_snapshot_and_the_secrets_of_a_schedule_are_kept_until_it_is_deleted
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"expression": "every day"}, "is no cron expression"),
-        ({"zone": "Mars/Olympus"}, "unknown time zone"),
+        ({"cron": "every day"}, "is no cron expression"),
+        ({"timezone": "Mars/Olympus"}, "unknown time zone"),
         ({"keys": {"secrets": ["NOT_SET_ANYWHERE"]}}, "NOT_SET_ANYWHERE"),
     ],
 )

@@ -15,10 +15,10 @@ from fake_backend import FakeBackend
 from fastapi import FastAPI
 
 from orc.launchers.backends.base import Handle, LogSelector
+from orc.orchestrator.api import tokens
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service import tokens
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.server import Server, make_server, run_server

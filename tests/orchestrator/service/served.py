@@ -16,9 +16,9 @@ import httpx
 import psutil
 from fake_backend import FakeBackend
 
+from orc.orchestrator.api import tokens
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service import tokens
 
 FAKES = Path(__file__).parents[1]
 SERVE = """

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from orc.orchestrator.api.tokens import DEFAULT_EXPIRES_S
 from orc.orchestrator.cli.commands.token import create_command
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.auth import SAFE_METHODS, role_of_route
 from orc.orchestrator.service.settings import Settings
-from orc.orchestrator.service.tokens import DEFAULT_EXPIRES_S
 
 REFERENCE = Path(__file__).parents[3] / "docs/reference/rest-api.md"
 PUBLIC = {"/healthz", "/readyz", "/api/v1/login", "/api/v1/logout"}

@@ -11,13 +11,14 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import SpecError
+from orc.orchestrator.api import tokens
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import audit, content_holders
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service import housekeeping, tokens
+from orc.orchestrator.service import housekeeping
 from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
 from orc.orchestrator.service.submitting import Submitter

@@ -308,7 +308,7 @@ def test_a_job_says_what_it_waits_for(service, visit, talking):
 def test_the_page_of_a_sweep_has_parameters_states_and_the_lowest_loss(service, visit):
     file = service.job_file("print('lr')", sweep={"grid": {"env.LR": ["0.1", "0.2"]}})
     with service.client() as client:
-        sweep = groups.submit(client, load_jobs(file))
+        sweep = groups.submit(client.session, load_jobs(file))
     first, second = (member.job.id for member in sweep.members)
     for job, loss in ((first, 0.5), (second, 0.25)):
         folder = service.home / "state" / "jobs" / job

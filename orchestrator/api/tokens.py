@@ -1,19 +1,26 @@
-"""Tokens of the service: 256 random bits each, of which the ledger keeps the SHA-256 alone."""
+"""Tokens of the service: 256 random bits each, of which the ledger keeps the SHA-256 alone; their calls."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import dataclass
+from typing import Annotated
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.call import Bounds, call
+from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import tokens as rows
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
+from orc.orchestrator.schema import View
 
 PREFIX = "orc_"
 ROLES = ("viewer", "user", "admin")  # each may do what those before it may
 DEFAULT_EXPIRES_S = 90 * 86400.0  # of a token for which nothing else was said, by the command or by REST
+_YEARS_S = 10 * 366 * 86400
 _USED_EVERY_S = 60.0  # how exact `last_used_at` is: a write for every request would be most of its work
 
 
@@ -94,3 +101,47 @@ def revoke(ledger: Ledger, token_id: str, now: float) -> TokenRecord:
     if not found:
         raise NoSuchToken(f"no such token: {token_id}", hint="`orc token list` shows them")
     return found[0]
+
+
+@dataclass(frozen=True)
+class Tokens(View):
+    """All tokens without their secrets."""
+
+    tokens: list[TokenRecord]
+
+
+@dataclass(frozen=True)
+class NewToken(TokenRecord, View):
+    """New token; its secret is shown this once."""
+
+    token: str = ""
+
+
+@call("GET", "/tokens", shows=Kind.ACCOUNTS, role="admin")
+def list_tokens(session: LedgerSession) -> Tokens:
+    """Return all tokens without their secrets."""
+    return Tokens(every(session.workspace.ledger))
+
+
+@call("POST", "/tokens", shows=Kind.ACCOUNTS, role="admin", status=201)
+def create_token(
+    session: LedgerSession,
+    user: Annotated[str, Bounds(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.@+-]+$")],
+    role: Annotated[str, Bounds(choices=ROLES)] = "user",
+    expires_s: Annotated[
+        float | None, Bounds("Seconds until it ends, null for never; else 90 days", gt=0, le=_YEARS_S)
+    ] = DEFAULT_EXPIRES_S,
+    note: Annotated[str, Bounds(max_length=200)] = "",
+) -> NewToken:
+    """Make a token. Its secret is in this answer and nowhere else."""
+    ws = session.workspace
+    token, record = create(ws.ledger, user, role, ws.clock(), expires_s=expires_s, note=note)
+    session.caller.note(record.id, user=record.user, role=record.role)
+    return NewToken(**vars(record), token=token)
+
+
+@call("DELETE", "/tokens/{token_id}", shows=Kind.ACCOUNTS, role="admin")
+def revoke_token(session: LedgerSession, token_id: Annotated[str, Bounds(max_length=64)]) -> TokenRecord:
+    """Revoke a token from now on."""
+    ws = session.workspace
+    return revoke(ws.ledger, token_id, ws.clock())

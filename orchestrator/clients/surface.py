@@ -1,24 +1,29 @@
-"""Protocol of the clients: what can be done with jobs, the same against a ledger and against a service."""
+"""Methods of the clients, the same against a ledger and against a service.
+
+Most are a call of the API (`orc.orchestrator.api`) in the client's session, which carries it out: in this process, or
+by a request. What needs files or passes of this machine, `Client` and `ServiceClient` do each in its way.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from orc.launchers.backends.base import LogChunk, LogSelector, NodeEntry, QueueReport
     from orc.launchers.errors import LaunchError
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
+    from orc.orchestrator.api.call import Session
     from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.insight.metrics import Line
-    from orc.orchestrator.notifications.calls import NotificationView
-    from orc.orchestrator.views import EventView, JobRow, JobView
+    from orc.orchestrator.views import EventView, JobRow, JobView, NotificationView
 
 ProgressCallback = Callable[[str, Mapping[str, Any]], None]
+_ALL = 1 << 40  # rows; a service gives a page of them at a time
 
 
 class Refreshed(Protocol):
@@ -43,32 +48,27 @@ class MetricsReader(Protocol):
         ...
 
 
-class JobsClient(Protocol):
+class JobsClient(ABC):
     """Client of a ledger (`Client`) or of a service (`ServiceClient`). All methods raise `LaunchError`.
 
     The reference of the Python client (docs/reference/python-client.md) has examples.
     """
 
-    @property
-    def address(self) -> str:
-        """URL of the service; empty for the ledger of this machine."""
-        ...
+    session: Session  # where its calls are carried out
+    log_interval_s: float  # between two looks at a log that is followed
+    address: str = ""  # URL of the service; empty for the ledger of this machine
 
-    @property
-    def log_interval_s(self) -> float:
-        """Seconds between two looks at a log that is followed."""
-        ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
+    @abstractmethod
     def close(self) -> None:
         """Close the ledger, or the connection."""
-        ...
 
+    @abstractmethod
     def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
@@ -82,8 +82,8 @@ class JobsClient(Protocol):
         Raises:
             LaunchError: The job certainly does not run.
         """
-        ...
 
+    @abstractmethod
     def resubmit(
         self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
     ) -> JobView:
@@ -101,8 +101,8 @@ class JobsClient(Protocol):
             JobNotFound: There is no such job.
             SpecError: An override is wrong.
         """
-        ...
 
+    @abstractmethod
     def cancel(
         self,
         job_ids: Sequence[str],
@@ -123,8 +123,8 @@ class JobsClient(Protocol):
         Raises:
             JobNotFound: There is no such job.
         """
-        ...
 
+    @abstractmethod
     def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
         """Submit all members of a group, or none.
 
@@ -138,7 +138,6 @@ class JobsClient(Protocol):
         Raises:
             LaunchError: No member runs.
         """
-        ...
 
     def groups(self, *, kinds: Sequence[str] = ("sweep", "array", "pipeline"), limit: int = 20) -> list[GroupView]:
         """Return the newest groups of these kinds.
@@ -147,7 +146,9 @@ class JobsClient(Protocol):
             kinds: ``sweep``, ``array``, ``pipeline``.
             limit: Number of groups at most.
         """
-        ...
+        from orc.orchestrator.api.groups import list_groups
+
+        return list_groups(self.session, kind=tuple(kinds), limit=limit).groups
 
     def group(self, ref: str, *, kinds: Sequence[str] = (), metrics: bool = False) -> GroupView:
         """Return a group and the newest job of each member.
@@ -160,7 +161,9 @@ class JobsClient(Protocol):
         Raises:
             GroupNotFound: No group, or more than one, is meant.
         """
-        ...
+        from orc.orchestrator.api.groups import get_group
+
+        return get_group(self.session, ref, kind=tuple(kinds), metrics=metrics)
 
     def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
         """Cancel the members that have not ended.
@@ -175,8 +178,11 @@ class JobsClient(Protocol):
         Raises:
             GroupNotFound: There is no such group.
         """
-        ...
+        from orc.orchestrator.api.groups import cancel_group
 
+        return cancel_group(self.session, group_id, grace_s=grace_s)
+
+    @abstractmethod
     def retry_group(self, group_id: str) -> GroupView:
         """Submit the members that have ended without success once more.
 
@@ -189,8 +195,8 @@ class JobsClient(Protocol):
         Raises:
             GroupNotFound: There is no such group.
         """
-        ...
 
+    @abstractmethod
     def create_schedule(
         self,
         loaded: LoadedJob,
@@ -219,11 +225,12 @@ class JobsClient(Protocol):
         Raises:
             SpecError: One of the values is wrong.
         """
-        ...
 
     def schedules(self) -> list[ScheduleView]:
         """Return all schedules, by name."""
-        ...
+        from orc.orchestrator.api.schedules import list_schedules
+
+        return list_schedules(self.session).schedules
 
     def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
         """Resume the schedule *schedule_id* where *enabled* is True, or pause it.
@@ -231,11 +238,15 @@ class JobsClient(Protocol):
         Returns:
             The schedule after the call.
         """
-        ...
+        from orc.orchestrator.api.schedules import change_schedule
+
+        return change_schedule(self.session, schedule_id, enabled=enabled)
 
     def delete_schedule(self, schedule_id: str) -> None:
         """Forget the schedule *schedule_id*; its jobs stay, and those that run go on."""
-        ...
+        from orc.orchestrator.api.schedules import delete_schedule
+
+        delete_schedule(self.session, schedule_id)
 
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
         """Set tags of a job; `None` removes one.
@@ -251,8 +262,11 @@ class JobsClient(Protocol):
             JobNotFound: There is no such job.
             SpecError: A tag is none that a job file could have.
         """
-        ...
+        from orc.orchestrator.api.jobs import change_tags
 
+        return change_tags(self.session, job_id, tags)
+
+    @abstractmethod
     def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> Refreshed:
         """Poll the clusters of jobs and store what they report.
 
@@ -263,15 +277,16 @@ class JobsClient(Protocol):
         Returns:
             The clusters that did not answer.
         """
-        ...
 
+    @abstractmethod
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Poll the clusters of *job_ids*, for *seconds* at most."""
-        ...
 
     def job(self, job_id: str) -> JobView:
         """Return the job *job_id*. Raises `JobNotFound`."""
-        ...
+        from orc.orchestrator.api.jobs import get_job
+
+        return get_job(self.session, job_id)
 
     def jobs(
         self,
@@ -291,16 +306,36 @@ class JobsClient(Protocol):
             group: Only those of this sweep, array, pipeline or schedule.
             limit: Number of jobs at most; `None` for all.
         """
-        ...
+        from orc.orchestrator.api.jobs import list_jobs
+
+        if states is not None and not states:
+            return []
+        state = tuple(str(one) for one in states or ())
+        tag = tuple(f"{key}={value}" for key, value in (tags or {}).items())
+        rows: list[JobRow] = []
+        cursor: str | None = None
+        while limit is None or len(rows) < limit:
+            size = _ALL if limit is None else limit - len(rows)
+            page = list_jobs(self.session, state=state, name=name, tag=tag, group=group, limit=size, cursor=cursor)
+            rows += page.jobs
+            cursor = page.next
+            if cursor is None:
+                break
+        return rows
 
     def events(self, job_id: str) -> list[EventView]:
         """Return the history of the job *job_id*, oldest first. Raises `JobNotFound`."""
-        ...
+        from orc.orchestrator.api.jobs import list_events
+
+        return list_events(self.session, job_id).events
 
     def resolve(self, ref: str) -> str:
         """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``."""
-        ...
+        from orc.orchestrator.api.jobs import resolve_job
 
+        return resolve_job(self.session, ref).id
+
+    @abstractmethod
     def wait(
         self,
         job_ids: Sequence[str],
@@ -321,7 +356,6 @@ class JobsClient(Protocol):
         Raises:
             JobNotFound: There is no such job.
         """
-        ...
 
     def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
         """Return the logs of an attempt that exist so far.
@@ -330,8 +364,11 @@ class JobsClient(Protocol):
             job_id: Id of the job.
             attempt: Number of the attempt; the newest unless given.
         """
-        ...
+        from orc.orchestrator.api.logs import list_logs
 
+        return list_logs(self.session, job_id, attempt).logs
+
+    @abstractmethod
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
@@ -346,7 +383,6 @@ class JobsClient(Protocol):
         Raises:
             LaunchError: There is no such log.
         """
-        ...
 
     def follow_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
@@ -359,8 +395,22 @@ class JobsClient(Protocol):
             attempt: Number of the attempt; the newest unless given.
             offset: Byte to begin with.
         """
-        ...
+        while True:
+            view = self.job(job_id)
+            number = attempt or len(view.attempts)
+            # An attempt whose end was seen before its log was read has been read completely.
+            ended = view.ended or (0 < number <= len(view.attempts) and view.attempts[number - 1].ended_at is not None)
+            if number:
+                attempt = number
+                for chunk in self.read_log(job_id, selector, number, offset):
+                    yield chunk
+                    offset = chunk.end
+            if ended:
+                return
+            self.session.sleep(self.log_interval_s)
+            self.refresh([job_id])
 
+    @abstractmethod
     def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
         """Return the path of a log on this machine; `None` where it has to be read.
 
@@ -369,11 +419,10 @@ class JobsClient(Protocol):
             selector: The log: of a rank, a node or the launcher.
             attempt: Number of the attempt; the newest unless given.
         """
-        ...
 
+    @abstractmethod
     def metrics(self, job_id: str) -> MetricsReader:
         """Return a reader of what the training of the job *job_id* measures."""
-        ...
 
     def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
@@ -385,15 +434,21 @@ class JobsClient(Protocol):
             states: Only those in one of ``due``, ``sent``, ``dead``.
             limit: Number of notifications at most.
         """
-        ...
+        from orc.orchestrator.api.insight import list_notifications
+
+        return list_notifications(self.session, job=job_id, state=tuple(states), limit=limit).notifications
 
     def retry_notifications(self, job_id: str) -> int:
         """Make the notifications about the job *job_id* that were given up due again; return how many there were."""
-        ...
+        from orc.orchestrator.api.insight import retry_notifications
+
+        return retry_notifications(self.session, job_id).due
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
         """Return the differences between the jobs *a* and *b*."""
-        ...
+        from orc.orchestrator.api.insight import diff_jobs
+
+        return diff_jobs(self.session, a, b).to_dict()
 
     def costs(
         self,
@@ -413,8 +468,15 @@ class JobsClient(Protocol):
             since: Only what ran after this time, in seconds since the epoch.
             until: Only what ran before this time.
         """
-        ...
+        from orc.orchestrator.api.insight import add_up_costs
 
+        if job_ids is not None and not job_ids:
+            job_ids = [""]  # of no job
+        return add_up_costs(
+            self.session, by=by, job=tuple(job_ids or ()), owner=owner, since=since, until=until
+        ).to_dict()
+
+    @abstractmethod
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
         """Return the ways to the nodes of an attempt. Raises `NeedsLedger` through a service.
 
@@ -422,12 +484,13 @@ class JobsClient(Protocol):
             job_id: Id of the job.
             attempt: Number of the attempt; the newest unless given.
         """
-        ...
 
+    @abstractmethod
     def queueing_clusters(self) -> tuple[list[str], dict[str, LaunchError]]:
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
-        ...
 
     def queue(self, cluster: str) -> QueueReport:
         """Return a cluster's own queue, and our jobs in it."""
-        ...
+        from orc.orchestrator.api.clusters import read_queue
+
+        return read_queue(self.session, cluster)

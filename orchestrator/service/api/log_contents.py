@@ -1,30 +1,49 @@
-"""Routes that read logs: what there is, bytes of one, a stream of it, lines that contain a text."""
+"""Routes that read logs: bytes of one, a stream of it, lines that contain a text."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import JSONResponse, Response
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.client import Client, JobNotFound
-from orc.orchestrator.service.api.jobs import JobId
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.log_feed import LogKey, read_at
 from orc.orchestrator.service.log_search import search_log
-from orc.orchestrator.service.models import LogList, LogSearch
-from orc.orchestrator.service.rights import Kind, shows
 from orc.orchestrator.service.slow_reads import asks_clusters
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 
 router = APIRouter(tags=["logs"])
+
+
+@dataclass(frozen=True)
+class LogMatch:
+    """Line that was found; *offset* is where it begins, in bytes."""
+
+    offset: int
+    text: str
+
+
+@dataclass(frozen=True)
+class LogSearch:
+    """Lines that were found; ``next`` is where to go on, `None` at the end of the log."""
+
+    matches: list[LogMatch]
+    next: int | None
+
+
 _MOST_BYTES = 4 << 20
+JobId = Annotated[str, Path(min_length=1, max_length=64, description="Id of the job")]
 Attempt = Annotated[int | None, Query(ge=1, le=1 << 30, description="Number of the attempt; the newest by default")]
 Offset = Annotated[int, Query(ge=0, lt=1 << 62, description="First byte")]
 
@@ -51,18 +70,6 @@ def _key(client: Client, job_id: str, attempt: int | None, selector: LogSelector
     if attempt is not None and attempt > job.number:
         raise JobNotFound(f"{job_id} has no attempt {attempt}", hint=f"it has {job.number}")
     return LogKey(job_id, attempt or job.number or 1, selector)
-
-
-@router.get("/jobs/{job_id}/logs", response_model=LogList)
-@shows(Kind.LOGS)
-@asks_clusters
-def list_logs(service: ServiceDep, principal: PrincipalDep, job_id: JobId, attempt: Attempt = None) -> Any:
-    """Return the logs that an attempt has so far: ranks, then nodes, then the launcher's."""
-    with service.clients.client() as client:
-        key = _key(client, job_id, attempt, LogSelector(rank=0))
-        found = client.log_selectors(job_id, attempt)
-    logs = [{"rank": one.rank, "node": one.node, "launcher": one.launcher} for one in found]
-    return JSONResponse({"attempt": key.attempt, "logs": logs})
 
 
 @router.get(
@@ -103,11 +110,9 @@ def read_log(
 
 def _size(client: Client, key: LogKey) -> int:
     """Return the bytes of a log; one on another machine is read for that."""
-    from pathlib import Path
-
     if path := client.log_file(key.job_id, key.selector, key.attempt):
         try:
-            return Path(path).stat().st_size
+            return pathlib.Path(path).stat().st_size
         except OSError:
             return 0
     end = 0

@@ -1,0 +1,180 @@
+"""Call of the API: a typed function, and the route at which a service answers it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.schema import decode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+PREFIX = "/api/v1"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+SLOW_S = 300.0  # of a call that does something at a cluster, which may have to be reached first
+_QUICK_S = 60.0
+
+
+class Bounds:
+    """Bounds of an argument, in its type: ``Annotated[int, Bounds(ge=1, le=500)]``.
+
+    The service checks them and describes them in OpenAPI. *header* is the header that brings the argument.
+    """
+
+    def __init__(self, text: str = "", *, choices: tuple[str, ...] = (), header: str = "", **limits: Any) -> None:
+        self.description, self.choices, self.header = text, choices, header
+        self.limits = limits  # of a field of pydantic: ge, gt, le, lt, min_length, max_length, pattern, ...
+
+
+JobId = Annotated[str, Bounds("Id of the job", min_length=1, max_length=64)]
+Key = Annotated[str, Bounds("The same key is the same job", header="Idempotency-Key", min_length=8, max_length=200)]
+Name = Annotated[str, Bounds(max_length=255)]
+Text = Annotated[str, Bounds(max_length=4096)]
+Secret = Annotated[str, Bounds(json_schema_extra={"format": "password", "writeOnly": True})]
+Secrets = Annotated[Mapping[str, Secret], Bounds("Values of the job's secrets by their names", max_length=100)]
+
+
+class Session(Protocol):
+    """Place where calls are carried out: a ledger, or a service."""
+
+    def carry_out(self, call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of *call*. Raises `LaunchError`."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so many seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Argument of a call, and the part of a request that brings it: path, query, header or body."""
+
+    name: str
+    kind: Any  # its type
+    default: Any  # `inspect.Parameter.empty` where it has to be given
+    place: str
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds that its type names."""
+        return next((one for one in getattr(self.kind, "__metadata__", ()) if isinstance(one, Bounds)), Bounds())
+
+
+@dataclass(frozen=True)
+class Call(Generic[P, R]):
+    """Function over a ledger, and the route at which a service answers it."""
+
+    function: Callable[Concatenate[Any, P], R]
+    method: str
+    path: str  # below `PREFIX`
+    role: str  # that the caller needs
+    writes: bool  # the ledger has to be writable
+    whole_body: str  # the argument that is the body, instead of one of its keys
+    shows: tuple[Kind, ...]  # what the result is about: without the right to one there is none
+    parts: tuple[Kind, ...]  # what the function leaves out for callers who may not see it
+    of: tuple[str, ...]  # arguments that are ids of the jobs that it shows
+    asks_clusters: bool
+    status: int
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a client waits for the answer."""
+        return SLOW_S if self.asks_clusters else _QUICK_S
+
+    @property
+    def name(self) -> str:
+        """Name of its operation in OpenAPI, and of its action in the audit log."""
+        return self.function.__name__
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Arguments after the session."""
+        hints = typing.get_type_hints(self.function, include_extras=True)
+        in_path = re.findall(r"{(\w+)}", self.path)
+        _, *given = inspect.signature(self.function).parameters.values()
+
+        def parameter(one: inspect.Parameter) -> Parameter:
+            made = Parameter(one.name, hints[one.name], one.default, "query")
+            if one.name in in_path:
+                place = "path"
+            elif made.bounds.header:
+                place = "header"
+            else:
+                place = "body" if self.method in ("POST", "PUT", "PATCH") else "query"
+            return Parameter(one.name, made.kind, one.default, place)
+
+        return tuple(parameter(one) for one in given)
+
+    @functools.cached_property
+    def result(self) -> Any:
+        """Type of the result."""
+        return typing.get_type_hints(self.function)["return"]
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        """Return the arguments by name, without those that were left out."""
+        bound = inspect.signature(self.function).bind(None, *args, **kwargs).arguments
+        return dict(list(bound.items())[1:])
+
+    def read(self, data: Any) -> R:
+        """Return the result from its JSON. Raises what `decode` raises."""
+        result: R = decode(self.result, data)
+        return result
+
+    def __call__(self, session: Session, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of the call in *session*. Raises `LaunchError`."""
+        return session.carry_out(self, *args, **kwargs)
+
+
+CALLS: dict[str, Call[Any, Any]] = {}  # by name, in the order in which their modules are imported
+
+
+def call(
+    method: str,
+    path: str,
+    *,
+    shows: Kind | tuple[Kind, ...],
+    parts: tuple[Kind, ...] = (),
+    of: tuple[str, ...] = ("job_id",),
+    role: str = "",
+    writes: bool | None = None,
+    whole_body: str = "",
+    asks_clusters: bool = False,
+    status: int = 200,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Call[P, R]]:
+    """Make a function over a session a call of the API.
+
+    Args:
+        method: HTTP method of its route.
+        path: Path of its route, with arguments in braces.
+        shows: What the result is about; a caller without the right to it gets none (`orc.orchestrator.api.rights`).
+        parts: What the function leaves out for callers who may not see it.
+        of: Arguments that are ids of the jobs that it shows.
+        role: Role that it needs; viewer to read and user to change unless given.
+        writes: Whether the ledger has to be writable; where something is changed unless given.
+        whole_body: Argument that is the body, instead of one of its keys.
+        asks_clusters: Whether clusters may have to be reached first.
+        status: HTTP status of the answer.
+
+    Returns:
+        The decorator.
+    """
+    reads = method in SAFE_METHODS
+
+    def made(function: Callable[Concatenate[Any, P], R]) -> Call[P, R]:
+        described = Call(
+            function, method, path, role or ("viewer" if reads else "user"), not reads if writes is None else writes,
+            whole_body, (shows,) if isinstance(shows, Kind) else shows, parts, of, asks_clusters, status,
+        )  # fmt: skip
+        if CALLS.setdefault(described.name, described) is not described:
+            raise ValueError(f"two calls have the name {described.name}")
+        return described
+
+    return made

@@ -1,0 +1,133 @@
+"""Calls about clusters and their queues, and about what users may have there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated
+
+from orc.launchers.backends.reports import QueueReport
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.call import Bounds, Name, call
+from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.api.session import LedgerSession
+from orc.orchestrator.schema import View
+
+
+@dataclass(frozen=True)
+class ClusterView(View):
+    """Cluster, and how it answers. Times are seconds since the epoch."""
+
+    name: str
+    kind: str
+    has_queue: bool
+    polled_at: float | None = None
+    answered_at: float | None = None
+    interval_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Clusters(View):
+    """Clusters of clusters.yaml."""
+
+    clusters: list[ClusterView]
+
+
+@dataclass(frozen=True)
+class QuotaView(View):
+    """Limit of one resource for a user or a project."""
+
+    scope: str
+    name: str
+    resource: str
+    amount: float
+
+
+@dataclass(frozen=True)
+class Quotas(View):
+    """All quotas."""
+
+    quotas: list[QuotaView]
+
+
+def queueing_clusters(session: LedgerSession) -> tuple[list[str], dict[str, LaunchError]]:
+    """Return the clusters with a queue of their own, and the errors of those that fail to open. Contacts none."""
+    from orc.launchers.backends.base import SupportsQueue
+
+    return session.workspace.clusters_with(SupportsQueue)
+
+
+@call("GET", "/clusters", shows=Kind.SERVICE, parts=(Kind.ACCOUNTS,))
+def list_clusters(session: LedgerSession) -> Clusters:
+    """Return the clusters with the times of their last polls and answers. Contacts none.
+
+    What went wrong with the accounts of others is told to admins.
+    """
+    from orc.orchestrator.ledger.polls import by_cluster
+
+    queueing, _ = queueing_clusters(session)
+    only = None if session.caller.may_see(Kind.ACCOUNTS) else session.caller.user
+    with session.workspace.ledger.database.read() as connection:
+        polls = {poll.cluster: poll for poll in by_cluster(connection, only)}
+    names = ("polled_at", "answered_at", "interval_s", "error")
+    return Clusters(
+        [
+            ClusterView(
+                name, cluster.kind, name in queueing, **{key: getattr(polls.get(name), key, None) for key in names}
+            )
+            for name, cluster in session.clusters().items()
+        ]
+    )
+
+
+@call("GET", "/clusters/{name}/queue", shows=Kind.SERVICE, asks_clusters=True)
+def read_queue(session: LedgerSession, name: Name) -> QueueReport:
+    """Return the queue of a cluster, and our jobs in it.
+
+    Where users have accounts of their own there: with that of who asks, about its jobs.
+    """
+    from orc.launchers.backends.base import Handle, SupportsQueue
+
+    ws = session.workspace
+    plain = ws.backend(name)
+    if not isinstance(plain, SupportsQueue):
+        raise LaunchError(f"clusters of kind {plain.kind} have no queue of their own", where=name)
+    backend = ws.backend_of_user(name, session.caller.user)
+    assert isinstance(backend, SupportsQueue)  # of the same kind
+    ours = []
+    for job in ws.ledger.active():
+        if job.cluster == name and job.attempt is not None and job.attempt.handle:
+            with suppress(LaunchError):  # its owner has no account there any more
+                if ws.backend_of_attempt(name, job.owner, job.attempt) is backend:
+                    ours.append(Handle.from_dict(job.attempt.handle))
+    return backend.queue(ours)
+
+
+@call("GET", "/quotas", shows=Kind.SERVICE)
+def list_quotas(session: LedgerSession) -> Quotas:
+    """Return what users and projects may use at a time."""
+    from orc.orchestrator.ledger import quotas
+
+    with session.workspace.ledger.database.read() as connection:
+        return Quotas([QuotaView(*quota) for quota in quotas.all_quotas(connection)])
+
+
+@call("PUT", "/quotas", shows=Kind.SERVICE, role="admin")
+def set_quota(
+    session: LedgerSession,
+    scope: Annotated[str, Bounds(choices=("user", "project"))],
+    name: Annotated[str, Bounds(min_length=1, max_length=255, pattern=r"^[\w.@+-]+$")],
+    resource: Annotated[str, Bounds(choices=("gpus", "jobs", "cost"))],
+    amount: Annotated[float | None, Bounds("Without one it is removed", ge=0, le=1e12)] = None,
+) -> Quotas:
+    """Set or remove a quota; return all."""
+    from orc.orchestrator.ledger import quotas
+
+    with session.workspace.ledger.database.write() as connection:
+        if amount is None:
+            quotas.remove(connection, scope, name, resource)
+        else:
+            quotas.put(connection, quotas.Quota(scope, name, resource, amount))
+    session.caller.note(f"{scope} {name}", resource=resource, amount=amount)
+    return list_quotas(session)
