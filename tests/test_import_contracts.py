@@ -168,7 +168,6 @@ def test_no_modules_import_each_other_in_a_circle_not_even_inside_functions() ->
 PARTS_THAT_NAME_THE_WHOLE = {
     "orc.launchers.backends.tpu.backend",
     "orc.orchestrator.client",
-    "orc.orchestrator.clients.service",
 }
 
 
