@@ -140,11 +140,12 @@ class SagemakerBackend(Backend):
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """On this machine if it was submitted here, else at AWS."""
         here = LOCAL if (self.state_dir / "sagemaker").is_dir() else ()
-        for mode in here:
-            if self._jobs(mode).has_submission(marker):
-                return self._jobs(mode).find(marker)
-        mode = read_settings(self.cluster).local_mode  # then nothing is ever sent to AWS
-        return self._jobs(mode).find(marker)
+        # With a local mode nothing is ever sent to AWS.
+        mode = next((m for m in here if self._jobs(m).has_submission(marker)), read_settings(self.cluster).local_mode)
+        handle = self._jobs(mode).find(marker)
+        if handle is None and not complete:  # what has its inputs and no training job is to have none
+            self._jobs(mode).forget(marker)
+        return handle
 
     # -- afterwards
 
@@ -187,3 +188,7 @@ class SagemakerBackend(Backend):
             except LaunchError as error:
                 untold[handle.marker] = error
         raise_untold(untold)
+
+    def reap(self, handle: Handle) -> None:
+        """Delete what is private of an attempt whose end SageMaker did not tell; instances end by themselves."""
+        self._jobs_of(handle).forget(handle.marker)

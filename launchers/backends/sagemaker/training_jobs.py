@@ -180,20 +180,30 @@ class TrainingJobs:
         return text.replace(ACCOUNT, self.service.account()) if ACCOUNT in text else text
 
     def _forget(self, plan: Plan, why: BackendError) -> BackendError:
-        """Delete the secrets of an attempt that will never run; return *why*, which also tells if that failed."""
-        try:
-            if plan.secrets:
-                self._remove_secrets(plan.attempt)
-        except LaunchError as error:
-            left = f"The attempt's secrets may still be at AWS, and could not be removed: {error.what}."
-            why.hint = f"{why.hint} {left}".lstrip()
+        """Delete what is private of an attempt that will never run; return *why*, which also tells if that failed."""
+        if left := self._remove_private(plan.attempt, json.loads(plan.files[0].content)):
+            why.hint = f"{why.hint} The attempt's {left}.".lstrip()
         return why
 
-    def _remove_secrets(self, attempt: AttemptId) -> None:
-        if self.place.secrets == "secretsmanager":
-            self.service.delete_secret(secret_name(attempt))
-        else:
-            self.service.delete(self.location.attempt(attempt) + SECRETS)
+    def _remove_private(self, attempt: AttemptId, config: Mapping[str, Any]) -> str:
+        """Delete the secrets of an attempt and the token of its agents; return what to tell where that failed."""
+        try:
+            if config.get("secrets") and self.place.secrets == "secretsmanager":
+                self.service.delete_secret(secret_name(attempt))
+            elif config.get("secrets"):
+                self.service.delete(self.location.attempt(attempt) + SECRETS)
+            if config.get("link"):
+                self.service.delete(self.location.attempt(attempt) + LINK)
+        except LaunchError as error:
+            return f"secrets may still be at AWS, and could not be removed: {error.what}"
+        return ""
+
+    def forget(self, marker: str) -> None:
+        """Delete what is private of an attempt that is over without an end, or was never started."""
+        if (inputs := self._inputs_of([marker]).get(marker)) is None:
+            return
+        if left := self._remove_private(AttemptId.from_marker(marker), inputs.config):
+            _log.warning("%s: its %s", marker, left)
 
     def has_submission(self, marker: str) -> bool:
         """Return True when the attempt was submitted to this machine."""
@@ -239,20 +249,11 @@ class TrainingJobs:
         inputs = self._inputs.get(handle.marker)
         cost = cost_text(job.billable_s if job else None, inputs.request if inputs else {}, self.place.prices)
         seen = judge(job, records, age_s=now - handle.submitted_at, cost=cost)
-        if seen.phase.ended and seen.phase is not Phase.LOST and inputs:
-            try:
-                self._remove_private(AttemptId.from_marker(handle.marker), inputs)
-            except LaunchError as error:
-                left = f"its secrets may still be at AWS, and could not be removed: {error.what}"
-                seen = replace(seen, reason=f"{seen.reason}; {left}" if seen.reason else left)
-        return seen
-
-    def _remove_private(self, attempt: AttemptId, inputs: AttemptInputs) -> None:
-        """Delete the secrets of an attempt and the token of its agents."""
-        if inputs.config.get("secrets"):
-            self._remove_secrets(attempt)
-        if inputs.config.get("link"):
-            self.service.delete(self.location.attempt(attempt) + LINK)
+        if not seen.phase.ended or seen.phase is Phase.LOST or inputs is None:
+            return seen
+        left = self._remove_private(AttemptId.from_marker(handle.marker), inputs.config)
+        reasons = [seen.reason, f"its {left}" if left else ""]
+        return replace(seen, reason="; ".join(filter(None, reasons)))
 
     def _look(self, handles: Sequence[Handle]) -> dict[str, Job]:
         """The training jobs by name; those that have ended with all about them."""

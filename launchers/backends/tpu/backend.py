@@ -35,7 +35,7 @@ from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
 from orc.launchers.backends.tpu.pods import Pods
 from orc.launchers.backends.tpu.poller import Poller
-from orc.launchers.backends.tpu.provision import own_statuses, request_tpu
+from orc.launchers.backends.tpu.provision import request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import Settings, read_settings
@@ -150,9 +150,11 @@ class TpuBackend(Backend):
         if not location.is_made_for(plan.marker):
             self._pods.start(self._named(plan, location), plan, secrets)
             return handle
-        if any(s.state is not State.NOT_FOUND for s in own_statuses(self._list([location]), location, plan.marker)):
+        statuses = self._look(handle)
+        require_own(statuses, plan.marker)
+        if any(status.state is not State.NOT_FOUND for status in statuses):
             return handle
-        rejections = request_tpu(self.api, plan, location.zones)
+        rejections = request_tpu(self.api, self._local(handle), plan, location.zones)
         if len(rejections) < len(location.zones):
             return handle
         end = lifecycle.no_zone_left(rejections)
@@ -165,7 +167,10 @@ class TpuBackend(Backend):
         return Handle(self.cluster.name, self.kind, plan.marker, location, time.time(), hosts_of(plan))
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """Return the attempt's TPU in any of the cluster's zones; on a TPU that is named, the attempt."""
+        """Return the attempt's TPU in any of the cluster's zones; on a TPU that is named, the attempt.
+
+        Zones are asked all together only where the TPU is not in the one that was asked for it last.
+        """
         options = self.settings.options
         if options.name is not None:
             location = request.location_of(options, marker)
@@ -174,13 +179,19 @@ class TpuBackend(Backend):
                     found = self._pods.on(status.node).find(marker)
                     return None if found is None else replace(found, backend=self.kind, native_id=str(location))
             return None
-        queued = TpuLocation(options.project, options.zones, request.QUEUED, request.tpu_id(marker))
-        if ended := self._local_of(marker).handle:
+        local = self._local_of(marker)
+        if ended := local.handle:
             return ended
+        last = (local.zone,) if local.zone in options.zones else ()
+        return (self._find_in(last, marker) if last else None) or self._find_in(options.zones, marker)
+
+    def _find_in(self, zones: tuple[str, ...], marker: str) -> Handle | None:
+        options = self.settings.options
+        queued = TpuLocation(options.project, options.zones, request.QUEUED, request.tpu_id(marker))
         locations = [queued, replace(queued, collection=request.NODES)]
-        listing = self._list(locations)
+        listing = self._list([replace(location, zones=zones) for location in locations])
         for location in locations:
-            for status in listing.statuses(location):
+            for status in listing.statuses(replace(location, zones=zones)):
                 if status.state is State.PROVISIONING and status.queued is None and status.node is None:
                     raise BackendUnreachable("its TPU is being created, and not listed yet", where=status.zone)
                 if status.state in (State.NOT_FOUND, State.DELETING) or request.MARKER not in status.labels:
@@ -196,11 +207,11 @@ class TpuBackend(Backend):
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
         """Request the TPU in the next zone, or start the agents on one that is up."""
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
-        statuses = self._list([location]).statuses(location)
+        statuses = self._look(handle)
         step = self._step(statuses)
         if local.end() is None and not local.cancelled and isinstance(step, Create):
             zones = location.zones[location.zones.index(step.zone) :]
-            rejections = request_tpu(self.api, plan, zones)
+            rejections = request_tpu(self.api, local, plan, zones)
             if len(rejections) == len(zones):
                 failed = [status for status in statuses if status.state is State.FAILED]
                 return self._over(handle, _observed(lifecycle.no_zone_left([*failed, *rejections])))
@@ -248,13 +259,7 @@ class TpuBackend(Backend):
         if not handles:
             return {}
         self._end_idle()
-        locations = {handle.marker: TpuLocation.parse(handle.native_id) for handle in handles}
-        local = {handle.marker: self._local(handle) for handle in handles}
-        live = {marker: location for marker, location in locations.items() if local[marker].end() is None}
-        statuses = self._poller.statuses(live, {marker: local[marker].zone for marker in live})
-        for marker, found in statuses.items():
-            if (zone := next((status.zone for status in found if status.alive), "")) not in ("", local[marker].zone):
-                local[marker].zone = zone
+        statuses = self._statuses([handle for handle in handles if self._local(handle).end() is None])
         results = each(
             {h.marker: h for h in handles}, lambda handle: self._observe(handle, statuses.get(handle.marker))
         )
@@ -301,7 +306,7 @@ class TpuBackend(Backend):
         seen = replace(inner.poll([own])[own], failed_hosts=())  # nothing to avoid: the next TPU has other workers
         if seen.phase.ended and seen.phase is not Phase.SUCCEEDED:
             # What ranks die of when their TPU is taken away says nothing about them.
-            step = self._step(self._list([location]).statuses(location))
+            step = self._step(self._look(handle))
             if isinstance(step, Ended) and step.cause is Cause.PREEMPTED:
                 return replace(_observed(step), exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
             if isinstance(step, Restarting):
@@ -377,10 +382,9 @@ class TpuBackend(Backend):
 
     def _reachable(self, handle: Handle) -> SshBackend | None:
         """Return the workers of an attempt; `None` when not up. Calls the API only for pods not used before."""
-        location = TpuLocation.parse(handle.native_id)
-        if (inner := self._pods.known(location.id)) is not None:
+        if (inner := self._pods.known(TpuLocation.parse(handle.native_id).id)) is not None:
             return inner
-        step = self._step(self._list([location]).statuses(location))
+        step = self._step(self._look(handle))
         return self._pods.on(step.node) if isinstance(step, Ready) else None
 
     # -- the end
@@ -394,15 +398,15 @@ class TpuBackend(Backend):
 
         if not handles:
             return
-        listing = self._list([TpuLocation.parse(handle.native_id) for handle in handles])
-        results = each({h.marker: h for h in handles}, lambda handle: self._cancel(handle, listing, grace))
+        statuses = self._statuses(handles, anew=True)
+        results = each({h.marker: h for h in handles}, lambda h: self._cancel(h, statuses[h.marker], grace))
         raise_untold({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
-    def _cancel(self, handle: Handle, listing: Listing, grace: timedelta) -> None:
+    def _cancel(self, handle: Handle, statuses: Sequence[ZoneStatus], grace: timedelta) -> None:
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         if local.end() is not None:
             return
-        step = self._step(listing.statuses(location))
+        step = self._step(statuses)
         if isinstance(step, Ready):
             inner = self._pods.on(step.node) if local.started or not location.is_made_for(handle.marker) else None
             if inner is None:
@@ -464,6 +468,21 @@ class TpuBackend(Backend):
         from orc.launchers.backends.tpu.listing import list_resources
 
         return list_resources(self.api, locations)
+
+    def _look(self, handle: Handle) -> list[ZoneStatus]:
+        """Return the statuses of an attempt's TPU as they are now."""
+        return self._statuses([handle], anew=True)[handle.marker]
+
+    def _statuses(self, handles: Sequence[Handle], *, anew: bool = False) -> dict[str, list[ZoneStatus]]:
+        """Return the statuses of attempts by their markers: of the own zone alone where the TPU is there."""
+        local = {handle.marker: self._local(handle) for handle in handles}
+        zones = {marker: state.zone for marker, state in local.items()}
+        locations = {handle.marker: TpuLocation.parse(handle.native_id) for handle in handles}
+        found = self._poller.statuses(locations, zones, anew=anew)
+        for marker, statuses in found.items():
+            if (zone := next((status.zone for status in statuses if status.alive), "")) not in ("", zones[marker]):
+                local[marker].zone = zone
+        return {marker: local[marker].dated(statuses) for marker, statuses in found.items()}
 
     def _step(self, statuses: Sequence[ZoneStatus]) -> lifecycle.Step:
         limit = self.settings.options.provision_timeout

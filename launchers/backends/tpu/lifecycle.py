@@ -110,6 +110,12 @@ class ZoneStatus:
         return self.state in (State.PROVISIONING, State.READY, State.RESTARTING)
 
     @property
+    def lacks_node(self) -> bool:
+        """Return whether capacity was granted, and the node is not there (yet); the API does not say since when."""
+        granted = self.queued is not None and self.queued.state in ("PROVISIONING", "ACTIVE")
+        return self.state is State.PROVISIONING and granted and self.node is None
+
+    @property
     def labels(self) -> Mapping[str, str]:
         """Labels of the TPU: those of the node are newer than those of its request."""
         return {**(self.queued.labels if self.queued else {}), **(self.node.labels if self.node else {})}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from orc.launchers.remote import files
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import HostConnections
+    from orc.launchers.backends.tpu.lifecycle import ZoneStatus
 
 _LAST_WORDS_S = 300.0  # how long the end waits for logs that cannot be had
 _JOB_FILES = (".jsonl",)  # beside the attempt: what the job measures
@@ -58,7 +60,7 @@ class LocalState:
 
     @property
     def zone(self) -> str:
-        """Zone in which its TPU was last seen; empty before."""
+        """Zone in which its TPU was last asked for, or seen; empty before."""
         try:
             return (self.directory / "zone").read_text()
         except FileNotFoundError:
@@ -67,6 +69,19 @@ class LocalState:
     @zone.setter
     def zone(self, name: str) -> None:
         self._write("zone", name.encode())
+
+    def dated(self, statuses: Sequence[ZoneStatus]) -> list[ZoneStatus]:
+        """Return *statuses*, and of the one that lacks its node since when it was seen so: the first look notes it."""
+        lacking = next((status for status in statuses if status.lacks_node), None)
+        if lacking is None:
+            (self.directory / "lacks-node").unlink(missing_ok=True)
+            return list(statuses)
+        zone, at = lacking.zone, time.time()
+        with suppress(FileNotFoundError):
+            noted_zone, _, noted_at = (self.directory / "lacks-node").read_text().partition(" ")
+            at = float(noted_at) if noted_zone == zone else at
+        self._write("lacks-node", f"{zone} {at}".encode())
+        return [replace(status, since=at) if status is lacking else status for status in statuses]
 
     # -- how it ended
 

@@ -36,10 +36,15 @@ class Poller:
         self._clock = clock
         self._seen: dict[str, _Cached] = {}
 
-    def statuses(self, locations: Mapping[str, TpuLocation], zones: Mapping[str, str]) -> dict[str, list[ZoneStatus]]:
-        """Return the statuses of each location by its key; *zones* are those in which the attempts were last seen."""
+    def statuses(
+        self, locations: Mapping[str, TpuLocation], zones: Mapping[str, str], *, anew: bool = False
+    ) -> dict[str, list[ZoneStatus]]:
+        """Return the statuses of each location by its key, *anew*: none of what was seen before.
+
+        *zones* are those in which the attempts were last seen, or asked for.
+        """
         now = self._clock()
-        stale = {key for key in locations if (seen := self._seen.get(key)) is None or not seen.is_fresh(now)}
+        stale = {key for key in locations if anew or (seen := self._seen.get(key)) is None or not seen.is_fresh(now)}
         # One listing serves all attempts of a zone.
         own = {key: seen.status.zone if (seen := self._seen.get(key)) else zones.get(key, "") for key in locations}
         asked = {own[key] for key in stale}
@@ -47,7 +52,7 @@ class Poller:
         narrow = {
             key: replace(location, zones=(own[key],)) for key, location in due.items() if own[key] in location.zones
         }
-        found = {key: [seen.status] for key, seen in self._seen.items() if key in locations and key not in due}
+        found = {key: [self._seen[key].status] for key in locations if key not in due}
         if narrow:
             listing = self._list(list(narrow.values()))
             found |= {key: listing.statuses(location) for key, location in narrow.items()}

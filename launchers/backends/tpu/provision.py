@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.tpu import lifecycle, request
@@ -12,12 +13,15 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachab
 
 if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi
-    from orc.launchers.backends.tpu.listing import Listing
+    from orc.launchers.backends.tpu.local_state import LocalState
     from orc.launchers.plan import Plan
 
 
-def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatus]:
-    """Request the TPU in *zones* until one accepts; return the statuses of those that did not."""
+def request_tpu(api: TpuApi, local: LocalState, plan: Plan, zones: Sequence[str]) -> list[ZoneStatus]:
+    """Request the TPU in *zones* until one accepts; return the statuses of those that did not.
+
+    Each zone is noted before it is asked: where this is cut off, the TPU is looked for there.
+    """
     from orc.launchers.backends.tpu.client import AlreadyExists, ApiRejected, ResourceExhausted
     from orc.launchers.backends.tpu.listing import list_resources
 
@@ -25,10 +29,12 @@ def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatu
     requests = {item["parent"].rpartition("/")[2]: item for item in request.read_requests(plan)["requests"]}
     rejections: list[ZoneStatus] = []
     for zone in zones:
+        local.zone = zone
         try:
             api.create(requests[zone])
         except AlreadyExists:
-            own_statuses(list_resources(api, [location]), location, plan.marker)
+            there = replace(location, zones=(zone,))
+            require_own(list_resources(api, [there]).statuses(there), plan.marker)
         except ResourceExhausted as error:
             rejections.append(lifecycle.zone_rejected(zone, "RESOURCE_EXHAUSTED", error.what))
             continue
@@ -41,9 +47,8 @@ def request_tpu(api: TpuApi, plan: Plan, zones: Sequence[str]) -> list[ZoneStatu
     return rejections
 
 
-def own_statuses(listing: Listing, location: TpuLocation, marker: str) -> list[ZoneStatus]:
-    """Return the statuses of an attempt's own TPU. Raises `BackendError` when its name is taken by another."""
-    statuses = listing.statuses(location)
+def require_own(statuses: Sequence[ZoneStatus], marker: str) -> None:
+    """Raise `BackendError` when the name of the attempt's TPU is taken by another."""
     for status in statuses:
         owner = status.queued or status.node
         if owner is not None and status.labels.get(request.MARKER) != request.tpu_id(marker):
@@ -52,4 +57,3 @@ def own_statuses(listing: Listing, location: TpuLocation, marker: str) -> list[Z
                 where=marker,
                 hint="Delete it, and submit the job again.",
             )
-    return statuses

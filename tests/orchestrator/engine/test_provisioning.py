@@ -244,6 +244,18 @@ def test_a_creation_that_hangs_is_given_up_and_cleared_away(cloud: Cloud) -> Non
     no_later_than(cloud.server, cloud.is_empty)
 
 
+def test_a_granted_request_whose_node_never_comes_is_given_up_and_cleared_away(cloud: Cloud) -> None:
+    cloud.configure(provision_timeout=1)
+    cloud.server.cloud.configure(capacity_chips=0)
+    view = cloud.submit(retry={"max_attempts": 1})
+    cloud.until(view.id, lambda v: "WAITING_FOR_RESOURCES" in v.reason)
+    cloud.server.cloud.activate_without_node(f"projects/{PROJECT}/locations/{ZONE}/queuedResources/orc-{view.id}-a1")
+    ended = cloud.until(view.id, lambda v: v.ended_at is not None)
+    assert (ended.state, ended.attempts[0].cause) == ("FAILED", "node_failure")
+    assert f"the TPU is still ACTIVE in {ZONE}" in ended.reason
+    no_later_than(cloud.server, cloud.is_empty)
+
+
 def test_workers_that_never_let_anybody_in_are_given_up_and_cleared_away(cloud: Cloud) -> None:
     cloud.configure(boot_timeout=1)
     view = cloud.submit(retry={"max_attempts": 1})
@@ -415,6 +427,22 @@ def test_a_submission_that_is_killed_leaves_one_pod_or_none(cloud: Cloud, point:
     cloud.until(row.id, is_waiting_for_workers)
     assert cloud.asked() == [(ZONE, f"orc-{row.id}-a1")]
     assert cloud.cancel(row.id).state == "CANCELLED"
+    no_later_than(cloud.server, cloud.is_empty)
+
+
+def test_after_a_submission_that_was_cut_off_only_the_zone_that_was_asked_is_asked_again(cloud: Cloud) -> None:
+    cloud.configure(zones=[ZONE, OTHER_ZONE, "us-east1-d", "asia-east1-c"])
+    cloud.fault("CreateQueuedResource=RESOURCE_EXHAUSTED")  # in the first zone
+    path = cloud.job_file().source_path
+    argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", str(path)]
+    done = subprocess.run(argv, env={**os.environ, fault_points.VARIABLE: "submitted"}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (row,) = cloud.client.jobs()
+    before = len(cloud.server.cloud.calls)
+    cloud.until(row.id, is_waiting_for_workers)
+    asked = [call.request for call in cloud.server.cloud.calls[before:]]
+    assert {request.get("parent", request.get("name", "")).split("/")[3] for request in asked} == {OTHER_ZONE}
+    cloud.cancel(row.id)
     no_later_than(cloud.server, cloud.is_empty)
 
 

@@ -334,6 +334,13 @@ class FakeTpuCloud(NodesOfCloud):
         with self._lock:
             self._suspend(self._queued_resource(queued_resource_name), Initiator.SERVICE)
 
+    def activate_without_node(self, queued_resource_name: str) -> None:
+        """Let a queued resource be ACTIVE, and its node never come."""
+        with self._lock:
+            record = self._queued_resource(queued_resource_name)
+            record.generation += 1
+            self._set_qr(record, QrState.ACTIVE)
+
     def fail(self, queued_resource_name: str, message: str = "The request could not be completed") -> None:
         """Move a queued resource to FAILED."""
         with self._lock:

@@ -177,6 +177,8 @@ class LocalService:
             status.setdefault("TrainingEndTime", status.get("LastModifiedTime", request["CreationTime"]))
         request.pop("Mode")
         status.pop("BillableTimeInSeconds", None)  # nobody sends a bill
+        if model := status.get("ModelArtifacts", {}).get("S3ModelArtifacts"):
+            status["ModelArtifacts"] = {"S3ModelArtifacts": str(self.storage.path(model))}  # nothing of it is in S3
         return dict(_dated({"TrainingJobArn": _arn(name), **request, **status}))
 
     def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snaps
 from orc.launchers.backends.sagemaker import SagemakerBackend, training_job
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.rendering import request_of
-from orc.launchers.errors import BackendError, PartlyUnreachable
+from orc.launchers.errors import AmbiguousSubmit, BackendError, PartlyUnreachable
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
@@ -177,14 +177,14 @@ def test_the_same_attempt_submitted_again_is_the_same_job(backend, snapshot) -> 
 
 def test_a_name_that_is_somebody_elses_is_refused_and_nothing_secret_is_left(sagemaker, backend, snapshot) -> None:
     here = backend()
-    plan = render(here, snapshot, secrets=["TOKEN"])
+    plan = render(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
     here.stage(snapshot, plan)
     theirs = {**request_of(plan), "Environment": {}, "Tags": []}
     theirs["InputDataConfig"] = theirs["InputDataConfig"][:1]
     sagemaker.client("sagemaker").create_training_job(**theirs)
     with pytest.raises(BackendError, match="not this attempt's"):
         here.submit(plan, {"TOKEN": "hidden value"})
-    assert not [key for key in sagemaker.keys(f"orc/jobs/{plan.attempt.job}/") if "secrets" in key]
+    assert kept(sagemaker, plan.marker) == []
     assert here.find(plan.marker) is None
 
 
@@ -196,21 +196,50 @@ def test_secrets_are_nowhere_in_the_request_and_gone_when_the_attempt_has_ended(
     handle = submit(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
     found = sagemaker.client("sagemaker").describe_training_job(TrainingJobName=handle.native_id)
     assert "hidden value" not in json.dumps(found, default=str)
-    assert len(kept(sagemaker, handle)) == 2
+    assert len(kept(sagemaker, handle.marker)) == 2
     here.cancel([handle], timedelta(seconds=5))
     seen = ended(here, handle)
     assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
-    assert kept(sagemaker, handle) == []
+    assert kept(sagemaker, handle.marker) == []
 
 
-def kept(sagemaker: SagemakerTestbed, handle: Handle) -> list[str]:
+@pytest.mark.parametrize("how", ["s3", "secretsmanager"])
+def test_nothing_secret_is_left_of_a_submission_that_was_cut_off_and_is_cancelled(
+    sagemaker, backend, snapshot, monkeypatch, how
+) -> None:
+    here = backend(secrets=how)
+    plan = render(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
+
+    def cut_off(_: Any) -> None:
+        raise AmbiguousSubmit("the connection was reset")
+
+    monkeypatch.setattr(here._jobs("").service, "create", cut_off)
+    with pytest.raises(AmbiguousSubmit):
+        here.submit(plan, {"TOKEN": "hidden value"})
+    assert here.find(plan.marker) is None  # it may come yet, and needs them
+    assert len(kept(sagemaker, plan.marker)) == 2
+    assert backend(secrets=how).find(plan.marker, complete=False) is None
+    assert kept(sagemaker, plan.marker) == []
+
+
+def test_nothing_secret_is_left_of_an_attempt_that_sagemaker_has_forgotten(sagemaker, backend, snapshot) -> None:
+    here = backend()
+    plan = render(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
+    here._jobs("")._upload(plan, {"TOKEN": "hidden value"})
+    lost = Handle("sm", "sagemaker", plan.marker, plan.marker, time.time() - 3600)
+    assert here.poll([lost])[lost].phase is Phase.LOST
+    here.reap(lost)
+    assert kept(sagemaker, plan.marker) == []
+
+
+def kept(sagemaker: SagemakerTestbed, marker: str) -> list[str]:
     """Where the attempt's secrets are, and what its agents know each other by."""
-    job = AttemptId.from_marker(handle.marker).job
+    job = AttemptId.from_marker(marker).job
     secrets = sagemaker.client("secretsmanager").list_secrets()["SecretList"]
     objects = [key for key in sagemaker.keys(f"orc/jobs/{job}/") if key.endswith(("secrets.json", "link.json"))]
     s3 = sagemaker.client("s3")
     assert all(s3.head_object(Bucket=BUCKET, Key=key)["ServerSideEncryption"] for key in objects)
-    return [*objects, *(secret["Name"] for secret in secrets if handle.marker in secret["Name"])]
+    return [*objects, *(secret["Name"] for secret in secrets if marker in secret["Name"])]
 
 
 def test_a_job_that_waits_is_pending_has_no_logs_and_can_be_stopped_twice(backend, snapshot) -> None:

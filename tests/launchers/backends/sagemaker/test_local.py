@@ -354,6 +354,7 @@ def test_a_job_runs_detached_and_is_described_as_the_api_does_it(service: LocalS
     assert described["TrainingJobStatus"] == "Completed"
     assert described["Environment"] == {"A": "b"}
     assert described["CreationTime"] <= described["TrainingStartTime"] <= described["TrainingEndTime"]
+    assert Path(described["ModelArtifacts"]["S3ModelArtifacts"]).is_file()
     assert service.tags(described["TrainingJobArn"]) == {"orc:marker": "m"}
     until(lambda: said(service, "a-job") == ["hello", "no end"])
     assert [job["TrainingJobName"] for job in service.summaries()] == ["a-job"]
