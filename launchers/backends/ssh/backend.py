@@ -215,7 +215,7 @@ class SshBackend(Backend):
         ended = [handle for handle, observed in found.items() if observed.phase.ended]
         # What an agent that was killed has left behind.
         if left := [h for h in ended if found[h].phase is Phase.LOST or any(map(_left, seen[h.marker].values()))]:
-            self._on_each(left, "reap", {})
+            self._reap(left)
         return found
 
     def _look(self, handles: Sequence[Handle]) -> dict[str, dict[str, HostStatus]]:
@@ -324,7 +324,10 @@ class SshBackend(Backend):
 
     def reap(self, handle: Handle) -> None:
         """End whatever an attempt that is over may have left on the hosts that answer."""
-        self._on_each([handle], "reap", {})
+        self._reap([handle])
+
+    def _reap(self, handles: Sequence[Handle]) -> None:
+        self._on_each(handles, "reap", {"peer_timeout_s": self.settings.options.peer_timeout})
 
     def _on_each(
         self, handles: Sequence[Handle], do: str, request: Mapping[str, Any]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import time
 
 from orc.launchers.agent import procfs
 from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, create_json, read_json, remove
+from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 
@@ -94,6 +96,7 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
         "records": records,
         "ages": ages,
         "alive": alive,
+        "silence": silence(records, node),
     }
 
 
@@ -101,6 +104,12 @@ def record_of(path: str) -> dict[str, Any] | None:
     """Return a record that whoever runs in the job's account can have written, `checked`."""
     record = read_json(path, NODE_RECORD_BYTES)
     return None if record is None else checked(record)
+
+
+def silence(records: dict[str, Any], node: int | None) -> float:
+    """Return how long ago the agent on this host gave its last sign, in seconds; both read the same clock."""
+    signs = [records.get(f"node-{node}/{name}", {}).get("at") for name in ("lease.json", "heartbeat.json")]
+    return time.time() - max((at for at in signs if at), default=time.time())
 
 
 def age(path: str) -> float:
@@ -190,12 +199,17 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
 def reap(request: dict[str, Any]) -> dict[str, Any]:
     """End everything that some attempts, which are over, may have left on this host.
 
-    An agent that still runs was given up while nobody could see it: it is told to end, at once.
+    An agent that still runs was given up while nobody could see it: it is told to end, at once. One that is stopped,
+    and its guard with it, would not hear that before its ranks go on: it is ended.
     """
     for given in request["directories"]:
         directory = os.path.expanduser(given)
         seen = status_of(directory, request["host"])
         if seen["alive"] and f"node-{seen['node']}/exit.json" not in seen["records"]:
+            lease = seen["records"].get(f"node-{seen['node']}/lease.json", {})
+            if seen["silence"] > request["peer_timeout_s"] and is_running(lease):
+                signal_process(int(lease["pid"]), signal.SIGKILL)
+                end(directory)
             write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)
         elif seen["there"] and not seen["alive"]:
             end(directory)

@@ -39,6 +39,12 @@ class HostStatus:
         """True while its agent of the attempt runs."""
         return self.present and bool((self.answer or {}).get("alive"))
 
+    @property
+    def silence_s(self) -> float | None:
+        """Seconds since its agent, which is there, gave its last sign."""
+        found: float | None = (self.answer or {}).get("silence")
+        return found if self.alive else None
+
     def record(self, name: str) -> Record | None:
         """Return one of the records in the attempt's directory there."""
         found = (self.answer or {}).get("records", {}).get(name)
@@ -105,7 +111,7 @@ def nodes_of(hosts: Sequence[str], statuses: Mapping[str, HostStatus]) -> list[N
                 alive=own.alive,
                 ended=any(status.record(f"node-{number}/exit.json") for status in told),
                 left_behind=number in behind,
-                silence_s=None if own.answer is not None else _silence(number, told),
+                silence_s=own.silence_s if own.answer is not None else _silence(number, told),
                 silent_why=own.why,
             )
         )

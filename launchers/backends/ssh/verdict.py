@@ -2,6 +2,8 @@
 
 A host that does not answer says nothing: its agent may well be alive, with others watching it. Only when all
 that can be asked have ended, and the silent ones must have noticed and ended themselves, is the attempt over.
+An agent that is there and gives no sign is stopped, with the guard that would end it (SIGSTOP, a freezer of cgroups):
+what the others have ended goes no further there.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class NodeStatus:
     alive: bool = False  # its agent runs (where it was reached)
     ended: bool = False  # it has an exit record: on its host, or as others were told
     left_behind: bool = False  # the others went on without it
-    silence_s: float | None = None  # since others last heard of it, or were told that there will be it
+    silence_s: float | None = None  # since its agent's last sign; where it was not reached, since others heard of it
     silent_why: str = ""  # why it was not reached
 
 
@@ -56,8 +58,10 @@ def judge(
     common: dict[str, Any] = {**facts_of(records), "hosts": hosts}
     away = [node for node in nodes if not node.reached]
     # An agent that has written its record only stays for the others' sake.
-    if any(node.alive and not node.ended for node in nodes):
-        return _going_on(records, nodes, common, refused)
+    running = [node for node in nodes if node.alive and not node.ended]
+    stopped = [node for node in running if (node.silence_s or 0.0) > fence_s(node, peer_timeout_s)]
+    if len(stopped) < len(running) or (stopped and not any(node.ended for node in nodes)):
+        return _going_on(records, nodes, common, refused, stopped)
     if len(away) == len(nodes):
         return Observation(Phase.UNKNOWN, reason=f"no answer from {_listed(away)}: {away[0].silent_why}", hosts=hosts)
     open_ = [node for node in away if not node.ended]
@@ -70,7 +74,11 @@ def judge(
 
 
 def _going_on(
-    records: AttemptRecords, nodes: Sequence[NodeStatus], common: dict[str, Any], refused: str
+    records: AttemptRecords,
+    nodes: Sequence[NodeStatus],
+    common: dict[str, Any],
+    refused: str,
+    stopped: Sequence[NodeStatus],
 ) -> Observation:
     away = [node.host for node in nodes if not node.reached and not node.ended]
     missing = [node.host for node in nodes if node.reached and not node.started]
@@ -79,6 +87,7 @@ def _going_on(
         reason = f"starting on {', '.join(missing)}" + (f": {refused}" if refused else "")
     elif away:
         reason = "; ".join(filter(None, [reason, f"no answer from {', '.join(away)}"]))
+    reason = "; ".join(filter(None, [reason, *map(_stopped, stopped)]))
     phase = Phase.PENDING if missing and not records.heartbeats else Phase.RUNNING
     return Observation(phase, reason=reason, **common)
 
@@ -132,9 +141,15 @@ def _why(failed_hosts: Sequence[NodeStatus], nodes: Sequence[NodeStatus], verdic
             parts.append(f"the attempt's directory on {node.host} was removed")
         elif not node.started:
             parts.append(f"{node.host} was never started")
+        elif node.alive:
+            parts.append(_stopped(node))
         else:
             parts.append(f"the agent on {node.host} was killed or the host restarted")
     return "; ".join(filter(None, [*parts, said])) or "no host knows the attempt any more"
+
+
+def _stopped(node: NodeStatus) -> str:
+    return f"the agent on {node.host} is there and gives no sign: it is stopped"
 
 
 def _listed(nodes: Sequence[NodeStatus]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from polling import polls
 
-from orc.launchers.agent.procfs import marked_processes
+from orc.launchers.agent.procfs import boot_id, descendants, is_running, marked_processes, process_start
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Observation, Phase, Placement, Snapshot
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.ssh.rendering import hosts_of
@@ -482,6 +484,23 @@ def test_an_agent_that_was_given_up_is_ended_when_its_host_comes_back(lab: Lab) 
     lab.until(handle, lambda seen: seen.phase is Phase.RUNNING and not seen.reason)
     lab.backend.reap(handle)
     lab.wait(handle)
+    assert not lab.left()
+
+
+def test_an_agent_that_was_given_up_and_is_stopped_is_ended_before_its_ranks_go_on(lab: Lab) -> None:
+    plan = lab.plan(WAITING, "a")
+    handle = lab.backend.submit(plan, {})
+    lab.until(handle, lambda seen: seen.phase is Phase.RUNNING and text(lab, handle, 0) == "up\n")
+    node = lab.directory("a", plan) / "node-0"
+    agent = json.loads((node / "lease.json").read_text())["pid"]
+    for pid in (agent, *descendants(agent)):
+        os.kill(pid, signal.SIGSTOP)
+    for name in ("lease.json", "heartbeat.json"):  # as an hour later
+        record = json.loads((node / name).read_text())
+        (node / name).write_text(json.dumps({**record, "at": record["at"] - 3600}))
+    assert "it is stopped" in lab.backend.poll([handle])[handle].reason
+    lab.backend.reap(handle)
+    assert not is_running(agent, process_start(agent) or "", boot_id())
     assert not lab.left()
 
 

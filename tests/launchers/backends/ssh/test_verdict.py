@@ -44,8 +44,10 @@ def crashed(node: int, at: float = 119.0) -> dict[str, Any]:
     return ended(node, "crash", first_failure=failure, exit_status=42, reason=f"rank {node} exited with 42")
 
 
-def host(name: str, *records: dict[str, Any], alive: bool = False, age: float = 1.0, **more: Any) -> HostStatus:
-    """A host that answers; *age* is that of all records, in seconds."""
+def host(
+    name: str, *records: dict[str, Any], alive: bool = False, age: float = 1.0, silence: float = 1.0, **more: Any
+) -> HostStatus:
+    """A host that answers; *age* is that of all records, *silence* that of its agent's last sign, in seconds."""
     merged = {key: value for record in records for key, value in record.items()}
     answer = {
         "there": True,
@@ -56,6 +58,7 @@ def host(name: str, *records: dict[str, Any], alive: bool = False, age: float = 
         "records": merged,
         "ages": dict.fromkeys(merged, age),
         "alive": alive,
+        "silence": silence,
     }
     return HostStatus(name, answer, **more)
 
@@ -150,6 +153,25 @@ def test_a_killed_agent_is_a_node_failure_that_names_its_host() -> None:
     seen = verdict(host("a", lease(0), peer), host("b", lease(1), beat(1)))
     assert (seen.phase, seen.failed_hosts) == (Phase.LOST, ("b",))
     assert seen.reason.startswith("the agent on b was killed or the host restarted")
+
+
+@pytest.mark.parametrize(
+    ("silence", "phase"), [(PEER_TIMEOUT_S + 14, Phase.RUNNING), (PEER_TIMEOUT_S + 16, Phase.LOST)]
+)
+def test_an_agent_that_is_stopped_keeps_nobody_waiting_once_the_others_have_ended(silence: float, phase: Phase) -> None:
+    peer = ended(0, "peer", peer_lost=True, lost_node=1, reason="node 1 has been silent")
+    seen = verdict(host("a", lease(0), peer), host("b", lease(1), beat(1), alive=True, silence=silence))
+    assert seen.phase is phase
+    if phase is Phase.LOST:
+        assert (seen.cause, seen.failed_hosts) == (Cause.NODE_FAILURE, ("b",))
+        assert seen.reason == "the agent on b is there and gives no sign: it is stopped; node 1 has been silent"
+
+
+def test_an_agent_that_is_stopped_is_named_while_nobody_has_ended() -> None:
+    seen = verdict(host("a", lease(0), alive=True), host("b", lease(1), alive=True, silence=100.0))
+    assert (seen.phase, seen.reason) == (Phase.RUNNING, "the agent on b is there and gives no sign: it is stopped")
+    alone = verdict(host("a", lease(0), alive=True, silence=100.0), host("b", lease(1), alive=True, silence=100.0))
+    assert (alone.phase, alone.reason.count("it is stopped")) == (Phase.RUNNING, 2)
 
 
 def test_a_node_that_others_lost_and_that_ended_by_itself_is_named() -> None:
