@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -97,6 +98,27 @@ def test_a_job_goes_on_without_the_laptop_and_is_picked_up_by_another(laptop: Or
     another_laptop("wait", job, status=3)
     assert laptop.job(job)["state"] == "CANCELLED"
     assert laptop.log(job, 0).split() == ["up", "saving"]
+
+
+def test_a_laptop_that_has_lost_its_ledger_adopts_its_job_once_the_hosts_answer_again(
+    laptop: Orc, hosts: HostsTestbed, tmp_path: Path
+) -> None:
+    laptop.write_job(ONCE)
+    job = laptop.submit(*SIZE)
+    for name in hosts.names:
+        hosts.fault("cut", name)
+    state, kept = Path(laptop.env["ORC_STATE_DIR"]), tmp_path / "kept"
+    for name in ("jobs", "store"):
+        shutil.copytree(state / name, kept / name)
+    back = Orc(laptop.directory, laptop.cluster, {"ORC_STATE_DIR": str(kept)})
+    assert "does not answer" in back("adopt", status=1)
+    for name in hosts.names:
+        hosts.fault("heal", name)
+    (adopted,) = json.loads(back("adopt", "--json"))["jobs"]
+    assert (adopted["job"], adopted["attempts"]) == (job, 1)
+    back("wait", job)
+    assert back.job(job)["state"] == "SUCCEEDED"
+    assert runs(hosts, job) == ["10", "11"]
 
 
 @pytest.mark.parametrize("point", ["prepared", "staged", "submitting", "submitted"])

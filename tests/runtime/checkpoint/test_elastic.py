@@ -11,8 +11,8 @@ pytestmark = pytest.mark.distributed
 SAMPLES = 101
 
 
-def phase(root, steps, by_samples, dispatch):
-    """Resume, train for *steps* (`None`: to the end of the epoch) and save; what was seen, in the order of the data."""
+def phase(root, steps, by_samples, dispatch, epochs=1):
+    """Resume, train for *steps* (`None`: to the end of *epochs*) and save; what was seen, in the order of the data."""
     torch.manual_seed(3)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -26,7 +26,9 @@ def phase(root, steps, by_samples, dispatch):
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     resumed = accelerator.resume()
     seen = []
-    for taken, (x,) in enumerate(loader, 1):
+    first = 0 if resumed is None else resumed.epoch
+    batches = (batch for epoch in range(first, epochs) for batch in epoch_of(loader, epoch))
+    for taken, (x,) in enumerate(batches, 1):
         accelerator.backward(model(x).sum())
         optimizer.step()
         schedule.step()
@@ -37,6 +39,11 @@ def phase(root, steps, by_samples, dispatch):
             break
     place = None if resumed is None else (resumed.step, resumed.epoch, resumed.offset)
     return place, seen, schedule.last_epoch
+
+
+def epoch_of(loader, number):
+    loader.set_epoch(number)
+    return loader
 
 
 @pytest.mark.parametrize(("by_samples", "dispatch"), [(True, None), (False, True)])
@@ -54,3 +61,13 @@ def test_an_epoch_is_seen_once_by_4_then_3_then_2_then_4_ranks(tmp_path, run_ran
         assert scheduled == (ranks_times_steps if by_samples else steps)
     assert len(seen) == SAMPLES
     assert sorted(seen) == list(range(SAMPLES))
+
+
+def test_two_epochs_are_each_seen_once_when_the_ranks_change_within_and_between_them(tmp_path, run_ranks):
+    seen = []
+    # The first ends with the epoch; the third ends where one sample of the second epoch is left over.
+    for world, count in ((4, 13), (3, 10), (2, 10), (4, None)):
+        seen += run_ranks(world, phase, str(tmp_path), count, True, None, 2)[0][1]
+    first, second = seen[:SAMPLES], seen[SAMPLES:]
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second
