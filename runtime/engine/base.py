@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,16 +100,4 @@ class Engine(Protocol):
 
         With *unwrap* under the names of the model that the script wrote.
         """
-        ...
-
-    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The complete state dict of *optimizer*, whole tensors; all ranks call it."""
-        ...
-
-    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load what `model_state` gave; *options* and result are those of ``load_state_dict``."""
-        ...
-
-    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` gave."""
         ...

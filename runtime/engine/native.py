@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -208,19 +208,6 @@ class NativeEngine:
 
             state = get_state_dict_offloaded_model(bare, strict=False)  # hooks keep them on the CPU or on the disk
         return whole(state) if self.prepared.sharded else state
-
-    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The complete state dict of *optimizer*."""
-        state = optimizer.state_dict()
-        return whole(state) if self.prepared.sharded else state
-
-    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load *state* into what the script wrote of *model*."""
-        return extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
-
-    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Load *state* into *optimizer*."""
-        optimizer.load_state_dict(state)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

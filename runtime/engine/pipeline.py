@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from orc.runtime.engine.native import NativeEngine
 from orc.runtime.engine.norms import clip_norm
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import compiles
-from orc.runtime.parallel.parts import Parts, check_orders, parts_of, whole_model
+from orc.runtime.parallel.parts import check_orders, parts_of, whole_model
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -60,14 +60,6 @@ class PipelineEngine(NativeEngine):
         if parts is None:
             return super().model_state(model, unwrap=unwrap)
         return whole_model(parts, extract_model_from_parallel(model).state_dict(), keep=True)
-
-    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load what of the complete *state* belongs to the stages of this process."""
-        parts: Parts | None = parts_of(model)
-        if parts is not None:
-            own = extract_model_from_parallel(model).state_dict().keys()
-            state = {name: value for name, value in state.items() if name in own or name not in parts.names}
-        return super().load_model(model, state, **options)
 
 
 ENGINE = PipelineEngine

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from orc.runtime.core.parsing import nearest
@@ -276,20 +275,3 @@ def parse_parallelism(text: str) -> dict[str, int]:
         sizes[name] = int(value)
     Training(sizes)  # checks the names
     return sizes
-
-
-def bytes_on_this_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer states that this process really has."""
-
-    def local(one: Any) -> int:
-        tensor = one.to_local() if hasattr(one, "to_local") else one
-        return int(tensor.numel() * tensor.element_size())
-
-    parameters = list(model.parameters())
-    bare = getattr(optimizer, "optimizer", optimizer)
-    states = [value for state in bare.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return (
-        sum(map(local, parameters)),
-        sum(local(one.grad) for one in parameters if one.grad is not None),
-        sum(map(local, states)),
-    )

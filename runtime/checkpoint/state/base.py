@@ -6,7 +6,7 @@ adds what it holds. Which one reads is said by the checkpoint, which one writes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -24,14 +24,6 @@ class StateStrategy(Protocol):
     """
 
     name: str
-
-    def holds_model(self, files: Collection[str], index: int) -> bool:
-        """Return whether *files*, those of a manifest, hold a model this way."""
-        ...
-
-    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
-        """Return whether *files* hold an optimizer this way."""
-        ...
 
     def model_state(self, model: nn.Module, *, keep: bool) -> dict[str, Any]:
         """Return what to save of *model*; on every rank, which may exchange tensors. Empty where not to *keep* it."""

@@ -6,7 +6,7 @@ another world size, on another mesh, and into a model that is not sharded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import plain
 from orc.runtime.checkpoint.state import fit, fsdp1
 from orc.runtime.checkpoint.state.base import SHARDED
@@ -39,14 +38,6 @@ class Sharded:
     """The strategy ``dcp``."""
 
     name = SHARDED
-
-    def holds_model(self, files: Collection[str], index: int) -> bool:
-        """Return whether there is a folder of shards."""
-        return layout.shard_metadata(layout.model_shards(index)) in files
-
-    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
-        """Return whether there is a folder of shards."""
-        return layout.shard_metadata(layout.optimizer_shards(index)) in files
 
     def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         """Return this rank's part of the weights, as DTensors; it is always kept."""

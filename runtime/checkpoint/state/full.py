@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.state import fit
 from orc.runtime.checkpoint.state.base import FULL, strategy_of_optimizer
 from orc.runtime.checkpoint.state.sharding import (
@@ -30,14 +29,6 @@ class Full:
     """The strategy ``full``."""
 
     name = FULL
-
-    def holds_model(self, files: Collection[str], index: int) -> bool:
-        """Return whether there is a file of it."""
-        return layout.model_file(index) in files or layout.model_file(index, False) in files
-
-    def holds_optimizer(self, files: Collection[str], index: int) -> bool:
-        """Return whether there is a file of it."""
-        return layout.numbered(layout.OPTIMIZER_NAME, index, "bin") in files
 
     def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         """Return all weights under the names of the model that the script wrote; of a sharded model on the CPU.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from orc.runtime.core.events import Events
 from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
-from orc.runtime.engine.deepspeed.states import consolidated, is_deepspeed
+from orc.runtime.engine.deepspeed.states import consolidated
 from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -276,25 +276,6 @@ class DeepSpeed:
         if found is None:
             return extract_model_from_parallel(model).state_dict() if unwrap else model.state_dict()
         return consolidated(found)
-
-    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """This process's part of the state, as DeepSpeed keeps it."""
-        return optimizer.state_dict()
-
-    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load whole tensors into *model*.
-
-        Raises:
-            ValueError: its parameters are sharded; `Accelerator.load_state` loads checkpoints.
-        """
-        engine: Any = model
-        if is_deepspeed(model) and engine.zero_optimization_stage() == 3:
-            raise ValueError("parameters of ZeRO-3 are sharded: load checkpoints with accelerator.load_state")
-        return extract_model_from_parallel(model).load_state_dict(state, **options)
-
-    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` gave on this process."""
-        optimizer.load_state_dict(state)
 
 
 def _is_optimizer(one: Any) -> bool:

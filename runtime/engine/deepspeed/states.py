@@ -22,11 +22,6 @@ from orc.runtime.compat.patching import patch_environment
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
-def is_deepspeed(model: Any) -> bool:
-    """Return whether *model* is an engine of DeepSpeed."""
-    return hasattr(model, "zero_optimization_stage") and hasattr(model, "save_checkpoint")
-
-
 def consolidated(engine: Any) -> dict[str, Any]:
     """Return the whole weights of *engine*'s module on the CPU; with ZeRO-3 on rank 0, elsewhere nothing. Collective.
 

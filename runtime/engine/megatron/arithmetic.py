@@ -51,16 +51,3 @@ def virtual_stages(layers: int, pp_degree: int, layers_per_virtual_stage: int | 
     """Return how many separate pieces of the model each process has in an interleaved schedule; 1 without one."""
     share = layers_per_stage(layers, pp_degree, layers_per_virtual_stage)
     return 1 if layers_per_virtual_stage is None else share // layers_per_virtual_stage
-
-
-def tokens_per_process(sequence: int, tp_degree: int) -> int:
-    """Return the tokens of each sample that sequence parallelism leaves one process. Raises `ValueError`."""
-    share, rest = divmod(sequence, tp_degree)
-    if rest:
-        raise ValueError(f"a sequence of {sequence} tokens cannot be shared out over tp_degree {tp_degree} processes")
-    return share
-
-
-def optimizer_bytes_per_parameter(data_parallel: int, whole: float = 12) -> float:
-    """Return the bytes of state per parameter that the distributed optimizer leaves one process, of *whole* bytes."""
-    return whole / data_parallel

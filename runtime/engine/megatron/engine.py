@@ -299,18 +299,6 @@ class MegatronLM:
         """The complete state dict of *model*, under the names of the Transformers model; all ranks call it."""
         return dict(model.state_dict())
 
-    def optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The complete state of *optimizer*, under the same names; all ranks call it."""
-        return optimizer.state_dict()
-
-    def load_model(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load what `model_state` gave, or the weights of a Transformers model."""
-        return model.load_state_dict(state, **options)
-
-    def load_optimizer(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` gave."""
-        optimizer.load_state_dict(state)
-
 
 def _new_optimizer(one: Any) -> bool:
     from orc.runtime.train.optimizer import AcceleratedOptimizer

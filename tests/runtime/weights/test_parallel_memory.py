@@ -7,7 +7,6 @@ from torch import nn
 from orc.runtime.weights.parallel_memory import (
     OPTIMIZERS,
     Training,
-    bytes_on_this_process,
     estimate_parallel_memory,
     parse_parallelism,
 )
@@ -42,6 +41,23 @@ class Net(nn.Module):
 
 def loss_fn(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def bytes_on_this_process(model, optimizer):
+    """Return the bytes of parameters, gradients and optimizer states that this process really has."""
+
+    def local(one):
+        tensor = one.to_local() if hasattr(one, "to_local") else one
+        return int(tensor.numel() * tensor.element_size())
+
+    parameters = list(model.parameters())
+    bare = getattr(optimizer, "optimizer", optimizer)
+    states = [value for state in bare.state.values() for value in state.values() if torch.is_tensor(value)]
+    return (
+        sum(map(local, parameters)),
+        sum(local(one.grad) for one in parameters if one.grad is not None),
+        sum(map(local, states)),
+    )
 
 
 def trained(pp, shard, replicate):

@@ -11,8 +11,6 @@ from orc.runtime.engine.megatron import arithmetic, rules
 
 def test_the_arithmetic_of_the_documentation():
     assert arithmetic.layers_per_stage(24, 4) == 6
-    assert arithmetic.tokens_per_process(1024, 4) == 256
-    assert arithmetic.optimizer_bytes_per_parameter(4) == 3
     assert arithmetic.padded_vocabulary(50257, tp_degree=2) == 50257 + 175 == 50432
     copies = arithmetic.data_parallel_size(4, tp_degree=2, pp_degree=2)
     total = arithmetic.global_batch_size(24, 2, copies)
